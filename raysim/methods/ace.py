@@ -13,9 +13,9 @@ A is the set of clients whose update the server has (ACE), or whose update is at
 versions old (ACED).
 
 The method is meant for `schedule=immediate` and tens to hundreds of clients: the server keeps one
-update per client, by default on disk. A schedule that aggregates several updates at once first
-replaces the updates of all their clients and then makes one step. CA2FL corrects the mean of such
-updates.
+update per client, by default on disk. If a schedule aggregates several updates at once, the server
+first replaces the updates of all their clients and then makes one step. The method CA2FL also keeps
+the last update of every client, but is meant for such schedules.
 
 Departures from the paper
 - The age of an update is counted from the version that it was trained from. The time in which its
@@ -30,8 +30,8 @@ Departures from the paper
 - The paper makes one local step. With several local steps, clients also drift apart. SCAFFOLD in
   the same list corrects a similar bias.
 
-The sum over A is kept in float64. An arrival changes only the rows of its own client and of the
-clients whose update has become too old.
+The server keeps the sum over A in float64. When an update arrives, the server reads only a few
+stored updates: that of the same client, and those that leave A because they have become too old.
 """
 
 from __future__ import annotations
@@ -113,24 +113,29 @@ def all_client_step(
 
 
 def _refresh(
-    fresh: Mapping[int, Tensor], cache: Tensor, total: Tensor, counted: Tensor, active: Tensor
+    new_updates: Mapping[int, Tensor],
+    cache: Tensor,
+    total: Tensor,
+    was_active: Tensor,
+    is_active: Tensor,
 ) -> None:
     """Store new updates in the cache, and make `total` the sum of the active rows, in place.
 
-    fresh: updates [D], by row of the cache.
+    new_updates: the new updates, each [D], by the row of the cache that each one replaces.
     cache: an update in each of R rows, [R, D].
-    total: float64 [D], the sum of the rows `counted`.
-    counted, active: bool [R], the rows in the sum before and after.
+    total: float64 [D], the sum of the rows that were active; afterwards, of those that are active.
+    was_active: bool [R], True for the rows of which `total` is the sum before the call.
+    is_active: bool [R], True for the rows of which `total` is the sum after the call.
     """
-    changes = torch.zeros_like(active)
-    changes[list(fresh)] = True
-    leaving = (counted & (changes | ~active)).nonzero().flatten().tolist()
-    joining = (active & (changes | ~counted)).nonzero().flatten().tolist()
+    changes = torch.zeros_like(is_active)
+    changes[list(new_updates)] = True
+    leaving = (was_active & (changes | ~is_active)).nonzero().flatten().tolist()
+    joining = (is_active & (changes | ~was_active)).nonzero().flatten().tolist()
 
     def replace(part: slice) -> None:
         for row in leaving:
             total[part] -= cache[row, part]
-        for row, delta in fresh.items():
+        for row, delta in new_updates.items():
             cache[row, part] = delta[part]
         for row in joining:
             total[part] += cache[row, part]
@@ -180,7 +185,10 @@ class ACE(Method):
         self.budget = at_least("method.ace.budget", budget, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep the last update of each client, its base version, and whether the sum has it."""
+        """Declare the server state: each client's last update, and the sum of the active updates.
+
+        With each update, the server keeps its base version and whether the sum contains it.
+        """
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
         for other in ("fedbuff", "groupdro"):
@@ -196,7 +204,10 @@ class ACE(Method):
         run.server_state("total", lambda server: run.zeros().double())
 
     def _shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of the cache's rows: [D]. Raise ValueError if the cache is too large."""
+        """Return the shape [D] of a row of the cache, for D trainable parameters.
+
+        Raise ValueError if the cache needs more than `budget` GiB.
+        """
         check_budget("method.ace", most_rows(server), server.params.nbytes, self.budget)
         return tuple(server.params.shape)
 

@@ -98,7 +98,8 @@ class AFL(Method):
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         """Multiply the weight of each update by the learnt weight of its client.
 
-        Only ratios count, so the learnt weights are divided by the largest one.
+        The learnt weights are first divided by the largest one of the participants, which does not
+        change the weighted mean.
         """
         chosen = server.state["weights"][torch.tensor(aggregation.clients)]
         largest = float(chosen.max())

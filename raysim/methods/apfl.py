@@ -3,8 +3,9 @@
 Each client can also learn the weight of its own model in the mixture.
 
 Source: Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning" (arXiv 2003.13461,
-2020), Algorithm 1. w is the shared model in training, v_i the client's own model, and alpha_i its
-mixing weight. Each step uses one batch, and takes both gradients before it moves a model:
+2020), Algorithm 1. w is the shared model in training, v_i the client's own model, and alpha_i the
+client's mixing weight. Each step computes both gradients on the same batch, before it changes w and
+v_i. m is the mixture, eta the learning rate, f the loss on the batch:
 
     m = alpha_i v_i + (1 - alpha_i) w
     v_i <- v_i - eta alpha_i grad f(m)
@@ -22,7 +23,8 @@ Departures from the paper
 - f(m) is the task's loss without the terms of other methods. v_i uses the run's optimizer settings
   (momentum, weight decay, clipping), and its optimizer starts again in each job.
 - m uses the BatchNorm statistics of v_i's network, which the training of v_i moves. The gradient
-  for alpha is taken in train mode and without augmentation. Its one batch is not part of the cost.
+  for alpha is computed in train mode and without augmentation. The planned cost of a job leaves out
+  this computation, which takes one batch.
 """
 
 from __future__ import annotations
@@ -81,9 +83,9 @@ class APFL(Method):
         run.stages([Stage("apfl.personal", (PERSONAL,), self._mixture_loss), Stage()])
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a second forward and backward pass of each batch.
+        """Return the cost of training the client's own model, in trained samples.
 
-        It trains the client's own model.
+        This is a second forward and backward pass of each batch: as much as the shared model.
         """
         return job.trained_samples
 

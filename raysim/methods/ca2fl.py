@@ -1,6 +1,7 @@
-"""CA2FL: correct the mean of a buffer by each client's last update, kept on the server.
+"""CA2FL: correct the mean update of a buffer with the last updates of all clients.
 
-For clients that are not in the buffer, the correction uses their last known updates.
+The server keeps each client's last update. A buffer has updates of only some clients; the last
+updates of all other clients stand for them in the server's step.
 
 Source: Wang, Cao, Wu, Chen and Chen, "Tackling the Data Heterogeneity in Asynchronous Federated
 Learning with Cached Update Calibration" (ICLR 2024), Algorithm 2. h_i is the last update of client
@@ -17,13 +18,14 @@ Departures from the paper
   early steps are short. With average="seen" the mean is over the clients whose update the server
   has.
 - Updates have no staleness weights. N counts the clients with samples.
-- The model's floating-point buffers (BatchNorm's statistics) are averaged over the arriving clients
-  as values, not as changes. They are never cached.
+- The model's floating-point buffers (BatchNorm's statistics) become the mean of the arriving
+  clients' values. They are never cached.
 - SCAFFOLD corrects the same bias. With both methods in a list it is corrected twice.
 - The paper's MF-CA2FL, which saves memory, is not implemented. The server keeps N updates, by
   default on disk.
 
-h is kept as a sum in float64. A flush changes only the rows of its own clients.
+The server keeps the sum of all h_i in float64. An aggregation ("flush" of the buffer) changes only
+the h_i of the clients in the buffer.
 """
 
 from __future__ import annotations
@@ -74,23 +76,23 @@ def _calibrate(
     rows: Sequence[int],
     cache: Tensor,
     total: Tensor,
-    clients: int,
+    averaged_clients: int,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return `scale` times the calibrated direction; update the cache and its sum in place.
+    """Return `scale` times the direction v [D]; update the cache and its sum in place.
 
-    The result has the dtype of `deltas`.
-    rows: the row of the cache that belongs to each update's client.
-    cache: an update in each of R rows, [R, D].
-    total: float64 [D], the sum of the rows.
-    deltas: the updates in the buffer, each [D].
-    clients: the number by which `total` is divided to get the mean h, such as the number of all
-    clients.
+    v is the mean h of the last updates plus the mean of each update minus its client's last update.
+    deltas: the updates in the buffer, each [D]; the result has their dtype.
+    rows: for each update, the row of the cache that has the last update of its client.
+    cache: the last updates of R clients, [R, D].
+    total: float64 [D], the sum of the cache's rows.
+    averaged_clients: the number of clients over which h is the mean: h = total / averaged_clients.
+    scale: the factor on the direction.
     """
     into = torch.empty_like(deltas[0])
 
     def flush(part: slice) -> None:
-        v = total[part] / clients
+        v = total[part] / averaged_clients
         for row, delta in zip(rows, deltas, strict=True):
             v.add_(delta[part].double() - cache[row, part], alpha=1 / len(deltas))
         into[part] = v.mul_(scale)
@@ -145,7 +147,10 @@ class CA2FL(Method):
         run.server_state("total", lambda server: run.zeros().double())
 
     def _shape(self, server: ServerView) -> tuple[int, ...]:
-        """Return the shape of the cache's rows: [D]. Raise ValueError if the cache is too large."""
+        """Return the shape [D] of a row of the cache, for D trainable parameters.
+
+        Raise ValueError if the cache needs more than `budget` GiB.
+        """
         check_budget("method.ca2fl", most_rows(server), server.params.nbytes, self.budget)
         return tuple(server.params.shape)
 

@@ -9,10 +9,10 @@ How the run works
   matter. Batches are drawn from all of them. Client k's share of the gradients is n_k / n, as in
   FedAvg.
 - The optimizer, the batch size and the number of rounds are set as in a federated run. The model is
-  scored after each round. A round processes as many samples as a cohort of average clients. With
-  local.epochs=E and a share s of the clients in a cohort, these are E s passes over all samples,
-  or as many batches if E s is no whole number. With local.steps=S and m clients in a cohort, these
-  are S m batches.
+  scored after each round. A round processes as many samples as a cohort of average clients would.
+  With local.epochs=E and a share s of the clients in a cohort, a round is E s passes over all
+  samples. If E s is no whole number, a round has as many batches as are nearest to E s passes.
+  With local.steps=S and m clients in a cohort, a round is S m batches.
 - The optimizer starts again in each round, as it does in a client.
 
 Departures from the released code
@@ -20,8 +20,8 @@ Departures from the released code
   counts.
 - The code's options `balanced` (batches with equal shares of all clients) and `checkpoint` are not
   implemented.
-- Methods that change the loss or correct clients can be combined with this one; server rules see a
-  cohort of one.
+- Methods that change the local loss or the local gradient can be combined with this one. A server
+  rule gets one update in each round.
 """
 
 from __future__ import annotations

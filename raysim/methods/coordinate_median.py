@@ -1,7 +1,7 @@
 """Coordinate-wise median: move each parameter by the median of the clients' updates.
 
-If fewer than half of the updates are arbitrary, each parameter moves by an amount that is between
-the smallest and the largest change of the other updates.
+Some updates may be arbitrary, such as those of attackers. If these are fewer than half, the median
+of each parameter lies between the smallest and the largest value of the honest updates.
 
 Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
 Statistical Rates" (ICML 2018), Definition 1 and Algorithm 1, option I.

@@ -48,8 +48,8 @@ def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
     """Return the mean cross-entropy of the discriminator's outputs with the client's number.
 
     domain_logits: [B, N] for N clients.
-    domain: the number of the client, the same for all rows; a scalar tensor if the step is
-    recorded, because a recorded step must not read its value.
+    domain: the number of the client, the same for all rows. In a recorded step, which can be
+    replayed for another client, it must be a scalar tensor; otherwise it may be an int.
     """
     scores = F.log_softmax(domain_logits, dim=-1)
     if isinstance(domain, Tensor):
@@ -141,13 +141,17 @@ class Dann(Method):
         self.rate, self.mode = rate, mode
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Increase `local.steps` to one turn of discriminator and classifier, if it is less."""
+        """Return a larger `local.steps`, by key, if both networks could not be trained otherwise.
+
+        A job needs `discriminator_steps` steps for the discriminator and one for the classifier.
+        With local.epochs or mode=grl, DANN needs no setting, and the result is empty.
+        """
         if self.mode != "alternate" or local.steps is None:
             return {}
         return {"local.steps": max(local.steps, 1 + self.discriminator_steps)}
 
     def setup(self, run: Setup) -> None:
-        """Add the discriminator, from features to an output per client; train it in turns."""
+        """Add the discriminator, which has one output for each client; declare the stages."""
         run.needs("features")
         clients, period = run.task.clients, 1 + self.discriminator_steps
         run.require(
@@ -174,10 +178,11 @@ class Dann(Method):
         run.stages(self._stages)
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return the stages of the training steps, which repeat: a list for each step of one turn.
+        """Return a list for each of a few steps, with the one stage of the step.
 
-        With mode=alternate the first steps train the discriminator and the last one the model; with
-        mode=grl a single step trains both. Each step has one stage.
+        All steps of a job repeat these few steps in turn. With mode=alternate, they are
+        `discriminator_steps` steps that train the discriminator, and one step that trains the
+        model. With mode=grl, it is one step that trains both networks.
         plan: has no effect.
         """
         if self.mode == "grl":
@@ -207,7 +212,7 @@ class Dann(Method):
         job.scratch["domain"] = torch.tensor(job.client, device=job.params.device)
 
     def discriminator_objective(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the discriminator's loss; features are constants, so their graph is not built."""
+        """Return the discriminator's loss for a batch; no gradient reaches the features."""
         with torch.no_grad():
             features = out.features
         logits = job.network("discriminator")(features)

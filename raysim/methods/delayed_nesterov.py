@@ -5,8 +5,8 @@ Training for Language Modeling" (2024), the algorithm of the delayed Nesterov up
 DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server)
 asynchronous. D_t is the update t = 1, 2, ..., which points towards improvement. x are the
 parameters, m is the momentum, and b is a sum of updates. eta is the learning rate and beta the
-factor of the old momentum. The momentum changes with every N-th update. c, the setting
-`activation`, is the share of beta m that each of the other steps adds:
+factor of the old momentum. The momentum changes with every N-th update. The setting `activation`,
+c, spreads the momentum over the steps: the N - 1 steps between two changes add c beta m each:
 
     b <- b + D_t
     every N-th t    m <- beta m + b / N    b <- 0
@@ -66,7 +66,8 @@ def delayed_nesterov_step(
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the old momentum.
     every: N; the momentum changes in the steps N, 2 N, 3 N, ...
-    activation: c, the share of beta m that each of the other steps adds.
+    activation: c; each step that does not change the momentum m moves x by eta c beta m, in
+    addition to its update.
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -111,10 +112,11 @@ def _delayed_nesterov(
     delta: the update.
     buffer: the momentum.
     total: the sum of the updates since the last change of the momentum.
-    rate: the server's learning rate.
-    momentum: the factor of the old momentum.
-    share: the factor of the momentum in the step.
-    part: the factor of the update in the step, 1 / N.
+    rate: the server's learning rate eta, a factor on the whole step.
+    momentum: the factor beta of the old momentum, when the momentum changes.
+    share: the factor on the momentum in the step: beta times (1 - c N + c) if `is_due`, else beta
+    times c.
+    part: 1 / N, the factor on the update in the step, and on `total` when the momentum changes.
     is_due: True if the momentum changes in this step.
     """
     for i in range(len(into)):
@@ -131,7 +133,8 @@ class DelayedNesterov(Method):
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the momentum.
     every: N, the number of updates between two changes of the momentum.
-    activation: c, the share of beta m that each of the other steps adds, from 0 to 1 / N.
+    activation: c, from 0 to 1 / N. A step that does not change the momentum m moves the model by
+    server_lr c beta m, in addition to its update. With 0, only every N-th step uses the momentum.
     """
 
     name = "delayed_nesterov"

@@ -1,4 +1,4 @@
-"""DP-FedAvg: clip the clients' updates and add noise, so that the model hides each client.
+"""DP-FedAvg: clip the clients' updates and add noise, for differential privacy of clients.
 
 The clipping bound can adapt to the lengths of the updates.
 
@@ -36,8 +36,8 @@ The two epsilons
   therefore measures the cost of privacy and protects nobody.
 
 Departures from the papers
-- s is m / 20, as in the paper, but at least z, because for few clients m / 20 would leave no budget
-  for the sum. With noise 0 no epsilon is reported.
+- s is m / 20, as in the paper, but at least z. With few clients m / 20 could be less than z / 2,
+  and then no z_D exists. With noise 0 no epsilon is reported.
 - All clients have the same weight. A failed client counts as an update of zero, and m stays.
 - In the papers, clients clip and send b_i. Here the server does this, with the same numbers. For
   momentum on the server add ``fedavgm``.
@@ -72,12 +72,11 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 def noise_of_sum(noise: float, bit_noise: float) -> float:
     """Return z_D, the noise for the sum of the updates: (noise^-2 - (2 bit_noise)^-2)^(-1/2).
 
-    With this noise, the sums of the updates and of the clipping bits together reveal as much as the
-    sum of the updates alone would reveal with `noise`.
-    noise: the noise z that the sum of the updates would have if no clipping bits were published.
-    bit_noise: the noise s of the sum of the clipping bits.
-    All three are standard deviations; without noise the result is 0. The unit of z and z_D is the
-    clipping bound; the unit of s is one client's bit.
+    A round publishes two noisy sums: that of the updates, and that of the clipping bits. A bit is 1
+    for an update that is not clipped. With the noise z_D in the sum of the updates, both sums
+    together reveal as much as this sum alone with the noise z.
+    noise: z, a standard deviation in units of the clipping bound, like z_D; for 0 the result is 0.
+    bit_noise: s, the standard deviation of the noise in the sum of the clipping bits.
     """
     return (noise**-2 - (2 * bit_noise) ** -2) ** -0.5 if noise else 0.0
 
@@ -118,11 +117,15 @@ def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.n
 def epsilon(
     noise: float, clients: int, cohort: int, rounds: int, delta: float, poisson: bool = False
 ) -> float:
-    """Return the privacy loss epsilon after `rounds` rounds of `cohort` out of `clients`.
+    """Return the epsilon of the (epsilon, delta)-differential privacy after some rounds.
 
-    poisson: True if each client joins independently, False if the cohort is drawn as a set.
-    noise: the noise z of a round, in units of the clipping bound.
-    delta: the probability with which the guarantee may fail.
+    noise: the noise z of a round, a standard deviation in units of the clipping bound.
+    clients: the number of all clients.
+    cohort: the number of clients in a round; with `poisson`, its expected value.
+    rounds: the number of rounds so far.
+    delta: the probability delta with which the guarantee may fail.
+    poisson: True if each client joins a round independently of the others; False if each round
+    draws a set of exactly `cohort` clients.
     """
     spent = rounds * _divergences(noise, clients, cohort, poisson)
     rdp = import_optional("dp_accounting.rdp", "method=dp_fedavg")
@@ -185,9 +188,10 @@ class DPFedAvg(Method):
         run.server_state("releases", lambda server: torch.tensor(0))
 
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
-        """Raise ValueError if a run shares more than clipped updates.
+        """Raise ValueError if clients or methods of a run share more than clipped updates.
 
-        Return the warnings that `run.check` expects of such a function: none.
+        Return an empty list of warnings, because `run.check` expects a function that returns
+        warnings.
         """
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
         for entry in statistics:

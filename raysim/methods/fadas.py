@@ -14,8 +14,8 @@ Departures from the paper
   staleness of 1000. With threshold=null the rate is always eta.
 - bias_correction=True is the form of the code, m / (1 - beta1^n) / (sqrt(w / (1 - beta2^n)) + eps)
   at step n. The paper has no correction.
-- An update is the trained model minus the model that the client received. The released simulator
-  subtracts another model than the one that the client trained from.
+- An update is the trained model minus the model that the client received. The authors' released
+  simulator subtracts a model that differs from the model that the client received.
 - The mean is uniform unless weighting=samples is set, and has no staleness weights. BatchNorm's
   statistics do not pass through the optimizer. Staleness is counted when the buffer is flushed.
 
@@ -130,13 +130,14 @@ def _amsgrad(
 ) -> None:
     """Compute the server's step and update the moments in place (compiled); all arrays are [d].
 
-    into: gets the step.
+    into: the array to fill with the step.
     delta: the mean update.
-    first, second, highest: the two moments, and the largest second moment so far.
-    rate: the learning rate, with the bias correction of the first moment.
+    first, second: the first and the second moment.
+    highest: the largest second moment so far.
+    rate: the learning rate, times the factor that corrects the bias of the first moment.
     beta1, beta2: the factors of the old first and second moment.
     weight1, weight2: the factors of the new values, 1 - beta1 and 1 - beta2.
-    growth: the bias correction of the second moment.
+    growth: the factor that corrects the bias of the second moment; 1 for no correction.
     eps: the constant that is added to the root of the largest second moment.
     """
     for i in range(len(into)):

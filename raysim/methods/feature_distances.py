@@ -23,10 +23,11 @@ def mmd(
 ) -> Tensor:
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
-    kernel: "gaussian" uses the sum of `kernel_num` Gaussian kernels. Kernel q = 0, 1, ... is
-    exp(-|a - b|^2 / w_q). Its width w_q is kernel_mul^(q - kernel_num // 2) times the mean squared
-    distance of all rows, which is a constant in gradients. "moments" returns the mean squared
-    difference of the means plus the mean squared difference of the unbiased covariances instead.
+    kernel: "gaussian" or "moments". "gaussian" uses the sum of `kernel_num` Gaussian kernels.
+    Kernel q = 0, 1, ... of two rows a and b is exp(-|a - b|^2 / w_q). The width w_q is
+    kernel_mul^(q - kernel_num // 2) times the mean squared distance of two rows of x and y. No
+    gradient flows through this mean. "moments" uses no kernels: the result is the mean squared
+    difference of the means plus that of the unbiased covariances.
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """
@@ -47,14 +48,17 @@ def _squared_distances(rows: Tensor) -> Tensor:
     return (norms[:, None] + norms - 2 * rows @ rows.T).clamp(min=0)
 
 
-def _gaussians(squares: Tensor, mean: Tensor, kernel_mul: float, kernel_num: int) -> Tensor:
-    """Return the sum of Gaussian kernels of different widths, for squared distances.
+def _gaussians(
+    squared_distances: Tensor, middle_width: Tensor, kernel_mul: float, kernel_num: int
+) -> Tensor:
+    """Return the sum of Gaussian kernels of different widths for each pair of rows, [n, n].
 
-    mean: the mean squared distance: one number for all rows, or one for each row.
+    squared_distances: the squared distance of each pair of n rows, [n, n].
+    middle_width: the width of the middle kernel, a scalar or one width for each row, [n, 1].
     kernel_mul: the ratio of the widths of two successive kernels.
-    kernel_num: the number of kernels; the middle one has the width `mean`.
+    kernel_num: the number of kernels.
     """
-    scaled = -squares / torch.where(mean > 0, mean, 1)
+    scaled = -squared_distances / torch.where(middle_width > 0, middle_width, 1)
     widths = [kernel_mul ** (q - kernel_num // 2) for q in range(kernel_num)]
     return torch.stack([torch.exp(scaled / width) for width in widths]).sum(0)
 

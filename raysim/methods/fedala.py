@@ -2,15 +2,18 @@
 
 Source: Zhang, Hua, Wang, Song, Xue, Ma and Guan, "FedALA: Adaptive Local Aggregation for
 Personalized Federated Learning" (AAAI 2023), Algorithm 1. x is the received model, y' the model
-that the client trained last, L the client's loss, and W has a weight for each parameter of the top
-p layers:
+that the client trained last, and L the client's loss. W has a weight for each parameter of the
+model's last p layers, at first 1; eta is the learning rate of W:
 
-    theta = y' + (x - y') W                         training starts here; lower layers start from x
-    W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)   W = 1 at first; on a share s of the samples
+    theta = y' + (x - y') W
+    W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)
 
-In a client's second job W is learnt in several passes, until the losses of the last ten passes have
-a standard deviation below 0.1. In later jobs it is learnt in one pass. The update is the difference
-to x.
+At the start of a job, the client first learns W on a share of its samples. Then it trains the
+model: the last p layers start from theta, all other layers from x. The update is the trained model
+minus x.
+
+In a client's second job, W is learnt in several passes over this share. They end when the losses of
+the last ten passes have a standard deviation below 0.1. In later jobs W is learnt in one pass.
 
 Departures from the paper
 - A layer is a module with parameters that travel, in the order of the model: p = 1 is the head.

@@ -11,10 +11,11 @@ The method is meant for `schedule=immediate`. The paper's local term rho/2 |x - 
 term of FedProx: `method=fedasync+fedprox`.
 
 Departures from the paper
-- Models that arrive at the same time, and the models of a larger buffer, are mixed one after
-  another, in the order of virtual time and then of client numbers. (easyFL averages them.) Each one
-  increases t, so later ones are staler. Clients that are dispatched afterwards see a whole buffer
-  as one version. In synchronous rounds the last model counts most, so this is not FedAvg.
+- An aggregation may have several models: they arrived at the same time, or the schedule has a
+  buffer. Such models are mixed into x one after another, in the order of virtual time and then of
+  client numbers. (easyFL averages them.) Each of them increases t in the formula, so that the later
+  ones count as staler. For the schedule, the whole aggregation makes one new version. In
+  synchronous rounds the last model counts most, so that this is not FedAvg.
 - The hinge contains the paper's + 1. Without it, as in easyFL, the hinge is not continuous. Weights
   are used as they are; FLSim divides them by the weight of a fixed staleness, which multiplies them
   by sqrt(2).
@@ -154,7 +155,10 @@ class FedAsync(Method):
         self.max_staleness, self.alpha_decay = max_staleness, alpha_decay
 
     def setup(self, run: Setup) -> None:
-        """Exclude other rules for steps and weights; warn about aggregations of several updates."""
+        """Exclude methods that change the server's step or the weights of updates.
+
+        Warn if synchronous rounds aggregate several updates, because the last one counts most.
+        """
         for other in (
             "fedavgm",
             "fedadagrad",

@@ -1,10 +1,10 @@
-"""FedBABU: train only the body in federation, and fine-tune a head for each client's score.
+"""FedBABU: train the model without its head, and fine-tune the head before a client is scored.
 
 Source: Oh, Kim and Yun, "FedBABU: Toward Enhanced Representation for Federated Image
-Classification" (ICLR 2022). All clients have the same head with its initial values, which do not
-change and do not travel. Bodies are trained with this head and averaged. A client's own model is
-the averaged body with a head, fine-tuned on the client's samples; finetune="all" also fine-tunes
-the body.
+Classification" (ICLR 2022). The body is the model without its head. All clients have the same
+initial head, which does not change in jobs and is never sent. The clients train their bodies with
+this head, and the server averages the bodies. Before a client is scored, its copy of the head is
+fine-tuned on the client's samples; finetune="all" also fine-tunes its copy of the body.
 
 Departures from the paper
 - finetune="head" trains the head with the body in eval mode; "all" trains the whole model.
@@ -41,7 +41,7 @@ class FedBABU(Method):
         self.finetune = one_of("method.fedbabu.finetune", finetune, ("head", "all"))
 
     def setup(self, run: Setup) -> None:
-        """Freeze the head, train only the body, and fine-tune for scores."""
+        """Fix the head during jobs, and declare the fine-tuning before a client is scored."""
         run.needs("features")
         head = run.model.get_submodule("head")
         run.fixed_parameters([f"model.head.{name}" for name, _ in head.named_parameters()])

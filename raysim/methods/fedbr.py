@@ -3,7 +3,8 @@
 Guo, Tang and Lin, "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning
 Bias Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. z are the features of the samples of a
 batch, z_p the features of pseudo-data, z_g their features by the received model, and P is a
-projection. With s+ = cos(P(z_p), P(z_g)) and s- = cos(P(z_p), P(z)) row by row,
+projection. lambda, mu, tau1 and tau2 are settings. With s+ = cos(P(z_p), P(z_g)) and
+s- = cos(P(z_p), P(z)) row by row,
 
     L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)
     L_p   = cross-entropy of pseudo-data with its targets, uniform for means of samples
@@ -19,8 +20,8 @@ Departures from the paper
 - Row j of the pseudo-batch is compared with row j of the real batch, which gives one negative for
   each, as in the code. Eq. (2) is an expectation.
 - The received model computes z_g of the pseudo-data in each step, as in the paper; it is frozen and
-  in eval mode. The code computes z_g once, for the first step, in train mode;
-  global_features="round" does so in eval mode.
+  in eval mode. The code computes z_g only in the first step of a job, in train mode. With
+  global_features="round", z_g is also computed only once for a job, but in eval mode.
 """
 
 from __future__ import annotations
@@ -142,9 +143,10 @@ class FedBR(Method):
     """A method that trains on pseudo-data to reduce the bias of local learning.
 
     lam: weight of Component 1 (uniform outputs for pseudo-data); 0 switches it off.
-    mu: weight of Component 2 (contrast); 0 switches it off.
-    tau1, tau2: the temperatures of the contrast, for the similarity of pseudo-data to their
-    features by the received model, and to real samples.
+    mu: weight of Component 2 (the contrastive loss); 0 switches it off.
+    tau1, tau2: the temperatures of the contrastive loss. It compares the trained model's features
+    of pseudo-data with two others: the received model's features of the same pseudo-data (tau1),
+    and the trained model's features of real samples (tau2).
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
@@ -158,12 +160,13 @@ class FedBR(Method):
     samples_per_mean: the number of samples in a mean.
     proxy: with "mixture", the data source of the public set; otherwise None.
     mix_samples: with "mixture", the number of the batch's samples that are mixed with a mean.
-    sources: how samples are drawn for means. "balanced" draws every client equally often,
-    "unbalanced" in proportion to its samples, and "classes" also each class of a client equally
-    often. Of a public set, "balanced" and "classes" draw its classes equally often.
+    sources: from which clients the samples of means come. "balanced" draws all clients equally
+    often. "unbalanced" draws a client in proportion to its number of samples. "classes" draws all
+    clients equally often, and also the classes of a client. From a public set, "balanced" and
+    "classes" draw all classes equally often.
     fresh: True draws means of the clients' raw data in every round, which only a simulator can do.
-    global_features: when the received model computes the features of pseudo-data, in every "step",
-    or once for a job ("round").
+    global_features: when the received model computes the features of pseudo-data: "step" in every
+    step, "round" once for a job.
     """
 
     name = "fedbr"
@@ -247,7 +250,10 @@ class FedBR(Method):
 
     # --- a client's job ------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Draw fresh means of raw data (`fresh=true`), the same for all clients of this version."""
+        """With `fresh=true`, draw means of all clients' raw data as this job's pseudo-data.
+
+        All jobs with the same base version get the same means.
+        """
         job.scratch["pseudo"] = self._pseudo_data.draw_fresh(job)
 
     def draw_mixed_samples(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
@@ -260,7 +266,10 @@ class FedBR(Method):
         return [torch.from_numpy(generator.integers(size, size=shape)) for size in job.plan.sizes]
 
     def projected_contrast(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the contrastive loss, which the projector maximises, for constant features."""
+        """Return the contrastive loss of a batch, which the projector is trained to maximise.
+
+        No gradient reaches the features.
+        """
         return self.contrast(job, out, self._features(job, out).detach(), out.features.detach())
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
@@ -275,7 +284,10 @@ class FedBR(Method):
         return loss + sum(terms)
 
     def pseudo_data(self, job: LocalJob, out: Outputs) -> tuple[Tensor, Tensor | None]:
-        """Return this step's pseudo-data [B, ...] and targets [B, C]; None: uniform targets."""
+        """Return this step's pseudo-data [B, ...] and their targets [B, C].
+
+        The targets are None if all of them are uniform.
+        """
         means = job.scratch["pseudo"] if self.fresh else job.received["pseudo"]
         if not self._mixes:
             return means, None

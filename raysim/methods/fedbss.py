@@ -1,15 +1,17 @@
-"""FedBSS: after some plain rounds, train on samples with a low loss first, and then on others.
+"""FedBSS: in each job, train on samples with a low loss first, then also on the other samples.
 
-The samples with a low loss are called unbiased, the others biased. Each epoch of a job trains on
-all unbiased samples and on more of the biased ones than the epoch before.
+A client's samples with a low loss are called unbiased, its other samples biased. Each epoch of a
+job trains on all unbiased samples, and on more biased samples than the epoch before. The first
+`warmup_rounds` rounds train on all samples, as FedAvg does.
 
 Xu, Li, Wu and Ren, "Federated Learning with Sample-level Client Drift Mitigation" (AAAI 2025). The
-received model gives sample i the class probabilities p_i:
+received model gives sample i, with label y_i, the class probabilities p_ic. b is the number of
+biased samples, and a job has the epochs e = 1, ..., E:
 
-    S_i = -log p_{i, y_i}                                 (3)   the order: ascending loss
+    S_i = -log p_{i, y_i}                                 (3)   loss; samples are sorted by it
     alpha_i = 1 - (max_c p_ic - min_c p_ic)               (4)   uncertainty
-    unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   the other b samples are biased
-    a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e adds a_e b of them
+    unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   all other samples are biased
+    a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e trains on a_e b biased ones
 
 Choices where the paper is silent or inconsistent
 - a_e is the fraction of the biased samples that take part: those with the lowest losses. With
@@ -111,10 +113,12 @@ def selected_indices(
 ) -> Tensor:
     """Return the samples that take part in one epoch: int64 positions in the client's samples.
 
-    All unbiased samples take part, and a share of the biased ones. Both are ordered by loss.
-    losses, uncertainties: [N], of the client's samples.
-    epoch: from 1 to `total_epochs`.
-    kind: the growth of the share, as in `inclusion_fraction`.
+    All unbiased samples take part, and then a share of the biased ones, all by ascending loss.
+    losses: [N], the loss of each of the client's N samples.
+    uncertainties: [N], the uncertainty of each sample.
+    epoch: the number e of the epoch, from 1 to E = `total_epochs`.
+    kind: how the share depends on e: "cosine" is (1 - cos(pi e / E)) / 2, "linear" is e / E,
+    "filter" is 0, "all" is 1.
     """
     split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
     fraction = inclusion_fraction(epoch=epoch, total_epochs=total_epochs, kind=kind)
@@ -129,10 +133,12 @@ def loss_weights(
 ) -> Tensor:
     """Return the weight of each sample's loss in one epoch, [N].
 
-    It is 1 for an unbiased sample, and the `inclusion_fraction` of the epoch for a biased one.
-    losses, uncertainties: [N], of the client's samples.
-    epoch: from 1 to `total_epochs`.
-    kind: the growth of the share, as in `inclusion_fraction`.
+    The weight of an unbiased sample is 1. The weight of a biased sample depends on the epoch.
+    losses: [N], the loss of each of the client's N samples.
+    uncertainties: [N], the uncertainty of each sample.
+    epoch: the number e of the epoch, from 1 to E = `total_epochs`.
+    kind: the weight of a biased sample: "cosine" is (1 - cos(pi e / E)) / 2, "linear" is e / E,
+    "filter" is 0, "all" is 1.
     """
     split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)
     weights = torch.ones_like(losses)
@@ -229,10 +235,10 @@ class FedBSS(Method):
         self._report(job)
 
     def _report(self, job: LocalJob) -> None:
-        """Report the share of biased samples, the loss above which they begin, and the uncertainty.
+        """Report three numbers, which Figure 3d of the FedBSS paper shows.
 
-        Figure 3d of the FedBSS paper shows these numbers. The uncertainty is the mean over all
-        samples.
+        They are the share of biased samples, the largest loss of an unbiased sample, and the mean
+        uncertainty of all samples.
         """
         losses, uncertainties = job.state["losses"], job.state["uncertainties"]
         split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)

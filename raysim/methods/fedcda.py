@@ -1,13 +1,15 @@
-"""FedCDA: average, over all clients, one of each client's last K models.
+"""FedCDA: choose one of each client's last K models; the mean of the chosen models is the next one.
 
-The server chooses cached models that have a low loss and are close to each other. Their mean is the
-next model.
+The server caches the last K models of each client. It chooses models that have a low loss and are
+close to each other.
 
 Source: Wang, Xu, Li, Xu, Li and Zhang, "FedCDA: Federated Learning with Cross-rounds
-Divergence-aware Aggregation" (ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants, in
-random order, are cut into B batches. Each batch in turn chooses one cached model for each of its
-clients. With S the set of all chosen models, including those chosen earlier for absent
-clients, it minimises
+Divergence-aware Aggregation" (ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants of
+an aggregation, in random order, are divided into B batches. One batch after another, the server
+chooses a cached model for each client of the batch. S is the set of all models that are chosen so
+far. It also has the models that earlier aggregations chose for clients that do not participate now.
+With F_n the loss of client n's chosen model w_n, and L the setting `smoothness`, the choice of a
+batch minimises
 
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of S
 
@@ -18,7 +20,8 @@ Departures from the paper
   of the steps), measured while the model was trained. It is 0 for a client without a task loss.
 - Models of the warm-up enter the cache, and the newest model of each client counts as chosen; but
   the next model is FedAvg's mean over the participants.
-- Batches have equal sizes if possible, the larger ones come first, and later batches are not in S.
+- The sizes of batches differ by at most one client, and the larger batches come first. While a
+  batch chooses, S has no models of the clients in later batches.
 - Floating-point buffers (BatchNorm's statistics) are selected and averaged with their model, but
   they are not part of a norm.
 - A stale client contributes its base version plus its update. A client that arrives twice in a
@@ -97,15 +100,16 @@ def select_models(
     fixed_losses: Tensor,
     smoothness: float,
 ) -> Tensor:
-    """Return the model of each of B clients that minimises the objective: int64 [B].
+    """Choose one cached model for each of B clients; return the index of each: int64 [B].
 
-    Of equal choices the lexicographically first one is returned.
+    The chosen models, together with `fixed_models`, minimise `selection_objective`. If several
+    choices do so, the lexicographically first one is returned.
 
-    candidates: [B, K, D], the cached models, newest first.
-    candidate_losses: [B, K].
+    candidates: [B, K, D], the cached models of each client, newest first.
+    candidate_losses: [B, K], the losses of these models.
     num_candidates: int64 [B], the number of cached models of each client, at most K.
-    fixed_models: [F, D], models that are already chosen; F may be 0.
-    fixed_losses: [F].
+    fixed_models: [F, D], models that are already chosen for other clients; F may be 0.
+    fixed_losses: [F], the losses of `fixed_models`.
     smoothness: the weight L of the divergence in the objective.
     """
     return greedy_selection(
@@ -129,16 +133,17 @@ def greedy_selection(
     smoothness: float,
     num_batches: int,
 ) -> Tensor:
-    """Return the index of the model that each of P clients chooses: int64 [P].
+    """Choose one cached model for each of P clients; return the index of each: int64 [P].
 
-    The clients are divided into `num_batches` groups. One group chooses after another, each as in
-    `select_models`, and later groups see the earlier choices.
-    candidates: [P, K, D], the cached models, newest first.
-    candidate_losses: [P, K].
+    The clients are divided into `num_batches` groups. One group after another, `select_models`
+    chooses the models of the group's clients; the models of earlier groups are then fixed models.
+    candidates: [P, K, D], the cached models of each client, newest first.
+    candidate_losses: [P, K], the losses of these models.
     num_candidates: int64 [P], the number of cached models of each client, at most K.
-    fixed_models: [F, D], models that are already chosen; F may be 0.
-    fixed_losses: [F].
+    fixed_models: [F, D], models that are already chosen for other clients; F may be 0.
+    fixed_losses: [F], the losses of `fixed_models`.
     smoothness: the weight L of the divergence in the objective.
+    num_batches: the number of groups.
     """
     selection = _Selection(candidates[0, 0], candidates.shape[2])
     for model, loss in zip(fixed_models, fixed_losses.tolist(), strict=True):
@@ -381,10 +386,10 @@ class FedCDA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the mean of the selected models minus the current version: all shared floats.
+        """Return the mean of the selected models minus the current version.
 
-        In the warm-up rounds with warmup="fedavg", return the mean of the participants' models
-        minus the current version.
+        The result has all shared parameters and floating-point buffers, as one vector. In the
+        warm-up rounds with warmup="fedavg", the mean is over the participants' models instead.
         """
         state = server.state
         rows = rows_of(aggregation, server, self.cache, "models")
@@ -409,12 +414,13 @@ class FedCDA(Method):
         return direction
 
     def _push(self, row: int, loss: float, server: ServerView) -> Tensor:
-        """Record a new model of a client, and select it; return the memory for the model.
+        """Reserve memory for a client's new model; return this memory, one vector.
 
-        The caller must write all shared tensors of the new model into this memory, as one vector.
-        It still holds the client's oldest model.
+        The memory is the place of the client's oldest model in the cache. The caller must write all
+        shared tensors of the new model into it. The new model is recorded as the selected model of
+        the client.
         row: the client's row in the cache.
-        loss: the client's loss.
+        loss: the loss of the new model.
         """
         state = server.state
         place = int(state["pushes"][row]) % self.memory

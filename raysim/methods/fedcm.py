@@ -1,24 +1,26 @@
 """FedCM: mix the gradient of every local step with the mean direction of the previous round.
 
-The server sends the direction that the model moved, per step, and all clients use it as a common
-momentum.
+The server sends the mean direction to all clients, which use it as a common momentum.
 
 Source: Xu, Wang, Wang and Yao, "FedCM: Federated Learning with Client-level Momentum" (2021),
-Algorithm 1:
+Algorithm 1. g is the gradient of a local step, x the received model, and eta_l the local learning
+rate. Client i has the trained model y_i, the normalised weight p_i and made K_i steps. A step moves
+along v in place of g:
 
     v <- alpha g + (1 - alpha) Delta                                   every local step
-    Delta <- sum_i p_i (x - y_i) / (eta_l K_i)                         p_i: normalised weights
+    Delta <- sum_i p_i (x - y_i) / (eta_l K_i)                         every aggregation
 
 Departures from the paper
 - Delta starts at 0, as in the paper, so the first round moves alpha times as far. With
   warm_start=True the first round is plain SGD, as in FedBR's code.
-- Weight decay is part of g. The optimizer adds the full weight decay after mixing and clipping
-  (local.clip). Therefore v contains -(1 - alpha) times the weight decay when it is clipped.
+- Weight decay is part of g, so v should contain alpha times the weight decay. But the optimizer
+  adds the full weight decay after mixing and clipping (local.clip). Therefore (1 - alpha) times the
+  weight decay is subtracted from v before clipping.
 - With local momentum the gradient is mixed first, and the momentum buffer averages v. FedBR's code
   changes the momentum buffer in place, which is another method.
-- K_i is the number of steps that the client really made, separately for each group of parameters
-  (FedBR's projector, DANN's discriminator); eta_l is the local learning rate in the round of the
-  movement.
+- K_i is the number of steps that the client really made. Parts of the model that stages train
+  separately (FedBR's projector, DANN's discriminator) have a number of steps of their own. eta_l is
+  the local learning rate of the round in which the client trained.
 - The server's learning rate is 1; `method=fedcm+fedavgm` has a setting for it.
 """
 
@@ -99,7 +101,8 @@ class FedCM(Method):
 
         The optimizer adds the full weight decay later, but the mixture contains only alpha times
         the weight decay. Therefore (1 - alpha) times the weight decay is subtracted here.
-        grad: the gradient by the parameters `job.params[at]`.
+        grad: the gradient with respect to the parameters at the positions `at`.
+        at: the positions of these parameters in the vector `job.params`.
         """
         is_plain_round = self.warm_start and job.version == 0
         if self.alpha == 1 or is_plain_round:
@@ -112,8 +115,8 @@ class FedCM(Method):
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
         """Compute the direction of the model's movement, per step and learning rate.
 
-        It is the weighted mean over the clients of this round. Parameters that are trained together
-        have a number of steps and a learning rate of their own.
+        It is the weighted mean over the clients of this round. If stages train parts of the model
+        separately, each part has its own number of steps and its own learning rate.
         """
         direction = torch.zeros_like(server.params)
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)

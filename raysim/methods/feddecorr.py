@@ -3,16 +3,17 @@
 The penalty keeps the features of a client from collapsing into a few dimensions.
 
 Source: Shi, Liang, Zhang, Tan and Bai, "Towards Understanding and Mitigating Dimensional Collapse
-in Heterogeneous Federated Learning" (ICLR 2023). With K the correlation matrix of the D
-features in front of the classifier,
+in Heterogeneous Federated Learning" (ICLR 2023). A batch has n rows of D features, the inputs of
+the classifier. Z [n, D] are these features after subtracting their means and dividing by their
+standard deviations. With the correlation matrix K = Z^T Z / n,
 
     loss = cross-entropy + beta |K|_F^2 / D^2
 
 Departures from the paper
-- The default is the authors' code, which leaves out the diagonal and does not divide Z^T Z by the
-  n rows, so that its penalty is about n times as large. variant="paper" is the printed equation.
-  "fedbr", which FedBR's tables use, adds 1e-4 to deviations, which it computes with n - 1.
-- With "authors" a smaller last batch counts less, because of that factor n.
+- variant="paper" is the printed equation. The default, "authors", is the form in the authors' code.
+  It is n times the mean square of the entries of K outside its diagonal: about n times as large.
+  Because of the factor n, a smaller last batch counts less. "fedbr", which FedBR's tables use, adds
+  1e-4 to the standard deviations. "authors" and "fedbr" compute these with n - 1, "paper" with n.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ Regularization" (ICLR 2021), Algorithm 1. With P the participants of a round and
     x^{t+1} <- mean_{k in P} theta_k - h / alpha
 
 Departures from the paper
-- The mean is uniform, as in the paper; under other weights h moves by |P| / N of the weighted mean.
-  The authors' code scales alpha by the client's share of the data; this file does not.
+- The mean is uniform, as in the paper. If the run sets other weights, both formulas of the server
+  use the weighted mean of theta_k - x^t: h then changes by -alpha |P| / N times this mean. The
+  authors' code scales alpha by the client's share of the data; this file does not.
 - Weight decay and momentum act on the corrected gradient; g_k contains neither.
 - alpha = 0 is FedAvg. It is not the limit of a small alpha, because h / alpha does not depend on
   alpha.

@@ -54,8 +54,9 @@ def extrapolation(mean_square: float, square: float, epsilon: float, minimum: fl
     """Return FedExP's step size mean_square / (2 (square + epsilon)), at least `minimum`.
 
     mean_square: the weighted mean of the squared norms of the updates.
-    square: the squared norm of the mean update. If no client moved, the result is `minimum`.
-    epsilon: the number that is added to `square`.
+    square: the squared norm of the mean update.
+    epsilon: the number that is added to `square`. If the sum is 0, the result is `minimum`.
+    minimum: the smallest step size.
     """
     divisor = 2.0 * (square + epsilon)
     if not divisor:

@@ -1,30 +1,31 @@
 """FedGH: remove the conflicts between clients' updates before they are averaged.
 
-Two updates conflict if their inner product is negative. The server projects each of the two so
-that it no longer opposes the other one.
+Two updates conflict if their inner product is negative. The server then removes from each of the
+two its projection on the other one.
 
 Source: Zhang, Sun and Chen, "Tackling the Non-IID Issue in Heterogeneous Federated Learning by
-Gradient Harmonization" (IEEE SPL 2024). For each pair (i, j) in turn that conflicts, with G the
-updates of the clients and g the changed ones,
+Gradient Harmonization" (IEEE SPL 2024). G_i is the update of client i, and g_i starts as G_i. For
+each pair (i, j) that conflicts, one pair after another,
 
     g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j        g_j <- g_j - <g_j, G_i> / |G_i|^2 G_i
 
-All g stay in the span of G: a matrix of coefficients and the Gram matrix suffice, and one weighted
-sum at the end.
+The result is the weighted mean of all g_i. Every g_i is a combination of the updates G_j.
+Therefore the server computes only coefficients, from the inner products of all updates, and one
+weighted sum of the updates at the end.
 
-"fedgh_hierarchical" is another algorithm, which FedLD's code contains and reports under the name
-FedGH (Zeng et al., MICCAI 2024). For each tensor, with r a running mean of past aggregates: sort
-updates by <g, r>; pair the first with the last, the second with the last but one, and so on;
-project a pair that conflicts as above, each on the other's original; replace the pair by its sum;
-repeat until two are left. A third FedGH, with a global header for heterogeneous models, is
-unrelated.
+"fedgh_hierarchical" is another algorithm. The code of FedLD (Zeng et al., MICCAI 2024) contains it,
+and calls it FedGH. r is a running mean of past aggregates. For each tensor of the model, the server
+sorts the updates g by <g, r>. It pairs the first update with the last one, the second with the last
+but one, and so on. In a pair that conflicts, each update loses its projection on the other,
+unchanged one. The sum of the pair takes the place of both. This repeats until one update is left. A
+third FedGH, with a global header for heterogeneous models, is unrelated.
 
 Departures from the paper
-- No code of the authors exists, and the listing was not available. Pairs are (0, 1), (0, 2), ... by
-  client number, and a conflict is a negative inner product of the original updates. With
-  conflict_test="current" each of the two formulas is applied if its own inner product, with the
-  changed update, is negative, as in PCGrad; so it never removes agreement. The order of the pairs
-  and the test matter if an update has two conflicts. The history counts conflicts and projections.
+- The authors have published no code, and the listing of the algorithm was not available. The pairs
+  are (0, 1), (0, 2), ... by client number, and a conflict is a negative <G_i, G_j>. With
+  conflict_test="current", as in PCGrad, the first formula is applied if <g_i, G_j> is negative, and
+  the second one if <g_j, G_i> is. The order of the pairs and the test matter if an update has two
+  conflicts. The history counts conflicts and projections.
 - Lengths are not restored: updates become shorter. All trainable parameters of a client form one
   vector, unless granularity="tensor".
 - In "fedgh_hierarchical" the last pair (a, b) is treated as in the code. It is not sorted: a is the
@@ -32,8 +33,9 @@ Departures from the paper
   a <- a - s / (|b|^2 + eps) b, and then, with the changed a, b <- b - s / (|a|^2 + eps) a. If a and
   b are almost opposite, the changed a is short and b can grow, by at most |s| / (2 sqrt(eps)). If
   an aggregation has only two updates, a is the one that the server aggregates first.
-- The hierarchy is uniform, as in the code, unless weighting or another method says otherwise. Then
-  an update counts with its weight over the mean weight, in sums and compared with eps.
+- In "fedgh_hierarchical" all updates have the same weight, as in the code, unless the run sets
+  weights. In that case, each update is first multiplied by its weight and divided by the mean
+  weight.
 """
 
 from __future__ import annotations
@@ -223,16 +225,22 @@ def _harmonize_in_tree(
         return float(a @ inside @ b)
 
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
-        """Return `a` minus its projection on `direction`; `overlap` is their inner product."""
+        """Return a - overlap / (|direction|^2 + eps) direction.
+
+        a, direction: combinations of the m updates, each as coefficients [m].
+        overlap: the inner product of the pair of combinations before either was changed.
+        """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
         return changed
 
-    def meet(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
-        """Return the sum of two updates, after removing conflicting parts from each.
+    def join_pair(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
+        """Return the sum of a pair; if the two conflict, first remove projections from both.
 
-        is_last_pair: True subtracts the changed `a` from `b`, False the original `a`, each times a
-        factor.
+        First `a` loses its projection on `b`, then `b` its projection on `a`.
+        a, b: combinations of the m updates, each as coefficients [m].
+        is_last_pair: True subtracts from `b` a multiple of the changed `a`, False of the unchanged
+        `a`.
         """
         overlap = inner(a, b)
         if overlap < 0:
@@ -253,7 +261,7 @@ def _harmonize_in_tree(
         half = len(rows) // 2
         middle = rows[half : len(rows) - half]
         pairs = zip(rows[:half], rows[: -half - 1 : -1], strict=True)
-        rows = [meet(a, b, is_last_pair) for a, b in pairs] + middle
+        rows = [join_pair(a, b, is_last_pair) for a, b in pairs] + middle
     root: np.ndarray = rows[0]
     return root
 

@@ -54,10 +54,11 @@ def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float 
 
 
 def shifts(margins: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the margins in `dtype`, to subtract from logits; infinity becomes a large number.
+    """Return finite margins in `dtype`, which the caller subtracts from logits.
 
-    In a softmax, infinity and a large number have the same effect. With soft targets, infinity
-    would be multiplied by 0, which gives nan.
+    An infinite margin becomes a large number, which has the same effect in a softmax. Infinity
+    itself would give nan with soft targets, because it would be multiplied by 0.
+    margins: the margin of each class, [C]; infinite for a class that the client lacks.
     """
     return margins.clamp(max=torch.finfo(dtype).max / 4).to(dtype)
 

@@ -8,28 +8,29 @@ Loss Decomposition" (MICCAI 2024), eq. (3) (client) and (4)-(7) (server). With f
 
     loss = cross-entropy + lam mean_b log(1 + |f_b|^2)
 
-With m updates g_i as the rows of G, (lambda_l, e_l) the L largest eigenpairs of G G^T / m, and v_l
-= G^T e_l / |G^T e_l|, the server averages
+The server has m updates g_i, the rows of a matrix G. lambda_l and e_l are the L largest eigenvalues
+of G G^T / m and their eigenvectors. The principal directions are v_l = G^T e_l / |G^T e_l|. The
+server replaces g_i by g_i' and averages the g_i':
 
     g_i' = |g_i| sum_l w_l sign<g_i, v_l> v_l           w_l = lambda_l / sqrt(sum_k lambda_k^2)
 
-so that |g_i'| = |g_i|. As <g_i, v_l> = sqrt(m lambda_l) e_l[i], that mean is a weighted sum of the
-updates, with coefficients from their Gram matrix. The parts are independent methods: "fedld_margin"
-(the loss above), "fedld_damped" (another loss) and "fedld_principal" (the server). The option
-"fedld" is fedld_margin+fedld_principal.
+so that |g_i'| = |g_i|. As <g_i, v_l> = sqrt(m lambda_l) e_l[i], the mean of all g_i' is a weighted
+sum of the updates g_i. Its coefficients follow from the inner products G G^T. FedLD consists of
+methods that can be used alone: "fedld_margin" (the loss above), "fedld_damped" (another loss) and
+"fedld_principal" (the server's rule). The option "fedld" is fedld_margin+fedld_principal.
 
 Departures from the paper
-- The code penalises softmax probabilities of the whole batch in one logarithm ("batch_softmax");
-  the printed lam were tuned with it. "logit_l2", "threshold" and the damped loss are variants of
-  eq. (3) that the paper only names.
-- Read literally, eq. (7) has w_l = 1 ("none"), and updates grow. The code divides lambda_l by the
-  sum of all eigenvalues ("sum"), and updates shrink. The default keeps lengths, as the paper
-  claims.
+- The authors' code penalises softmax probabilities of the whole batch in one logarithm
+  (kind="batch_softmax"). The values of lam in the paper were tuned with this penalty. The kinds
+  "logit_l2" and "threshold" and the damped loss are variants of eq. (3) that the paper only names.
+- Read literally, eq. (7) has w_l = 1 (normalization="none"), and updates grow. The code divides
+  lambda_l by the sum of all eigenvalues (normalization="sum"), and updates shrink. The default,
+  "l2", keeps their lengths, as the paper claims.
 - Every single update keeps its length, but the mean of the updates is longer than FedAvg's if the
   updates have a common direction. For example, let m = 5 updates each be the sum of a common vector
   and an own vector of the same length, all orthogonal to each other. Then the mean is 1.2 times as
   long. For a fair comparison, try FedAvg with a larger server step, too.
-- The orientation of v_l in eq. (6) has no effect: everything is even in v_l.
+- The sign of v_l, which eq. (6) sets, has no effect: g_i' is the same for v_l and -v_l.
 - All trainable parameters of a client form one vector; the code treats each tensor separately
   ("tensor"), buffers too.
 - Weights are the run's, as in the paper (n_i / n); the code's mean is unweighted.
@@ -106,9 +107,11 @@ def margin_control_penalty(
 
 
 def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return the logits times 1 - sigmoid(margin / temperature), [B, C].
+    """Return the logits of each row times 1 - sigmoid(margin / temperature), [B, C].
 
-    The factor has a gradient, too.
+    The margin of a row is its label's logit minus the largest other logit. Gradients also flow
+    through this factor.
+    logits: [B, C].
     labels: int64 [B].
     temperature: a smaller value makes the factor fall faster with the margin.
     """
@@ -208,11 +211,13 @@ def _coefficients(products: Tensor, components: int, normalization: str, tol: fl
     """Return coefficients, float64 [m, m], that make revised updates from the original ones.
 
     Row i has the coefficients of revised update i.
-    products: the Gram matrix [m, m] of the original updates.
-    components: the largest number of principal directions.
-    normalization: the weights of the directions: the eigenvalues divided by their norm ("l2") or by
-    the sum of all eigenvalues ("sum"), or 1 ("none").
-    tol: directions below this share of the largest eigenvalue are left out.
+    products: the inner products [m, m] of the m original updates.
+    components: the largest number of principal directions that are used.
+    normalization: the weight of a direction. "l2" is its eigenvalue divided by the norm of the used
+    directions' eigenvalues. "sum" is its eigenvalue divided by the sum of all eigenvalues. "none"
+    is 1.
+    tol: directions are left out if their eigenvalue is at most `tol` times the largest one. An
+    update's projections are left out if they are at most `tol` times its length.
     """
     one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))
     # The eigenvalues of G G^T are m lambda_l, ascending.
@@ -260,12 +265,17 @@ def principal_gradient_aggregate(
     normalization: str = "l2",
     tol: float = 1e-8,
 ) -> Tensor:
-    """Return the weighted mean [d] of `revise_gradients`, computed from the original rows.
+    """Return the weighted mean [d] of the updates rebuilt from their principal directions.
 
+    It is computed as one weighted sum of the original updates.
     gradients: [m, d], the original updates.
-    weights: [m].
-    num_components, normalization, tol: as for `revise_gradients`.
-    Raises ValueError for weights that have no mean.
+    weights: [m], the weight of each rebuilt update.
+    num_components: the largest number of directions.
+    normalization: the weight of a direction. "l2" is its eigenvalue divided by the norm of the used
+    directions' eigenvalues. "sum" is its eigenvalue divided by the sum of all eigenvalues. "none"
+    is 1.
+    tol: the relative size up to which eigenvalues and projections count as 0.
+    Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
     """
     coefficients = _coefficients(
         gram_matrix(gradients.unbind()), num_components, normalization, tol

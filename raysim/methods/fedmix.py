@@ -1,11 +1,11 @@
-"""FedMix: mix a client's samples with means of other clients' samples, without mixing the inputs.
+"""FedMix: approximate the loss of mixing a client's samples with means of other clients' samples.
 
-The loss is the first-order Taylor expansion of Mixup's loss, in which the means are multiplied by a
-gradient. NaiveMix mixes inputs with the means themselves.
+Mixing inputs with the means is NaiveMix. FedMix takes the first-order Taylor expansion of the loss
+of such a mixture. The means enter it only as a product with the loss's gradient by the inputs.
 
 Source: Yoon, Shin, Hwang and Yang, "FedMix: Approximation of Mixup under Mean Augmented Federated
-Learning" (ICLR 2021), Proposition 1 and the local update. A sample (x, y) meets a pair (xbar, ybar)
-of means; with u = (1 - lam) x,
+Learning" (ICLR 2021), Proposition 1 and the local update. A sample x with label y gets a pair of
+means: xbar of inputs, ybar of their one-hot labels. f is the model, and with u = (1 - lam) x,
 
     l1 = (1 - lam) CE(f(u), y)    l2 = lam CE(f(u), ybar)    l3 = lam <grad_u l1, xbar>
     FedMix:    loss = mean of l1 + l2 + l3
@@ -13,9 +13,8 @@ of means; with u = (1 - lam) x,
                loss = mean of (1 - lam) CE(f(x~), y) + lam CE(f(x~), ybar)
 
 Departures from the paper
-- l3 is the mean over the batch of the samples' own products, as in the paper. The public
-  implementations divide by the batch size twice, which makes the term very small:
-  taylor_scale="public".
+- The loss has the mean of l3 over the batch, as in the paper. The public implementations divide the
+  sum of l3 by the batch size twice, which makes it very small (taylor_scale="public").
 - The factor of l3 is lam (1 - lam), as in the algorithm and by Taylor's theorem; the paper's
   formula prints lam.
 - The server collects the pairs (xbar, ybar) of all clients with samples once, before round 0. A
@@ -76,12 +75,13 @@ def label_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return the losses with the samples' labels and with mean targets (l1 and l2 of FedMix).
 
-    Both are means over the batch.
+    Both are means over the batch, multiplied by their weight.
 
-    logits: [B, C].
-    labels: int64 [B].
-    mean_targets: [B or 1, at most C]; missing columns are 0.
-    lam: the weight of the mean targets; the samples' labels have the weight 1 - lam.
+    logits: [B, C], the outputs of the model.
+    labels: int64 [B], the labels of the batch's samples.
+    mean_targets: means of one-hot labels: a row for each sample, [B, c], or one row for all,
+    [1, c]. If c < C, because a method has added outputs to the model, the targets of these are 0.
+    lam: the weight of the loss with mean targets; the loss with labels has the weight 1 - lam.
     """
     added_outputs = logits.shape[1] - mean_targets.shape[1]
     targets = F.pad(mean_targets, (0, added_outputs)).expand_as(logits)
@@ -288,10 +288,11 @@ class FedMix(Method):
         return {name: job.received[name].index_select(0, chosen) for name in ("inputs", "targets")}
 
     def _fresh_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
-        """Return means of raw samples, "inputs" and "targets", for the samples of a batch.
+        """Return means of raw inputs and of their one-hot labels, as "inputs" and "targets".
 
-        The first step of a job draws the samples of all steps. Each mean is over samples of one
-        client, which may be any client.
+        With pairs="each" there is a row for each sample of the batch, with "one" a single row. Each
+        row is the mean over samples of one client, drawn from all clients. In the first step of a
+        job, the samples of all steps are drawn.
         """
         if job.step == 0:
             size = job.plan.steps, self._most_pairs(job), self.samples_per_mean

@@ -40,12 +40,14 @@ if TYPE_CHECKING:
 def not_true_distillation_loss(
     logits: Tensor, global_logits: Tensor, labels: Tensor, temperature: float
 ) -> Tensor:
-    """Return tau^2 KL(teacher || student) over all classes but the true one: the batch's mean.
+    """Return the mean over the batch of tau^2 KL(teacher || student), without the true classes.
 
+    The KL divergence of a row is over all classes except the row's label. With C = 2 only one class
+    remains, and the loss is 0.
     logits: [B, C], the student's outputs.
     global_logits: [B, C], the teacher's outputs, which get no gradient.
-    labels: int64 [B]. With C = 2 a single class remains, so that the loss is 0.
-    temperature: tau, which divides the outputs.
+    labels: int64 [B].
+    temperature: tau, by which all outputs are divided before the softmax.
     """
     index = torch.arange(logits.shape[1] - 1, device=logits.device)
     other_classes = index + (index >= labels.unsqueeze(1))

@@ -260,7 +260,10 @@ class _Adaptive(Method):
             setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step; keep both moments on the server, from 0 and tau^2."""
+        """Replace the server's step, and declare the two moments as server state.
+
+        The first moment starts at 0, the second at tau^2.
+        """
         run.owns("step")
         run.server_state("first_moment", run.zeros)
         run.server_state("second_moment", lambda server: run.zeros(server) + self.tau**2)
@@ -276,8 +279,9 @@ class _Adaptive(Method):
         return step
 
     def _settings(self, step: int) -> dict[str, Any]:
-        """Return the arguments with which the rule calls `_adapt`.
+        """Return the arguments of `_adapt`, by name; here the method's settings.
 
+        A subclass may add arguments.
         step: the number of the server's step, from 1.
         """
         return dict(vars(self))

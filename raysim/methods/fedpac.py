@@ -4,8 +4,9 @@ Training pulls features to the global mean of their class. The server mixes head
 similar features.
 
 Source: Xu, Tong and Huang, "Personalized Federated Learning with Feature Alignment and Classifier
-Collaboration" (ICLR 2023). Client i has n_i samples, a share pi_ik of them in class k; f is the
-extractor, phi_i the head, c_k the prototype of a class.
+Collaboration" (ICLR 2023). Client i has n_i samples, n_ik of them in class k, and pi_ik = n_ik /
+n_i. f is the extractor, which the clients share, f_i the extractor that client i has trained. phi_i
+is the head of client i, and c_k the prototype of class k. [j = l] is 1 if j = l, otherwise 0.
 
     h_ik = pi_ik mean_{y=k} f(x)    V_i = (sum_k pi_ik mean_{y=k} |f(x)|^2 - sum_k |h_ik|^2) / n_i
     head phase:        CE, only phi_i is trained
@@ -15,31 +16,35 @@ extractor, phi_i the head, c_k the prototype of a class.
     phi_i <- sum_j a_ij phi_j,  a_i = argmin a'P_i a over the simplex
              P_i,jl = V_j [j = l] + sum_k <h_ik - h_jk, h_ik - h_lk>
 
-The server averages the extractors as FedAvg does, unless another method of the run changes that.
-Clients upload their label counts with the statistics.
+A job has two phases: the first steps train the head, all later ones the extractor. The server
+averages the extractors as FedAvg does, unless another method of the run changes that. Clients
+upload h, V, the trained head, and the mean features and the counts n_ik of each class.
 
 Departures from the paper
-- The budget: the authors train the head for one epoch and then the extractor for E epochs, so
-  local.epochs is the sum; set it to head_epochs + E. The head phase has the steps of head_epochs
-  passes over all of the client's samples, but at most head_epochs / (head_epochs + 1) of all steps.
-  This limit matters with local.steps, and if an epoch uses only some samples. local.lr is the
-  extractor's rate. Each phase has its own optimizer.
+- The authors train the head for one epoch and then the extractor for E epochs. Here local.epochs
+  counts the epochs of both phases; for the authors' setting, set it to head_epochs + E. The head
+  phase has as many steps as head_epochs passes over all of the client's samples. But it has at most
+  head_epochs / (head_epochs + 1) of all steps of the job. This limit matters with local.steps, and
+  if a method makes epochs shorter. The learning rate of the extractor is local.lr, that of the head
+  is head_lr_factor times as large. Each phase has its own optimizer.
 - h and V are measured with the received extractor, as in the authors' code. The class means of
   which the server makes prototypes are measured with the trained extractor. Both use all samples,
   in eval mode and without augmentation.
 - The authors' extractor never leaves eval mode. Here it trains in train mode. In the head phase it
   is in eval mode, so that this phase does not change running statistics.
-- A class that no participant of the last aggregation holds has no prototype. Its samples are pulled
-  to the client's own mean of the received extractor's features. In the first round there are no
-  prototypes, and R is 0. The authors' code fails in both cases.
-- Prototypes and mixtures are over the participants of one aggregation; others keep their last
-  head, and a client that never took part has the initial one. Only the last update of a client
-  that is twice in a buffer counts. A client that is dispatched again before its update was
-  aggregated starts from its previous mixture.
-- P has no negative eigenvalue and is used as it is. The authors' code drops eigenvalues below 0.01
+- A class that no participant of the last aggregation holds has no prototype. The features of its
+  samples are pulled to the mean features of the class in the client's own data, measured with the
+  received extractor. In the first round there are no prototypes, and R is 0. The authors' code
+  fails in both cases.
+- Prototypes and mixtures are over the participants of one aggregation. All other clients keep their
+  last head, and a client that never took part has the initial head. If an aggregation has two
+  updates of a client, only the last one counts. If a client is dispatched again before its update
+  was aggregated, it starts from its previous mixture.
+- P has no negative eigenvalue and is used unchanged. The authors' code drops eigenvalues below 0.01
   and may then fail to find weights.
-- Weights up to min_weight become 0, as in the authors' code, unless all of them would.
-- With Mixup, R is the mean of the R of both labels with Mixup's weights.
+- Weights a_ij up to min_weight become 0, as in the authors' code, unless all of them would.
+- With Mixup, a batch has two labels for each sample. R is computed for both, and the two values are
+  averaged with Mixup's weights.
 
 The mixtures of 100 participants take about 0.1 s on one core.
 """
@@ -72,10 +77,10 @@ if TYPE_CHECKING:
 class Statistics(TypedDict):
     """Statistics of the D features of a client's samples.
 
-    variance: V_i of the module's docstring, the variance of `weighted_means`, which are estimated
-    from the client's samples.
-    weighted_means: h_i of the module's docstring, [C, D]: the mean features of each class, times
-    the share of the samples in this class.
+    variance: how uncertain `weighted_means` is, because the client has few samples: the sum of the
+    variances of its entries. It is V_i in the formulas at the top of this file.
+    weighted_means: [C, D], the mean features of each class times the share of the samples that are
+    in this class. It is h_i in these formulas.
     class_means: the mean features of each class, [C, D]; zeros for a class without samples.
     class_counts: the number of samples of each class, int64 [C].
     """
@@ -185,7 +190,9 @@ def classifier_combination_weights(
 def _coordinates(weighted_means: Tensor) -> Tensor:
     """Return a point for each of m participants, float64 [m, k] with k <= m.
 
-    The points are as far apart as the participants' weighted means, which have more dimensions.
+    Two points have the same distance as the weighted means of these two participants. A point has
+    only k coordinates, so that computing with points is faster.
+    weighted_means: [m, C, D], the mean features of each class, times the share of the class.
     """
     flat = weighted_means.double().flatten(1)
     triangle: Tensor = torch.linalg.qr((flat - flat.mean(0)).T, mode="r").R
@@ -201,12 +208,15 @@ def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) 
 
 
 def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
-    """Return the weights a >= 0 with sum 1 that minimise a'Pa, in float64.
+    """Return the weights a [m] of m participants that minimise a^T P a, float64.
 
-    P = diag(variances) + offsets offsets', variances [m], offsets [m, k]. With P = A'A the minimum
-    is b / sum(b), where b >= 0 minimises |Ab|^2 + (sum(b) - 1)^2. If a participant has neither a
-    variance nor an offset, it gets the whole weight.
-    preferred: the participant that is taken if this is true for several.
+    The weights are at least 0 and sum to 1. P is diag(variances) + offsets offsets^T. A is a matrix
+    with A^T A = P. Let b >= 0 minimise |A b|^2 + (sum(b) - 1)^2; then a = b / sum(b). A participant
+    whose variance and offsets are all 0 gets the whole weight.
+    variances: [m].
+    offsets: [m, k], the difference of each participant's point to that of the participant for which
+    heads are mixed.
+    preferred: the participant that gets the whole weight if several have only zeros.
     """
     diagonal = variances + offsets.square().sum(1)
     best = diagonal.min()
@@ -226,9 +236,11 @@ def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tens
 def head_steps(sizes: Sequence[int], samples: int, head_epochs: int) -> int:
     """Return the number of a job's first steps that train the head.
 
+    They make `head_epochs` passes over the client's samples, but are at most head_epochs /
+    (head_epochs + 1) of all steps.
     sizes: the number of samples in each batch of the job.
     samples: the number of the client's samples.
-    head_epochs: the number of epochs that train the head, as far as the job is long enough.
+    head_epochs: the number of epochs that train the head.
     """
     full_batches, rest = divmod(samples, max(sizes))
     # A last batch of one sample is left out because of BatchNorm.
@@ -282,8 +294,8 @@ def _local_work(local: Local) -> tuple[str, int]:
 class FedPAC(Method):
     """A method with a shared extractor and, for each client, a mixture of all clients' heads.
 
-    The server keeps a head for each client that took part: 20 KB each for 10 classes of 512
-    features, 2 GB for 100,000 clients.
+    The server keeps a head for each client that took part. For 10 classes and 512 features, a head
+    takes 20 KB, and the heads of 100,000 clients take 2 GB.
 
     lam: the weight of the alignment of features with prototypes.
     head_epochs: the number of epochs, out of local.epochs, that train the head.
@@ -375,10 +387,11 @@ class FedPAC(Method):
         return [[head]] * first + [[extractor]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return what a job costs more than usual training, in trained samples.
+        """Return the cost of a job minus the cost of usual training, in trained samples.
 
-        Two forward passes over the client's samples measure statistics; each costs a third of
-        training on them. A step that trains the head saves the extractor's backward pass.
+        Statistics are measured in two forward passes over the client's samples. A forward pass of a
+        sample costs a third of a trained sample. A step that trains the head costs only this third,
+        because it makes no backward pass through the extractor.
         """
         most = job.trained_samples * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)

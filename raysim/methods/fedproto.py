@@ -88,9 +88,10 @@ def nearest_prototype_head(
 ) -> tuple[Tensor, Tensor]:
     """Return weight [C, d] and bias [C] of a linear head that predicts the nearest prototype.
 
-    For features h and a prototype c, |h - c|^2 = |h|^2 - (2 h.c - |c|^2); the first term is the
-    same for all classes.
-    prototypes: the prototype [d] of each class; a class without one is never predicted.
+    The squared distance of features h to a prototype c is |h|^2 - (2 h.c - |c|^2), and |h|^2 is the
+    same for all classes. Therefore the nearest prototype has the largest logit 2 h.c - |c|^2.
+    prototypes: the prototype c [d] of each class; a class without one is never predicted.
+    num_classes: the number C of classes.
     """
     example = next(iter(prototypes.values()))
     weight = example.new_zeros(num_classes, len(example))

@@ -79,10 +79,10 @@ class FedRep(Method):
         return math.ceil(self._total_epochs / self.head_epochs)
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return the setting that FedRep needs, by key; in mode joint it needs none.
+        """Return the setting that FedRep needs, by key; in mode joint the result is empty.
 
-        This is local.epochs = head_epochs + body_epochs. If the run sets local.steps instead, it is
-        the run's value, but large enough to train the head for a step.
+        With local.epochs, the setting is local.epochs = head_epochs + body_epochs. With local.steps
+        it is local.steps: the run's value, but at least so large that one step trains the head.
         """
         if self.mode == "joint":
             return {}
