@@ -338,7 +338,10 @@ def bench(
     with connected_cluster(options) as size:
         for cost in costs(options, size, rounds, say):
             results.append(cost)
-            say(f"{cost.floats:,} floats, {cost.way}: {cost.wall * 1000:.1f} ms per round")
+            say(
+                f"models of {cost.floats:,} floats, sent as {cost.way}: "
+                f"{cost.wall * 1000:.1f} ms per round"
+            )
     say(table(results))
     rows = [asdict(cost) for cost in results]
     write_json({"options": asdict(options), "rounds": rounds, "results": rows}, out)

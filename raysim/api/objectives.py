@@ -57,9 +57,9 @@ class Objective:
     metrics: the possible metrics; the first one is the main metric by default.
     has_ignored: True if labels may be `IGNORED`; means then leave out ignored labels.
     usual_metrics: how many of the metrics are computed by default.
-    parts: function from outputs and labels to the sum of the losses of each sample and the number
-    of labels that count, [B, 2], for a mean over all labels of a set; None if a mean over samples
-    is reported.
+    parts: None if the reported loss is a mean over samples. If it is a mean over labels, such as
+    the pixels of a picture, a function from outputs and labels to [B, 2]. For each sample this has
+    the sum of the losses of its labels, and the number of these labels.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]

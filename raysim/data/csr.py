@@ -93,10 +93,10 @@ class Partition:
         return self.train if self.with_unseen is None else self.with_unseen
 
     def parts_of_clients(self) -> list[CSR]:
-        """Return the assignments of rows to clients, for loops over all clients' rows.
+        """Return the clients' training rows, their test rows and their validation rows.
 
-        These are all training rows (also of unseen clients), test rows and, if there are any,
-        validation rows.
+        The training rows include those of unseen clients. Without validation rows, the list has
+        only two entries.
         """
         parts = (self.all_train, self.test, self.validation)
         return [part for part in parts if part is not None]

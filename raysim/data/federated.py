@@ -62,7 +62,7 @@ class FederatedData:
         return str(self.users[client].as_py())
 
     def number(self, client: int) -> str:
-        """Return the client's number as text, with its user's name: "2", or "2 (user alice)"."""
+        """Return "2", or "2 (user alice)" if the name of the client's user is known."""
         user = self.user(client)
         return str(client) if user is None else f"{client} (user {user})"
 
@@ -82,7 +82,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
 
     partitioner: the rule of the split.
     seed: the seed of the run.
-    Raise ValueError with the key to change if the settings do not fit the data.
+    Raise ValueError if a setting does not fit the data; the error names the setting to change.
     """
     column = getattr(partitioner, "column", None)
     if column is not None:
@@ -164,8 +164,10 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
 def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
     """Return for each client the rows of the central test set on which the client is scored.
 
-    clean: the data without noise and rotation.
-    partitioner: the rule that made the clients.
+    source: the settings of the data.
+    clean: the data set without corruptions.
+    partitioner: the rule of the split, which also divides the central test set.
+    Raise ValueError if there is no central test set, or if `data.rotation` rotates images.
     """
     if source.rotation.per != "none":
         raise ValueError(
@@ -289,7 +291,10 @@ def drop_single_rows(data: FederatedData) -> FederatedData:
 
 
 def pool_clients(data: FederatedData) -> FederatedData:
-    """Give all training rows, ascending, to one client. All clients keep their test rows."""
+    """Give all training rows, in ascending order, to one client.
+
+    The test rows of all clients stay unchanged.
+    """
     rows = np.sort(data.partition.train.indices)
     train = CSR(rows, np.array([0, len(rows)]))
     partition = replace(data.partition, train=train, spare=None, with_unseen=None)
@@ -297,13 +302,15 @@ def pool_clients(data: FederatedData) -> FederatedData:
 
 
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
-    """Draw a share of the clients with training samples, and take them out of training.
+    """Choose unseen clients at random: they are only scored, and never trained.
 
-    The number of drawn (unseen) clients is rounded. Unseen clients keep their training samples,
-    because methods may adapt a model to these before it is scored on the clients' test rows. Their
-    validation samples are not used to choose the best round. Raise ValueError if no client is drawn
-    or none is left to train, if no drawn client has test samples, or if a trained client shares
-    samples with an unseen client.
+    A method may adapt the model to an unseen client's training samples before this client is
+    scored, so these samples stay in the data. Unseen clients lose their validation samples.
+    share: the share of the clients with training samples that become unseen (`evaluate.unseen`).
+    The number of unseen clients is rounded; 0 changes nothing.
+    seed: the seed of the run.
+    Raise ValueError if the share is above 0 and no client becomes unseen, if no client is left to
+    train, if no unseen client has test samples, or if trained and unseen clients share samples.
     """
     if not share:
         return data
@@ -361,8 +368,9 @@ def _remove_rows(part: CSR, clients: Ints) -> CSR:
 def data_warnings(data: FederatedData) -> Iterator[str]:
     """Yield warnings about data that are probably a mistake.
 
-    It warns if most classes have no sample, if positions without a label seem to be a class, if
-    images seem to have their channels last, or if nothing can be scored.
+    There is a warning in each of these cases: most classes have no sample; the label that usually
+    means "no label" is a class; the last axis of images seems to be their channels; no client has
+    test samples and there is no central test set.
     """
     dataset = data.open()
     if dataset.kind == "classification":

@@ -19,11 +19,11 @@ LARGEST_TOKEN = 2**24  # float32 cannot store every integer above this number
 def pack_fields(
     columns: Mapping[str, NDArray[Any]] | Sequence[NDArray[Any]], place: str
 ) -> tuple[NDArray[np.float32], tuple[InputField, ...]]:
-    """Return the inputs of all samples as rows [n, floats], and a description of each part.
+    """Return one row of floats per sample, [n, floats], and a description of each input.
 
-    columns: the arrays [n, ...] by the name of the model's argument, or in the order of its
-    arguments. uint8 becomes floats from 0 to 1, floats stay unchanged, and other integers are token
-    numbers.
+    columns: an array [n, ...] for each input of the model: a dictionary by the names of the model's
+    arguments, or a list in their order. uint8 values are divided by 255, and other integers are
+    token numbers.
     place: the name of the data in errors.
     Raise ValueError for arrays of different lengths, negative or too large tokens, and other types.
     """
@@ -59,13 +59,14 @@ def pack_fields(
 
 # ---- targets -------------------------------------------------------------------------------------
 def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
-    """Return the targets of all samples as rows [n, floats], and a description of each part.
+    """Return one row of floats per sample, [n, floats], and a description of each named array.
 
-    targets: for each sample a dictionary of arrays. All samples have the same names, and the shapes
-    of an array may differ in the first axis only, such as boxes [k, 4]. Each part of a row starts
-    with the length of the first axis and is filled up with zeros.
+    A row has all arrays of a sample, one after another. Each array is stored as the length of its
+    first axis, then its values, then zeros up to the size of the longest such array.
+    targets: for each sample a dictionary of arrays by name, such as "boxes" [k, 4]. Only the length
+    of the first axis, here k, may differ between samples.
     place: the name of the data in errors.
-    Raise ValueError if targets differ in another way.
+    Raise ValueError if two samples have different names, or shapes that differ in another axis.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}

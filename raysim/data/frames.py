@@ -89,9 +89,9 @@ def _as_parquet(table: Any, place: str) -> bytes:
 
 
 def _write_dataset(dataset: Any, buffer: io.BytesIO) -> None:
-    """Write a data set of the package `datasets` as Parquet, with class names and pictures.
+    """Write a data set of Hugging Face's `datasets` as Parquet, without a progress bar.
 
-    buffer: gets the content of the Parquet file.
+    buffer: the memory that receives the content of the Parquet file.
     """
     import datasets
 

@@ -20,10 +20,10 @@ SCALES = {  # the measures of `heterogeneity`, each with its meaning
 def heterogeneity(counts: Ints) -> dict[str, float]:
     """Return measures of how much clients differ in labels and sizes, by name.
 
-    The names are the keys of `SCALES`, whose values say what each one measures. All but
-    "label_entropy_std" and "size_variation" are means over the clients that have samples.
-    "divergence" is 0 if all clients have the same shares of the classes, and close to 1 if no two
-    clients share a class.
+    `SCALES` describes each measure. "size_variation" is over all clients, all other measures are
+    over the clients that have samples. Of these, "label_entropy_std" is a standard deviation, the
+    others are means. "divergence" is 0 if all clients have the same shares of the classes, and
+    close to 1 if there are many clients and no two of them share a class.
     counts: [N, C], the number of training samples of each of N clients in each of C classes.
     """
     sizes = counts.sum(axis=1)

@@ -49,19 +49,21 @@ class HuggingFace(Source):
     columns: the input columns: one column of images, text, token numbers or vectors, or several
     columns of numbers. None takes all columns but the label and the user.
     label_column, domain_column: the columns of labels and of users; each user is a domain.
-    label, user: the same settings under the names that data=csv uses. If none of the four is set,
-    columns with usual names are taken (`LABEL_NAMES`, `USER_NAMES`).
+    label, user: other names of the settings `label_column` and `domain_column`, which data=csv uses
+    too. If none of these four is set, columns with usual names are used (`LABEL_NAMES`,
+    `USER_NAMES`).
     test_fraction: the share of each class of each user that is for testing, without a split `test`.
     separate: True makes each input column a separate input, which the network gets as the argument
     with the column's name.
     length: the largest number of tokens of a row; further tokens are left out.
     padding: the number that fills short rows of tokens.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
-    kind="causal": each row is a document for a language model, and needs no label.
-    prompt: with kind="causal", the column of prompts, which stand in front of the text and are not
-    learnt; None: there are no prompts.
-    packing: with kind="causal", True joins the documents of a user before they are cut into rows;
-    None means True if there are no prompts.
+    The last two settings need kind="causal", where each row of the table is a document for a
+    language model, without a label.
+    prompt: the column of prompts. A prompt stands before the text, and the model does not learn to
+    predict it. None means that there are no prompts.
+    packing: True joins the documents of a user before they are cut into samples of `length` tokens.
+    None means True without prompts, and False with prompts.
     """
 
     root: str | None = None
@@ -136,7 +138,8 @@ class HuggingFace(Source):
     ) -> Raw:
         """Return the samples of a table in which each row is a document.
 
-        is_test: None if there is no split `test`.
+        is_test: bool [rows], True for test rows. None means that there is no split `test`; then
+        `test_fraction` of the documents become test rows.
         place: the name of the data set in errors.
         """
         user = self._find_user(table.column_names, place)

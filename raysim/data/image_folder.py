@@ -78,7 +78,7 @@ class ImageFolder(Source):
         content = "a folder with a subfolder of pictures per class"
         root = require_root(self.root, "data=image_folder", content)
         if not root.is_dir():
-            raise ValueError(f"data.root={self.root} is not a folder. Set {content}.")
+            raise ValueError(f"data.root={self.root} is not a folder. Set data.root to {content}.")
         return root
 
     def _find_pictures(self) -> list[PictureFile]:

@@ -40,16 +40,15 @@ def read_labels(
     place: str,
     ignore: int | str = IGNORED,
 ) -> LabelSet:
-    """Return labels in the form in which they are stored.
+    """Convert labels to the numbers that are stored; return them with their names and kind.
 
-    values: an array [n], [n, outputs] or [n, ...], where [n, 1] is read as [n]; or a list of labels
-    for each row.
-    kind: `data.kind`; None uses `infer_kind`.
+    values: an array [n, ...] with the labels of n samples, or a list of labels for each sample. An
+    array [n, 1] is treated as [n].
+    kind: the value of `data.kind`; None calls `infer_kind`.
     names: the names of the outputs; None if the source has none.
     place: the name of the source in errors.
     ignore: `data.ignore`, the class that means "no label"; it is stored as `IGNORED`.
-    Raise ValueError for kind="causal", whose labels follow from the inputs (causal.py), and for
-    labels that do not fit the kind.
+    Raise ValueError if the labels do not fit the kind, and for kind="causal", which has no labels.
     """
     if kind == "causal":
         raise streams_error(place)
@@ -80,7 +79,7 @@ def read_labels(
 
 
 def streams_error(place: str) -> ValueError:
-    """Return the error for data.kind=causal with a source that cannot read text.
+    """Return the error that this source cannot give text for data.kind=causal.
 
     place: the name of the source.
     """
@@ -91,15 +90,14 @@ def streams_error(place: str) -> ValueError:
 
 
 def infer_kind(values: Any) -> Kind:
-    """Return the kind of task that follows from the form of the labels.
+    """Return the kind of task that follows from the type and the shape of the labels.
 
-    - Integers and text [n] are classes ("classification").
-    - Floats [n] are classes if they are at most 100 different whole numbers from 0 on, and on
-    average two rows or more have the same number. Other floats are values ("regression").
-    - Integers [n, labels] that are all 0 or 1, and lists of labels, are several labels that are
-    present or absent ("multilabel").
-    - Other integers and text of more than one dimension are a class for each position
-    ("positions").
+    - "classification": integers or text [n]. Floats [n] are also classes if all are whole numbers
+    from 0 on, with at most 100 different numbers, and at least twice as many samples as numbers.
+    - "regression": all other floats.
+    - "multilabel": integers [n, labels] that are all 0 or 1, or a list of labels for each sample.
+    - "positions", a class for each position of a sample: all other integers or text with more than
+    one dimension.
 
     values: an array, or a list of labels for each sample.
     """
@@ -158,11 +156,12 @@ def _read_lists(
 
 
 def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, place: str) -> LabelSet:
-    """Return labels that are numbers: float32 [n, outputs].
+    """Return numeric labels as float32 [n, outputs], with a name for each output.
 
     values: numbers [n] or [n, outputs].
-    kind: the value of `data.kind`, for errors.
-    names: the names of the outputs; without suitable names, they are numbered.
+    kind: the kind of the task, which is the kind of the result.
+    names: the names of the outputs. If it is None or has a wrong length, the names are "value" for
+    a single output, else "0", "1", and so on.
     place: the file or the argument that has the data, for errors.
     """
     if values.dtype.kind not in "iuf":

@@ -32,8 +32,9 @@ class Listed(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         """Return the training rows that the file gives to each client.
 
-        draws: gives the number of training rows; nothing is drawn.
-        Raise ValueError for a file without lists, and for rows that do not exist or occur twice.
+        draws: has the labels of the training rows; only their number is used.
+        Raise ValueError if the file does not contain lists of rows, if a row does not exist, or if
+        a row occurs twice.
         """
         content = self._read_file()
         is_from_python = user_path(str(self.file)).parent == cache_folder(None)  # `store_lists`

@@ -79,7 +79,7 @@ def are_strips(folder: Path) -> bool:
 def _strip_files(folder: Path, split: str) -> list[Path]:
     """Return the picture files of a split in the order of their numbers.
 
-    If there are none, return the path of the first file, which is missing.
+    If there are none, return the path that the first file should have, so that errors name it.
     folder: the folder of the files.
     split: "train" or "test".
     """
@@ -91,7 +91,11 @@ def _label_file(folder: Path, split: str) -> Path:
 
 
 def _read_description(path: Path) -> tuple[int | None, list[str] | None]:
-    """Return the height of an image, and the class names, from a file; None for a missing entry."""
+    """Read the entries `height` (of an image, in pixels) and `classes` (names) of meta.json.
+
+    Return None for an entry that is missing, and (None, None) if the file is missing.
+    path: the path of meta.json.
+    """
     is_there = bool(existing_file(path))
     try:
         description = parse_json(path.read_bytes()) if is_there else {}

@@ -77,8 +77,9 @@ class Parquet(Source):
     columns: the input columns, for data without an image column: one column of text, token numbers
     or vectors, or several columns of numbers. None takes all columns but the label and the user.
     label_column, domain_column: the columns of labels and of users; each user is a domain.
-    label, user: the same settings under the names that data=csv uses. If none of the four is set,
-    columns with usual names are taken (`LABEL_NAMES`, `USER_NAMES`).
+    label, user: other names of the settings `label_column` and `domain_column`, which data=csv uses
+    too. If none of these four is set, columns with usual names are used (`LABEL_NAMES`,
+    `USER_NAMES`).
     test_fraction: the share of each class of each domain that is for testing, for a folder without
     test.parquet; None: every folder must have that file.
     separate: True makes each input column a separate input, which the network gets as the argument
@@ -86,11 +87,12 @@ class Parquet(Source):
     length: the largest number of tokens of a row; further tokens are left out.
     padding: the number that fills short rows of tokens.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
-    kind="causal": each row is a document for a language model, and needs no label.
-    prompt: with kind="causal", the column of prompts, which stand in front of the text and are not
-    learnt; None: there are no prompts.
-    packing: with kind="causal", True joins the documents of a user before they are cut into rows;
-    None means True if there are no prompts.
+    The last two settings need kind="causal", where each row of the table is a document for a
+    language model, without a label.
+    prompt: the column of prompts. A prompt stands before the text, and the model does not learn to
+    predict it. None means that there are no prompts.
+    packing: True joins the documents of a user before they are cut into samples of `length` tokens.
+    None means True without prompts, and False with prompts.
     """
 
     root: str | list[str] | None = None
@@ -414,13 +416,13 @@ def _may_be_pictures(kind: pa.DataType) -> bool:
 def _prefix_folders(
     parts: list[NDArray[Any]], paths: list[Path], user: str
 ) -> tuple[NDArray[np.str_], list[str] | None]:
-    """Return each row's domain as FOLDER/NAME, and all domains in the order of their numbers.
+    """Return the domain of each row as "FOLDER/NAME", and the list of all domains in order.
 
-    The folder's name is added so that equal names in two folders are two domains. It is not added
-    in a file without the column of users, where the domain is the folder's name already. The order
-    is None if some domains are text.
-    parts: the domain of each row, by file.
-    paths: the files, in the same order.
+    The folder's name makes equal names in two folders different domains. If a file lacks the column
+    of users, its rows have the folder's name as their domain already, and nothing is added.
+    The list is None unless all names are integers, which are ordered by value in each folder.
+    parts: for each file the domain of each row.
+    paths: the files, in the order of `parts`.
     user: the column of users.
     """
     names = []
@@ -440,12 +442,12 @@ def _prefix_folders(
 
 
 def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
-    """Raise ValueError if the label column is text, numbers or lists in some files only.
+    """Raise ValueError if two files have different types of labels, such as text and numbers.
 
     paths: the files.
     name: the column of labels.
-    kind: `data.kind`. With None and "classification" a file with integers cannot be combined with a
-    file with floats either, because class numbers would silently become regression values.
+    kind: the value of `data.kind`. If it is None or "classification", integers and floats are
+    different types, because joining them would turn class numbers into floats.
     """
     first_paths: dict[pa.DataType, Path] = {}
     for path in paths:
@@ -464,9 +466,10 @@ def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
 
 
 def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
-    """Return the labels of all files, in the form that the first file has.
+    """Join the labels of all files.
 
-    The form is an array of numbers or text, a list for each row, or rows of a fixed length.
+    Return an array [rows], an array [rows, width], or a list of labels for each row. The labels of
+    the first file decide which of these.
     paths: the files, for errors.
     parts: the labels of each file, as `label_values` returned them.
     name: the column of labels, for errors.

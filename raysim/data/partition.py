@@ -73,8 +73,8 @@ class Draws:
     labels, domains: [n], the label and the domain of each row. Data without classes have only the
     label 0.
     num_classes: the number of classes, including classes without samples.
-    proportions: the stream for the shares of clients.
-    orders: the stream for permutations of rows.
+    proportions: the random stream that decides how many rows, or which classes, each client gets.
+    orders: the random stream for permutations of rows.
     """
 
     labels: Ints
@@ -92,12 +92,13 @@ class Draws:
 class Partitioner:
     """A rule that gives each client its training, test and validation rows.
 
-    A subclass overrides `assign`. The class attribute `by_class` is True if its rule needs classes,
-    which not all data have.
-    fraction: the share of each client's training rows that is kept.
-    test_fraction: the share of each client's rows that is held out to test this client; with None
-    no rows are held out, and the client is tested on a part of the central test set (`tests`).
-    validation_fraction: the share that is held out to choose the client's best round.
+    A subclass overrides `assign`, and sets the class attribute `by_class` to True if it needs the
+    classes of the samples. Not all data have classes.
+    test_fraction: the share of each client's rows that become the client's test rows. None makes no
+    such rows: the client is tested on its part of the central test set (see `tests`).
+    validation_fraction: the share of each client's rows that become its validation rows, which
+    choose its best round.
+    fraction: the share of the remaining rows of each client that it trains on.
     """
 
     by_class: ClassVar[bool] = False  # True: the rule needs classes, which not all data have
@@ -131,7 +132,8 @@ class Partitioner:
         """Return the rows of each client, before rows are held out for tests.
 
         draws: the labels and domains of all training rows, and the random streams.
-        Raise ValueError, with the key to change, if the rows cannot be split with these settings.
+        Raise ValueError if the rows cannot be split with these settings. The error names the key
+        to change.
         """
         raise NotImplementedError
 
@@ -158,13 +160,13 @@ class Partitioner:
     def split(self, labels: Ints, domains: Ints, num_classes: int, seed: int) -> Partition:
         """Split the training rows 0 to n-1 over clients.
 
-        The held-out rows do not depend on `fraction`; a smaller fraction keeps a subset of the rows
-        of a larger fraction.
+        The test and validation rows do not depend on the setting `fraction`. The training rows of
+        a smaller `fraction` are a subset of those of a larger one.
         labels, domains: [n], the label and the domain of each row.
         num_classes: the number of classes, including classes without samples.
         seed: the seed of the run.
-        Raise ValueError, with the nearest setting that works, if the rows cannot be split with
-        these settings.
+        Raise ValueError if the rows cannot be split with these settings. The error says which
+        setting to change.
         """
         draws = Draws(
             labels, domains, num_classes, stream(seed, "partition"), stream(seed, "order")
@@ -189,10 +191,10 @@ class Partitioner:
 
 @dataclass(frozen=True)
 class IID(Partitioner):
-    """A partition into equal parts of a random permutation.
+    """A partition that gives each client the same number of randomly drawn rows.
 
     clients: the number of clients. If the rows cannot be divided evenly, the first clients get one
-    more.
+    row more than the other clients.
     """
 
     clients: int
@@ -206,18 +208,22 @@ class IID(Partitioner):
 
 @dataclass(frozen=True)
 class Dirichlet(Partitioner):
-    """A partition that splits each class by a Dirichlet(alpha) draw (Yurochkin et al. 2019).
+    """A partition that draws the clients' shares of each class from a Dirichlet distribution.
 
-    The shares are drawn again until every client has `minimum` samples.
+    The shares are drawn again until every client has `minimum` samples. This is the rule of
+    Yurochkin et al. (2019).
     clients: the number of clients.
-    alpha: the smaller, the fewer clients share a class.
-    balance: True gives no further classes to a client that has 1/N of all samples (N clients).
-    minimum: the smallest number of samples of a client. None means 1 without `grouping`, and half
-    of the mean number of samples per client with it.
-    grouping: the number of clients in a group; each group gets a consecutive part of the shuffled
-    data and its own draws. 10 is the rule of FedDF (Lin et al. 2020); None makes no groups.
-    per: "class" draws the clients' shares of each class; "client" draws a class distribution for
-    each client, and then scales the clients' shares of each class to sum 1.
+    alpha: the parameter of the Dirichlet distribution. A small alpha gives most samples of a class
+    to few clients.
+    balance: True gives a client no further classes when it has an equal part (1/N of N clients) of
+    all samples.
+    minimum: the smallest number of samples of a client. If it is None, the smallest number is 1, or
+    half of the mean number of samples of a client if `grouping` is set.
+    grouping: the number of clients in a group. Each group gets a part of the shuffled data, and
+    draws the shares of its clients separately. FedDF (Lin et al. 2020) has groups of 10 clients.
+    None makes no groups.
+    per: "class" draws for each class how it is divided between the clients. "client" draws for each
+    client a distribution over classes, and then scales the clients' shares of a class to sum 1.
     """
 
     by_class: ClassVar[bool] = True
@@ -287,13 +293,13 @@ class Dirichlet(Partitioner):
 class DirichletClient(Partitioner):
     """A partition into clients of equal size with Dirichlet class shares (Hsu et al. 2019).
 
-    Clients draw samples without replacement.
+    Each client draws a distribution over classes, and then its samples, without replacement.
     clients: the number of clients.
-    alpha: the smaller, the fewer classes a client has.
-    concentration: "symmetric" is Dir(alpha, ..., alpha); "prior_scaled" is Dir(alpha * p), where p
-    are the shares of the classes in the data.
-    remaining: True takes as p the shares of the classes among the samples that are left when a
-    client's turn begins, as in FedBR's code.
+    alpha: the parameter of the Dirichlet distribution. With a small alpha a client has few classes.
+    concentration: "symmetric" draws from Dirichlet(alpha, ..., alpha). "prior_scaled" draws from
+    Dirichlet(alpha * p), where p has the share of each class in the data.
+    remaining: True computes p for each client again, from the samples that earlier clients have
+    left. The code of FedBR does so.
     turns: with "rotating" each client takes one sample, then each a second one, and so on; with
     "sequential" a client takes all its samples before the next client begins.
     """
@@ -320,48 +326,51 @@ class DirichletClient(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         _check_minimum(len(draws.labels), self.clients, 1)
         size = len(draws.labels) // self.clients
-        pools = np.bincount(draws.labels, minlength=draws.num_classes)
+        class_sizes = np.bincount(draws.labels, minlength=draws.num_classes)
         if self.remaining:
             turns = np.repeat(np.arange(self.clients), size)
-            classes = [self._draw_next_client(draws, pools, size) for _ in range(self.clients)]
+            classes = [
+                self._draw_next_client(draws, class_sizes, size) for _ in range(self.clients)
+            ]
             return hand_out_classes(
                 draws.labels, turns, np.concatenate(classes), draws.order(), self.clients
             )
         return dirichlet_client_split(
             labels=draws.labels,
-            proportions=self._draw_distributions(draws, pools, self.clients),
+            proportions=self._draw_distributions(draws, class_sizes, self.clients),
             turns=self._draw_turns(draws.proportions, size),
             uniforms=draws.proportions.random(self.clients * size),
             order=draws.order(),
         )
 
-    def _draw_distributions(self, draws: Draws, pools: Ints, clients: int) -> Floats:
-        """Draw a class distribution for each of `clients` clients: [clients, C].
+    def _draw_distributions(self, draws: Draws, class_sizes: Ints, clients: int) -> Floats:
+        """Draw a distribution over the C classes for each of `clients` clients: [clients, C].
 
-        pools: the number of samples of each class, [C]. A class without samples gets
-        probability 0.
-        draws: the labels of all rows, and the random streams.
+        draws: has the random streams.
+        class_sizes: the number of samples of each class, [C]. With "prior_scaled" a class without
+        samples gets probability 0.
         """
-        scale = np.ones(len(pools))
+        scale = np.ones(len(class_sizes))
         if self.concentration == "prior_scaled":
-            scale = pools / pools.sum()
+            scale = class_sizes / class_sizes.sum()
         is_present = scale > 0
-        distributions = np.zeros((clients, len(pools)))
+        distributions = np.zeros((clients, len(class_sizes)))
         distributions[:, is_present] = draws.proportions.dirichlet(
             self.alpha * scale[is_present], size=clients
         )
         return distributions
 
-    def _draw_next_client(self, draws: Draws, pools: Ints, size: int) -> Ints:
-        """Draw the class of each of the next client's samples: [size].
+    def _draw_next_client(self, draws: Draws, class_sizes: Ints, size: int) -> Ints:
+        """Draw the class of each sample of the next client: [size].
 
-        pools: the number of samples left in each class, [C]; the drawn samples are subtracted.
+        draws: has the random streams.
+        class_sizes: the number of samples that are left of each of the C classes, [C]. The drawn
+        samples are subtracted in place.
         size: the number of samples of a client.
-        draws: the random streams.
         """
-        distribution = self._draw_distributions(draws, pools, 1)
+        distribution = self._draw_distributions(draws, class_sizes, 1)
         turns = np.zeros(size, dtype=np.int64)
-        return draw_classes(distribution, turns, draws.proportions.random(size), pools)
+        return draw_classes(distribution, turns, draws.proportions.random(size), class_sizes)
 
     def _draw_turns(self, generator: np.random.Generator, size: int) -> Ints:
         clients = np.arange(self.clients)
@@ -410,8 +419,8 @@ class Shards(Partitioner):
 class Quantity(Partitioner):
     """A partition with IID labels, and client sizes from a Dirichlet(alpha) draw.
 
-    The source is Li et al. (2022). The sizes are drawn again until every client has `minimum`
-    samples.
+    The sizes are drawn again until every client has `minimum` samples. This is the rule of Li et
+    al. (2022).
     clients: the number of clients.
     alpha: the smaller, the more the sizes differ.
     minimum: the smallest number of samples of a client.
@@ -572,7 +581,7 @@ class DomainClass(Partitioner):
         )
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Return the central test samples that have each client's domain and classes.
+        """Return for each client the central test samples of its domain and its classes.
 
         labels, domains: the label and the domain of each central test row.
         num_domains: the number of domains that have training rows; further domains have no clients.
@@ -609,12 +618,13 @@ def _draw_until_minimum(
     alpha: float,
     clients: int,
 ) -> Floats:
-    """Return the first draw of class shares that gives every client `minimum` samples.
+    """Draw shares again and again until every client has `minimum` samples; return the shares.
 
-    draw: function that draws the clients' shares of each class.
-    client_sizes: function that returns the clients' numbers of samples for these shares, [N].
-    For rejected draws only the clients' sizes are computed. Raise ValueError after `MAX_ATTEMPTS`.
-    alpha, clients: `partition.alpha` and `partition.clients`, for the error.
+    draw: function that draws the shares of the N clients.
+    client_sizes: function that computes the number of samples of each client, [N], from the shares.
+    minimum: the smallest number of samples that a client may have.
+    alpha, clients: the settings `partition.alpha` and `partition.clients`, which the error names.
+    Raise ValueError if none of at most `MAX_ATTEMPTS` draws is sufficient.
     """
     shares = draw()
     max_attempts = min(MAX_ATTEMPTS, max(20, MAX_PROPORTIONS // shares.size))

@@ -253,7 +253,7 @@ class Source:
         )
 
     def _store_inputs(self, raw: Raw, name: str) -> tuple[Inputs, Tokens | None]:
-        """Return the inputs as the data set stores them; for token numbers, also their `Tokens`.
+        """Return the inputs as they are stored, and their `Tokens` if they are token numbers.
 
         Pictures are decoded to uint8 [n, c, h, w]; `convert_inputs` converts other inputs.
         raw: the samples that the source read.
@@ -290,11 +290,11 @@ def require_root(root: str | None, option: str, content: str) -> Path:
 def convert_inputs(
     inputs: NDArray[Any], tokens: Tokens | None, name: str
 ) -> tuple[Inputs, Tokens | None]:
-    """Return inputs in their stored type; for token numbers, also their `Tokens`.
+    """Return inputs in the type in which they are stored, and the `Tokens` or None.
 
-    uint8 stays uint8, floats become float32, other integers are token numbers (int64).
-    tokens: how many different token numbers there are, and the padding; None finds the number from
-    the largest token.
+    uint8 stays uint8, floats become float32, other integers are token numbers and become int64.
+    tokens: the number of different tokens, and the padding. None means that the largest token
+    decides this number. With `tokens`, uint8 inputs are token numbers, too.
     name: the name of the source, for errors.
     Raise ValueError for other types, nan, infinite values, and integers that cannot be tokens.
     """
@@ -360,9 +360,10 @@ def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) ->
 def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) -> Raw:
     """Convert the labels of samples to the kind of task that `data.kind` sets.
 
-    For example, kind="regression" turns the classes "0" and "1" into the values 0.0 and 1.0. With
-    None the samples stay unchanged. Raise ValueError if the labels cannot be converted.
+    For example, kind="regression" turns the classes "0" and "1" into the values 0.0 and 1.0. Raise
+    ValueError if the labels cannot be converted.
     raw: the samples as the source read them.
+    kind: the value of `data.kind`; None returns the samples unchanged.
     ignore: the label of positions that have no class (`data.ignore`).
     place: the file or the argument that has the data, for errors.
     """

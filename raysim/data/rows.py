@@ -47,11 +47,13 @@ def number_labels(
 ) -> tuple[Ints, list[str]]:
     """Return labels as numbers 0 to C-1, and the names of the C classes.
 
-    values: integers or text. Text is numbered by its position in `names`, or alphabetically.
-    names: the class names; None: integer labels have the classes 0 to the largest label.
+    values: integers or text. The number of a text is its position in `names`; without names, texts
+    are numbered in alphabetical order.
+    names: the class names. None means that integer labels are the classes 0 to the largest label.
     place: the name of the source in errors.
-    samples: the number of samples, for a check: without names, there may not be more classes than
-    samples. None means that each label belongs to another sample.
+    samples: the number of samples; None means one sample per label. Integer labels without names
+    must be smaller than this number.
+    Raise ValueError for labels that are not integers or text, or that no class has.
     """
     samples = len(values) if samples is None else samples
     if values.dtype.kind in "OU":

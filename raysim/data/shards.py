@@ -74,9 +74,9 @@ class WebDataset(Source):
 
     root: a folder of tar files, in which tar files whose names start with "test" are for testing;
     or a folder with the subfolder train, and optionally test, of tar files.
-    columns: the endings of the inputs, such as jpg. Several endings are separate inputs, which the
-    network gets as arguments with their names (`image` for image.png). None takes all endings but
-    the endings of label and user.
+    columns: the endings of the input files, such as jpg. Each of several endings is a separate
+    argument of the network; the argument is `jpg` for 0007.jpg and `image` for 0007.image.png.
+    None takes all endings but the endings of label and user.
     label, user: the endings of labels and of users. None takes an ending with a usual name. A label
     is an integer, text, an array, a picture whose pixels are classes, or JSON, where an object is a
     structured target.
@@ -214,9 +214,10 @@ class WebDataset(Source):
     def _read_input(
         self, samples: Sequence[Mapping[str, Part]], ending: str, place: str
     ) -> tuple[NDArray[Any], Tokens | None]:
-        """Return the files with one ending as an array [n, ...]; for text, also the set of tokens.
+        """Read the file with this ending of each sample; return an array [n, ...].
 
-        samples: the files of each of n samples, by ending.
+        Also return the `Tokens` of text, or None for other files.
+        samples: for each of n samples its files, by ending.
         place: `data.root`, for errors.
         """
         if _is_picture(ending):

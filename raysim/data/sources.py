@@ -221,9 +221,9 @@ def _find_files(source: Downloadable, set_name: str) -> list[Path]:
 
     Instead of torchvision's files, a folder with the data set's name may contain strips, Parquet
     files or pictures.
-    source: its settings `root` and `download`.
+    source: the source of this data set; it has the settings `root` and `download`.
     set_name: the class in torchvision.datasets, such as "MNIST".
-    Raise ValueError if files are missing and the download is off or fails.
+    Raise ValueError if files are missing and `download` is False, or if the download fails.
     """
     root = _root_folder(source)
     folder = _find_complete_folder(root, set_name)
@@ -328,7 +328,7 @@ def _read_split(
 ) -> tuple[NDArray[np.uint8], Ints, list[str]]:
     """Return the images [n, c, h, w], labels and class names of one split.
 
-    Class names are digits if torchvision has none.
+    If torchvision has no class names, the names are "0" to "9".
     folder: the folder of torchvision's files.
     set_name: the class in torchvision.datasets, such as "MNIST".
     split: "train" or "test".

@@ -24,11 +24,11 @@ def class_counts(data: FederatedData) -> Ints:
 def statistics(data: FederatedData) -> dict[str, object]:
     """Return numbers that describe the split, by name.
 
-    "counts" has the result of `class_counts`. "sizes", "test_sizes" and "classes_per_client" each
-    have the smallest, median and largest number over the clients. "unused" is the number of
-    training rows that no client has. "heterogeneity" has the measures of `heterogeneity`.
-    "pooled_entropy" is the entropy of all clients' labels together, in nats. Means over clients
-    leave out clients without samples.
+    "counts" has the result of `class_counts`. "sizes" and "test_sizes" have the smallest, median
+    and largest number of samples of a client. "classes_per_client" has the same three numbers of
+    classes, over the clients that have samples. "unused" is the number of training rows that no
+    client has. "heterogeneity" has the result of the function `heterogeneity`. "pooled_entropy" is
+    the entropy of all clients' labels together, in nats.
     """
     counts = class_counts(data)
     sizes = counts.sum(axis=1)

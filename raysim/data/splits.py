@@ -42,9 +42,10 @@ def satisfies_minimum(*, offsets: ArrayLike, minimum: int) -> bool:
 
 
 def share_counts(total: int, shares: Floats) -> Ints:
-    """Return the number of samples in each share, [N], if `total` samples are cut in order.
+    """Divide `total` samples between N clients; return the number of samples of each, [N].
 
-    The cuts are at the cumulative shares, rounded down; the last share gets the remaining samples.
+    The samples are cut at the cumulative sums of the shares. Each cut is rounded down, and the last
+    client gets the remaining samples.
     shares: the share of each client, [N], with sum 1.
     """
     cuts = np.minimum(floor_counts(total * np.cumsum(shares)), total)
@@ -53,11 +54,11 @@ def share_counts(total: int, shares: Floats) -> Ints:
 
 
 def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> Iterator[Ints]:
-    """Yield for each class how many of its samples each client gets, [N].
+    """Yield for each of C classes how many of its samples each of N clients gets, [N].
 
-    sizes: samples of each class, [C].
+    sizes: the number of samples of each class, [C].
     proportions: the clients' shares of each class, [C, N].
-    balance: if True, a client that has n/N samples or more gets no samples of later classes.
+    balance: True gives no samples of later classes to a client that already has 1/N of all samples.
     """
     total, clients = int(sizes.sum()), proportions.shape[1]
     totals = np.zeros(clients, dtype=np.int64)
@@ -75,9 +76,9 @@ def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> I
 
 
 def _even_offsets(total: int, parts: int) -> Ints:
-    """Return where each of several equal parts starts and ends: [parts + 1].
+    """Return the start of each of several equal parts, and the end of the last: [parts + 1].
 
-    If `total` cannot be divided evenly, the first parts have one more.
+    If `total` rows cannot be divided evenly, each of the first parts has one row more.
     """
     numbers = np.arange(parts + 1)
     return numbers * (total // parts) + np.minimum(numbers, total % parts)
@@ -107,12 +108,12 @@ def quantity_split(*, order: ArrayLike, proportions: ArrayLike) -> CSR:
 def dirichlet_label_split(
     *, labels: ArrayLike, proportions: ArrayLike, order: ArrayLike, balance: bool = False
 ) -> CSR:
-    """Split the rows of each class over clients.
+    """Split the rows of each of C classes over N clients.
 
     labels: the class of each row, [n].
     proportions: the share of each class that each client gets, [C, N].
     order: a permutation of the rows; the rows of a class are given out in this order.
-    balance: True gives no samples of later classes to a client that has n/N samples or more.
+    balance: True gives no rows of later classes to a client that already has 1/N of all rows.
     """
     labels, shares = np.asarray(labels), np.asarray(proportions)
     clients = np.arange(shares.shape[1])
@@ -125,11 +126,11 @@ def dirichlet_label_split(
 
 
 def class_proportions(*, client_distributions: ArrayLike) -> Floats:
-    """Return the part of each class that each client gets, [C, N]; each row sums to 1.
+    """Return the share of each class that each client gets, [C, N]; each row sums to 1.
 
-    A client's part of a class is proportional to the weight of this class in the client's own mix.
-    A class in no client's mix is divided equally.
-    client_distributions: [N, C], the mix of classes of each client; each row sums to 1.
+    The shares of a class are proportional to the clients' probabilities of this class. If all of
+    these are 0, the class is divided equally.
+    client_distributions: [N, C], the probability of each class for each client; each row sums to 1.
     """
     weights = np.asarray(client_distributions, dtype=np.float64).T
     mass = weights.sum(axis=1, keepdims=True)
@@ -162,12 +163,14 @@ def dirichlet_client_split(
 
 
 def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
-    """Return the class that a client draws at each turn, among the classes with samples left.
+    """At each of T turns, let a client draw a class that has samples left; return the classes, [T].
 
+    If no samples of the client's classes are left, it draws any other class.
     proportions: each client's class distribution, [N, C].
-    turns: the number of the client at each of T turns, [T].
+    turns: the number of the client that draws at each turn, [T].
     uniforms: a random number in [0, 1) for each turn, which decides the class, [T].
-    pools: samples left of each class, [C]; taken samples are subtracted in place.
+    pools: the number of samples that are left of each class, [C]. Each turn subtracts its sample in
+    place.
     """
     shares = np.where(pools > 0, proportions, 0.0)
     classes = np.empty(len(turns), dtype=np.int64)
@@ -237,12 +240,12 @@ def shard_split(
 def domain_split(
     *, domains: ArrayLike, num_domains: int, order: ArrayLike, clients_per_domain: int = 1
 ) -> CSR:
-    """Split each domain, in `order`, evenly over its clients.
+    """Split the rows of each domain evenly over the clients of this domain.
 
-    Client `domain * clients_per_domain + part` gets part number `part` of the domain.
+    Domain d has the clients d * clients_per_domain to (d + 1) * clients_per_domain - 1.
     domains: the domain of each row, [n].
     num_domains: the number of domains.
-    order: a permutation of the rows.
+    order: a permutation of the rows; the rows of a domain are given out in this order.
     """
     domains = np.asarray(domains)
     sizes = np.bincount(domains, minlength=num_domains)
@@ -305,12 +308,14 @@ def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
 
 
 def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Partition:
-    """Hold out shares of each client's rows, in `order`, first for test, then for validation.
+    """Divide each client's rows into test, validation and training rows.
 
-    Each part has `fraction_count` rows, but at least one row of a client stays in training.
+    The numbers of test and validation rows are rounded down. A client that has rows keeps at least
+    one of them for training.
     csr: the rows of each client.
-    test, validation: the shares.
-    order: a permutation of all rows.
+    test, validation: the shares of a client's rows that become test and validation rows.
+    order: a permutation of all rows. In this order, a client's first rows become test rows, and the
+    next ones validation rows.
     """
     most = np.maximum(csr.counts - 1, 0)
     test_counts = np.minimum(floor_counts(csr.counts * test), most)

@@ -62,7 +62,7 @@ class Stored(Source):
         option = f"The data set {self.name}" if self.name else "This data set"
         root = require_root(self.root, option, content)
         if not root.is_dir():
-            raise ValueError(f"data.root={self.root} is not a folder. Set {content}.")
+            raise ValueError(f"data.root={self.root} is not a folder. Set data.root to {content}.")
         folder = root
         if self.name:
             folder = find_folder(root, self.name) or root

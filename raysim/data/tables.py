@@ -58,11 +58,12 @@ class TextTable(Source):
     length: the largest number of tokens of a row; further tokens are left out.
     padding: the number that fills short rows of tokens.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
-    kind="causal": each row is a document for a language model, and needs no label.
-    prompt: with kind="causal", the column of prompts, which stand in front of the text and are not
-    learnt; None: there are no prompts.
-    packing: with kind="causal", True joins the documents of a user before they are cut into rows;
-    None means True if there are no prompts.
+    The last two settings need kind="causal", where each row of the table is a document for a
+    language model, without a label.
+    prompt: the column of prompts. A prompt stands before the text, and the model does not learn to
+    predict it. None means that there are no prompts.
+    packing: True joins the documents of a user before they are cut into samples of `length` tokens.
+    None means True without prompts, and False with prompts.
     """
 
     root: str | None = None
@@ -167,7 +168,8 @@ class TextTable(Source):
     ) -> Raw:
         """Return the samples of a table in which each row is a document.
 
-        is_test: None if there is no test file.
+        is_test: bool [rows], True for test rows. None means that there is no test file; then
+        `test_fraction` of the documents become test rows.
         place: the name of the file in errors.
         """
         user = self.user or find_column(table.column_names, USER_NAMES)

@@ -78,12 +78,13 @@ class NumPy(Source):
     x [n, ...]: the inputs: uint8 levels (images are [n, channels, height, width]), floats, or
     integers, which are token numbers. If samples have several inputs, there is an array x.NAME [n,
     ...] for each input instead.
-    y [n] or [n, outputs]: the labels; `labels.infer_kind` decides from their form whether they are
-    classes or values. If a target has several named parts, there is an array y.NAME [n, ...] for
-    each part instead. The length of a part may differ between samples, such as k boxes in an image.
-    Then y.NAME [sum of k, ...] has the boxes of all samples one after another, and y.NAME.rows [n]
-    has the number k of each sample.
-    user [n]: the user of each sample, for partition=natural; it may be missing.
+    y [n] or [n, outputs]: the labels; `labels.infer_kind` decides whether they are classes or
+    values. If a target has several named parts, there is an array y.NAME [n, ...] for each part
+    instead.
+    y.NAME.rows [n]: needed only if the number of entries of a part differs between samples, such as
+    the number of boxes in an image. It has this number for each sample, and y.NAME has the entries
+    of all samples one after another.
+    user [n]: the user of each sample, for partition=natural; this array may be missing.
 
     root: the folder with the files.
     padding: the number that fills short sequences of token numbers.

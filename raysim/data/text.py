@@ -34,14 +34,15 @@ OTHER_TOKEN = len(LETTERS) + 1  # any other character
 class Leaf(Source):
     """A source that reads LEAF's files (Caldas et al. 2018).
 
-    The files are root/train/*.json and root/test/*.json. Every user is a domain. Inputs are text,
-    whose characters become tokens; or lists of numbers; or names of pictures (CelebA); or lists of
-    fields (Sent140). Labels that are single characters are classes: the 80 characters of LEAF's
-    Shakespeare.
-    kind="causal": the texts are documents for a language model; overlapping texts are joined.
+    The files are root/train/*.json and root/test/*.json. Every user is a domain. There are four
+    types of inputs: text, whose characters become tokens; lists of numbers; names of picture files
+    (in CelebA); and lists of fields, one of which has the text (in Sent140). If the labels are
+    single characters (in Shakespeare), the classes are the 80 characters that LEAF uses.
+    With kind="causal" the texts are documents for a language model, and overlapping texts are
+    joined.
     root: the folder with the folders train and test.
-    length: the number of characters at the end of a text that are kept; with kind="causal" the
-    number of characters of a row.
+    length: the largest number of characters of an input text; only the last ones are used. With
+    kind="causal" it is the number of characters of a sample.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None keeps their
     shape.
     images: the folder of the pictures; None if inputs are not names of pictures.
@@ -197,10 +198,12 @@ class Leaf(Source):
 
 
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
-    """Join windows, each shifted by one character from the previous window; yield the texts.
+    """Join windows of text that overlap, and yield the longer texts.
 
-    A window that does not continue the previous window starts a new text. LEAF's Shakespeare has
-    all windows of 80 characters, and the character that follows each window.
+    A window continues the text before it if all its characters but the last one are the end of this
+    text. Any other window starts a new text.
+    windows: texts of equal length, such as LEAF's Shakespeare has with 80 characters. Each one
+    usually starts one character later in the play than the window before it.
     """
     text = ""
     for window in windows:
@@ -300,15 +303,15 @@ def _read_users(path: Path) -> dict[str, dict[str, list[Any]]]:
 class Markov(Source):
     """A source that generates token sequences with Markov chains; every user is a domain.
 
-    label: "next" or "chain", which decides what the labels are and where the sequences come from:
+    The setting `label` decides what the labels are and how the sequences are generated:
     - "next": the label is the token that follows the sequence. Each user has a chain. Its
     transition probabilities are (1 - skew) times the probabilities of a chain that all users share,
     plus skew times the probabilities of a separate chain of this user.
-    - "chain": the label is the number of the chain, out of `chains`, that generated the sequence.
-    The share `skew` of a user's sequences comes from the user's favourite chain; the other
-    sequences come from any chain.
+    - "chain": there are `chains` chains, and the label is the number of the chain that generated
+    the sequence. The share `skew` of a user's sequences comes from one chain, the user's favourite.
+    The chain of each other sequence is drawn at random.
 
-    kind="causal": each sequence is a document for a language model, whose labels are the next
+    With kind="causal" each sequence is a document for a language model, and the labels are the next
     tokens at every position.
     users: the number of users.
     samples, test_samples: the number of sequences of each user for training, and for central tests.
@@ -376,11 +379,11 @@ class Markov(Source):
     def _pack(
         self, sequences: Ints, lengths: Ints, names: NDArray[Any], is_test: NDArray[np.bool_]
     ) -> Raw:
-        """Return sequences as samples, each of which is a document.
+        """Return sequences as documents for a language model.
 
-        Token t of a chain is stored as t + 1.
-        sequences: int64 [n, length], the tokens of each sample; the first `lengths` are used.
-        lengths: [n].
+        Each token is stored as its number plus 1, because 0 marks the end of a document.
+        sequences: int64 [n, length], the tokens of each document.
+        lengths: [n], how many tokens of each sequence are used; further ones are left out.
         names: [n], the user of each sample.
         is_test: [n], True for samples of the central test set.
         """
@@ -391,10 +394,12 @@ class Markov(Source):
         return pack(documents, vocabulary, self.length + 1, False, "data=markov", Origin())
 
     def _draw_chains(self, rng: np.random.Generator, users: Ints) -> tuple[Floats, Ints]:
-        """Draw the transitions of all chains, [chains, V, V], and the chain of each row.
+        """Draw the transition probabilities of all chains, and the chain of each sequence.
 
+        Return float [chains, V, V] for V = `vocabulary` tokens, and the number of the chain of each
+        sequence, [n].
         rng: the random generator.
-        users: the user of each row.
+        users: [n], the number of the user of each sequence.
         """
         size = self.vocabulary
 
@@ -413,10 +418,12 @@ class Markov(Source):
 def _draw_sequences(
     transitions: Floats, chains: Ints, length: int, rng: np.random.Generator
 ) -> Ints:
-    """Draw a sequence of tokens from the chain of each row: [n, length].
+    """Generate n sequences of tokens with Markov chains: [n, length].
 
-    Each token is drawn by inverting the cumulative distribution.
-    transitions: [chains, V, V], the probabilities of the next token.
+    The first token of a sequence is uniform; its chain gives the next ones.
+    transitions: [chains, V, V]. Entry [c, s, t] is the probability that token t follows token s in
+    chain c; V is the number of tokens.
+    chains: [n], the number of the chain of each sequence.
     rng: the random generator.
     """
     cumulative = np.cumsum(transitions, axis=2)

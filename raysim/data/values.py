@@ -24,8 +24,9 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 def plain_array(column: Any, place: str) -> NDArray[Any]:
     """Return a column as an array of booleans, integers, floats or text.
 
-    Other types of NumPy, such as dates, stay unchanged, and the caller refuses them. The columns of
-    a table become the columns of one array.
+    An array of another NumPy type, such as dates, is returned unchanged; the caller must refuse it.
+    column: an array, a tensor, a list, or a column of a table. A whole table becomes an array
+    [rows, columns].
     place: the name of the column in errors, such as "data: the labels for train".
     Raise ValueError for missing values, rows of different shapes and mixed types.
     """

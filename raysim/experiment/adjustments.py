@@ -26,7 +26,7 @@ def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tupl
     """Set the keys that methods require, except for keys that the user set.
 
     Return the new configuration, and a sentence for each change. If the user set a required key to
-    a wrong value, the value stays here; `Method.setup` refuses it later.
+    another value, this function does not change the value; `Method.setup` refuses it later.
     """
     sentences = []
     for method in methods:
@@ -53,11 +53,13 @@ def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tupl
 def drop_untrainable_clients(
     spec: RunSpec, declarations: Declarations, partitioner: Partitioner
 ) -> tuple[RunSpec, tuple[str, ...]]:
-    """Leave out clients with one training sample if the model cannot train on one row.
+    """Leave out clients that have a single training sample, if the model cannot train on one.
 
-    Return the changed `spec`, and a warning if clients were left out.
-    partitioner: the rule of the split; the warning names its setting that prevents such clients.
-    Raise `ValueError` if every batch, or every client, has one row.
+    BatchNorm, for example, needs two samples in a batch. Return the changed `spec`, and a warning
+    if clients were left out.
+    partitioner: the rule of the split. If it has the setting `minimum`, the warning recommends to
+    increase this setting.
+    Raise `ValueError` if the batch size is 1, or if all clients with samples have a single one.
     """
     counts, batch = spec.data.partition.train.counts, spec.settings.local.batch
     clients = len(counts)

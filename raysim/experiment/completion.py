@@ -1,4 +1,7 @@
-"""Complete words on the command line: keys, and options, also after a "+"."""
+"""Complete a word of the command line when the user presses the Tab key.
+
+A word is completed to a key ("local.lr=") or to an option of a group ("method=fedbr+mixup").
+"""
 
 from __future__ import annotations
 

@@ -76,8 +76,9 @@ def compose(
 
     overrides: texts "key=value".
     folders: the user's own folders of options, laid out like `conf`.
-    stored: the configuration file of a run or of a search; its values are used for all keys without
-    an override. None with resume= takes the file in the folder of the resumed run.
+    stored: the configuration file of a run or of a search. All keys without an override get their
+    values from this file. If it is None and there is an override of `resume`, the file in the
+    folder of the resumed run is used.
     settings: more overrides, as Python values by key. {"local.lr": 0.1} and {"local": {"lr": 0.1}}
     have the same effect.
 
@@ -171,10 +172,14 @@ def _separate_options(
 def _restore_objects(
     config: DictConfig, stored: Node, options: Mapping[str, object], groups: Groups
 ) -> None:
-    """Copy the stored settings of Python objects to `config`, unless an option replaces them.
+    """Copy the nodes of Python objects from a stored configuration to `config`.
 
-    options: the options that the user chose, by group; their groups stay unchanged.
-    groups: the options of every group.
+    A Python object, such as the user's own model, is in the configuration in place of an option.
+    config: the new configuration, which is changed in place.
+    stored: the configuration of the run that had the objects.
+    options: the options that the user chooses now, by group. Objects of these groups are not
+    copied, because the options replace them.
+    groups: all options; what is not an option in `stored` is an object.
     """
     choices = stored["choices"]
     for group in PARTS_FROM_PYTHON:
@@ -219,12 +224,14 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def draft(
     overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]
 ) -> tuple[Node, dict[str, str]]:
-    """Return a draft of a sweep's configurations, as plain data, and the errors of its keys.
+    """Return the configuration that all trials of a sweep have in common, and unknown keys.
 
+    The first result is plain data, from which `complete_draft` makes the configuration of a trial.
+    The second result has an error text for each of `keys` that the configuration does not have.
+    overrides: the overrides that are the same for all trials, as texts "key=value".
     folders: the user's own folders of options.
-    keys: the keys that the sweep varies; `complete_draft` sets their values later.
-    The errors are texts, by key, for each of `keys` that the configuration does not have. Raise
-    `RefusedError` for overrides that `compose` would refuse.
+    keys: the keys that the sweep varies.
+    Raise `RefusedError` for overrides that `compose` would refuse.
     """
     roots = config_folders(folders)
     groups = find_groups(roots)
@@ -240,7 +247,7 @@ def draft(
 
 
 def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
-    """Return the configuration that `draft` began, with the values of one trial. Read no file.
+    """Return the configuration of one trial of a sweep. Read no file.
 
     drafted: the first result of `draft`.
     values: the values of the keys that the sweep varies, by key.
@@ -281,7 +288,7 @@ def _load_resumed(values: Mapping[str, Any]) -> Node | None:
     values: the values that the user set, by key.
     Raise `RefusedError` if the configuration is not complete.
     """
-    for place in _resumed_places(values):
+    for place in _folders_of_resumed_run(values):
         folder = open_store(place if "://" in place else user_path(place))
         if CONFIG_FILE not in folder.names():
             continue
@@ -296,10 +303,10 @@ def _load_resumed(values: Mapping[str, Any]) -> Node | None:
     return None
 
 
-def _resumed_places(values: Mapping[str, Any]) -> list[str]:
-    """Return the folders that may hold the configuration of the resumed run.
+def _folders_of_resumed_run(values: Mapping[str, Any]) -> list[str]:
+    """Return the folders or URLs that may contain the configuration of the resumed run.
 
-    values: the values that the user set, by key: `resume`, `out` and `checkpoint.folder` decide.
+    values: the values that the user set, by key, such as `resume`, `out` and `checkpoint.folder`.
     """
     resume = values.get("resume")
     if resume == "latest":

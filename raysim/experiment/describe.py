@@ -189,7 +189,10 @@ def _local(local: Local, declarations: Declarations) -> str:
 
 
 def _schedule(experiment: Experiment, declarations: Declarations) -> str:
-    """Describe what schedule and fleet will do, by a forecast; "" if one client has all data."""
+    """Describe a forecast of the run on the virtual clock, such as its expected staleness.
+
+    Return "" if at most one client trains at the same time.
+    """
     schedule, spec, runtime = experiment.schedule, experiment.spec, experiment.execution.runtime
     concurrency = schedule.concurrency
     if concurrency < 2:
@@ -226,7 +229,10 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
 
 
 def _selection(selection: Selection) -> str:
-    """Describe which clients the selection chooses, and how far ahead; "" for a random choice."""
+    """Name the selection, and say whether clients are chosen before earlier jobs are trained.
+
+    Return "" for a random selection.
+    """
     if type(selection) is Random:
         return ""
     ahead = "planned ahead of the training"
@@ -356,7 +362,7 @@ def _span(low: int, high: int, things: str) -> str:
 
 # --- facts for files ------------------------------------------------------------------------------
 def split_facts(data: FederatedData) -> dict[str, object]:
-    """Return the numbers about the split of the data for summary.json."""
+    """Return the facts about the clients' data that summary.json stores, by name."""
     numbers: Any = statistics(data)
     keys = ["clients", "empty_clients", "samples", "sizes", "pooled_entropy"]
     facts = {key: numbers[key] for key in keys}
@@ -369,7 +375,10 @@ def split_facts(data: FederatedData) -> dict[str, object]:
 
 
 def identity(experiment: Experiment) -> dict[str, object]:
-    """Return everything on which the bits of a run depend, except methods and data."""
+    """Return the facts on which the bits of a run depend, by name; leave out methods and data.
+
+    These are the hardware, the versions of libraries, the seed and the settings of a training step.
+    """
     spec = experiment.spec
     device = spec.device
     if device.startswith("cuda") and torch.cuda.is_available():

@@ -94,30 +94,31 @@ def run(
 
     methods: objects, and names of options.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object, or the name of an option.
-    data: also (inputs, labels) or (inputs, labels, users), or two of these tuples: one for
-    training, one for central tests. They contain arrays or tensors; a torch Dataset may replace a
-    tuple.
-    partition: also the rows of each client, in a list of lists or a dictionary.
-    loss: also a function from outputs and labels to a loss per sample.
+    object, or the name of an option. Three of these arguments accept more:
+    data: a tuple (inputs, labels) or (inputs, labels, users) of arrays or tensors, or a torch
+    Dataset. A tuple of two of these gives the training samples, then the central test samples.
+    partition: the rows of each client, in a list of lists or a dictionary.
+    loss: a function from outputs and labels to a loss per sample.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The main metric
     decides which round is best and which trial of a sweep wins. It is the first one, unless
     `evaluate.metric` names another one.
 
-    config.yaml stores an object if its class can be imported and its arguments are plain values.
-    Then the run can be continued and repeated like any other. You must give any other object again.
+    config.yaml stores an object if its class can be imported and its arguments are plain values. To
+    continue or repeat the run, you must pass all objects that config.yaml could not store.
 
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
-    observers: your own observers, for other moments. They are called after raysim's observers and
-    after those of the configuration.
+    observers: your own objects that are called at the events of a run, such as its start. They are
+    called after raysim's observers and after those of the configuration.
     quiet: print only warnings, which go to standard error.
     allow: packages besides raysim whose classes and options the configuration may use.
+    console: the Rich console that prints; None makes one.
 
     `on_round` and `observers` are not stored, and are not called if the run had finished before.
 
-    Raise `RefusedError` (nothing was written), `TooManyFailuresError` (clients failed; a checkpoint
-    was written), `ObserverError` (one of your observers raised an error; the history was written),
-    `Interrupted`.
+    Raise `RefusedError` if the run cannot start; then nothing was written. Raise
+    `TooManyFailuresError` if too many clients failed, after a checkpoint. Raise `ObserverError` if
+    one of your observers raised an error, after the history was written. Raise `Interrupted` if the
+    user stops the run.
     """
     from rich.console import Console
 
@@ -194,7 +195,7 @@ def _run_with_restarts(
 ) -> Result:
     """Execute a run; if a process is lost, continue from the last checkpoint.
 
-    place: the run's folder, and what is known of an earlier start there.
+    place: the run's folder, and the checkpoint from which the run continues, if it has one.
     quiet: True prints only warnings and errors.
     users: the user's observers.
     """
@@ -226,7 +227,7 @@ def _run_once(
 ) -> Result:
     """Execute a run. Raise ProcessLostError if a process is lost.
 
-    place: the run's folder, and what is known of an earlier start there.
+    place: the run's folder, and the checkpoint from which the run continues, if it has one.
     quiet: True prints only warnings and errors.
     users: the user's observers.
     """

@@ -212,8 +212,8 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
     """Return the last value of a metric, and its standard deviation over the seeds.
 
     Both are None if no row has the value; the deviation is None for a single seed.
-    rows: the history of a run, or of several runs that differ only in the seed: then each row is a
-    result of `mean_row`. The runs may be unfinished.
+    rows: the history of a run, which may be unfinished. For several runs that differ only in the
+    seed, give a history of means, where each row is a result of `mean_row`.
     metric: the name of the column.
     """
     row = last_measured(rows, metric)
@@ -223,10 +223,12 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
 
 
 def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
-    """Return a row with the mean of each column over the runs of all seeds.
+    """Return a row with the mean of each column over runs that differ only in the seed.
 
-    rows: a row of each run, for the same round. The deviation of `metric` (divisor n - 1) is added
-    if all runs have a finite value.
+    The standard deviation of `metric` (divisor n - 1 for n runs) is a further column, if all runs
+    have a finite value of this metric. The row of a single run is returned unchanged.
+    rows: one row of each run, all for the same round.
+    metric: the name of the column that also gets a standard deviation.
     """
     if len(rows) == 1:
         return dict(rows[0])

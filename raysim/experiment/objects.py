@@ -104,11 +104,11 @@ def separate_objects(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
-    Return two dictionaries. The first has the objects by place: a group such as "model", or
-    "method.NAME" for a method. The second has, by group, the name of an option or a dictionary of
-    values; its entry "method" is the list of the methods' names.
-    parts: for each group an object, a name or (except for data) a dictionary of values; None for a
-    group that the user did not give.
+    Return two dictionaries. The first one has the objects. Its keys are places: a group such as
+    "model", or "method.NAME" for a method. The second one has for each other group the name of an
+    option or a dictionary of values. Its entry "method" is the list of all names in `methods`.
+    parts: for each group an object, a name, a dictionary of values, or None if the user gave
+    nothing. For "data" a dictionary is an object.
     methods: the list of methods, each as an object or a name; None if the user did not give it.
 
     Arrays, lists of rows and networks are returned unchanged: `describe_objects` wraps them later.
@@ -178,15 +178,16 @@ def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[
 def describe_objects(
     objects: Mapping[str, object], settings: Mapping[str, Overrides], config: Node
 ) -> UserObjects:
-    """Return the user's objects with their configuration nodes; wrap arrays, rows and networks.
+    """Return the user's objects and the configuration nodes that describe them.
 
+    Arrays, lists of rows and networks are wrapped in an object of raysim, which has settings.
     objects: the objects by place: a group such as "model", or "method.NAME".
-    settings: for each place, the overrides of its keys, by key. Only objects that raysim wraps
-    (arrays, lists of rows, networks) can have overrides.
-    config: the configuration without the objects. For a run that continues, it has the values with
-    which the earlier run wrapped an object. They are used for keys that `settings` does not have.
-    Raise `RefusedError` for an object that does not fit, and for a setting that an object cannot
-    have.
+    settings: for each place, the overrides of its keys, by key. Only wrapped objects can have
+    overrides.
+    config: the configuration without the objects. If a run continues, it has the earlier settings
+    of each wrapped object, which are used for keys without an override.
+    Raise `RefusedError` for an object of a wrong type, and for an override of a setting that an
+    object does not have.
     """
     parts: dict[str, object] = {}
     for place, part in objects.items():
@@ -203,7 +204,7 @@ def describe_objects(
                 )
             raise _wrong_object(place, part, advice)
         if place in PARTS and isinstance(part, type):
-            raise _wrong_object(place, part, "")
+            raise _wrong_object(place, part, advice="")
         for key, override in overrides.items():
             raise _no_effect_error(place, part, key, override)
         parts[place] = part
@@ -218,11 +219,11 @@ def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
 
 
 def _no_effect_error(place: str, part: object, key: str, override: SetValue) -> RefusedError:
-    """Return the error for an override that would change nothing.
+    """Return the error for an override that cannot change an object from Python.
 
-    part: the part from Python: a finished object, a function, or the class of a network.
-    place: the group of the part, such as "model" or "method.fedprox".
-    key: the rest of the override's key, after `place`.
+    place: the place of the object, such as "model" or "method.fedprox".
+    part: the object, or the class or function that makes a network.
+    key: the key of the override without `place`, such as "mu" for method.fedprox.mu=0.1.
     """
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
@@ -274,7 +275,7 @@ def _wrap(place: str, part: Any, overrides: Overrides, stored: object) -> object
 
 
 def _wrapper_settings(
-    cls: type, place: str, overrides: Overrides, stored: object, identity: str
+    cls: type, place: str, overrides: Overrides, stored: object, computed: str
 ) -> dict[str, Any]:
     """Return the checked arguments for the class with which raysim wraps a user's object.
 
@@ -283,9 +284,10 @@ def _wrapper_settings(
     place: the group of the object, "data" or "partition", for errors.
     overrides: the user's values, by the name of the argument.
     stored: the node of this group in the stored configuration of the run; None for a new run.
-    identity: the name of the argument that is computed from the object, such as "digest".
+    computed: the name of the argument that is computed from the object, such as "digest"; the user
+    cannot set it.
     """
-    names = [name for name in _argument_names(cls) if name != identity]
+    names = [name for name in _argument_names(cls) if name != computed]
     for key in overrides:
         name = key.split(".")[0]
         if name not in names:
@@ -295,8 +297,8 @@ def _wrapper_settings(
                 f"{valid}"
             )
     target = f"{cls.__module__}.{cls.__qualname__}"
-    values = _stored_values(stored, target, identity)
-    return arguments(cls, _merge(values, overrides), place, later=[identity])
+    values = _stored_values(stored, target, computed)
+    return arguments(cls, _merge(values, overrides), place, later=[computed])
 
 
 def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomModel:

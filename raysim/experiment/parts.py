@@ -227,8 +227,9 @@ def _import_metric(name: str, allow: Sequence[str]) -> Metric:
 def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
     """Return a run's settings and its execution options.
 
-    They are the values of a configuration outside of parts such as data, model and methods.
-    node: the run's configuration.
+    node: the run's configuration. All keys are read that do not belong to a part of the run, such
+    as `data`, `model` or `method`.
+    Raise `RefusedError` for a key that does not exist, or for a wrong value.
     """
     values = {key: value for key, value in node.items() if key not in {*PARTS, *LISTS, "choices"}}
     run_keys = {field.name for field in fields(RunSettings)}

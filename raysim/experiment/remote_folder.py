@@ -81,11 +81,14 @@ class FolderCopy(Observer):
 def local_copy(
     experiment: Experiment, console: Console
 ) -> Iterator[tuple[Experiment, list[Observer]]]:
-    """Yield a run with a folder on this machine, and the observers that send the folder.
+    """Yield the run with a folder on this machine, and the observers that send its files to `out`.
 
-    A run without a URL is returned unchanged, without observers. Raise `RefusedError` if the URL
-    cannot be used, and `RunStoppedError` if the files cannot be sent at the end.
+    If `out` is not a URL, yield the unchanged run, and no observers. After the `with` block, all
+    files are sent once more.
+    experiment: the run, whose folder `out` may be a URL.
     console: prints a warning if files cannot be sent during the run.
+    Raise `RefusedError` if the URL cannot be used, and `RunStoppedError` if the files cannot be
+    sent at the end.
     """
     out = experiment.execution.out
     if not out or not is_url(out):

@@ -144,9 +144,9 @@ class Result:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
         Its `state_dict` has the same keys as that of the user's model.
-        best: True loads the weights of the best round instead: the round with the best validation
-        score, or, without validation samples, with the lowest training loss.
-        `summary["best_model"]` names it.
+        best: True loads the weights of the best round instead, whose number is
+        `summary["best_model"]["round"]`. This is the round with the best validation score; without
+        validation samples, the round with the lowest training loss.
         Raise `RefusedError` if clients have personal parameters, or the run has not finished.
         """
         self._refuse_personal()

@@ -160,7 +160,7 @@ def begin_folder(experiment: Experiment, place: Place) -> None:
 def last_checkpoint(folder: Path, options: Checkpoint) -> str:
     """Return the address of a run's last checkpoint; "" if the run has none.
 
-    It is searched in `checkpoint.folder` and in the run's own folder, because the user may change
+    The function searches `checkpoint.folder` and the run's folder, because the user may change
     `checkpoint.folder` when a run continues.
     folder: the run's folder.
     options: the settings `checkpoint.*`.

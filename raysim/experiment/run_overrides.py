@@ -105,9 +105,9 @@ def single_override(text: str) -> SettingOverride:
 def expand_override(text: str) -> tuple[str, list[str]]:
     """Return the key of an override, and one override for each value that it lists.
 
-    "seed=0,1", "seed=range(2)" and "seed=0..1" list two values; "method=fedavg,fedbr+mixup" lists
-    two method lists, as "method=[],[a,b]" does. Raise `RefusedError` if the values cannot be
-    listed.
+    "seed=0,1", "seed=range(2)" and "seed=0..1" list the values 0 and 1. A value may itself be a
+    list: "method=fedavg,fedbr+mixup" has two values, and the second one is a list of two methods.
+    Raise `RefusedError` if the override has an interval or another range without listed values.
     """
     override = read_setting(text)
     key = override.key

@@ -105,9 +105,9 @@ def load_plan(folder: Path, command: str) -> Node:
 def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     """Return True if a command continues a study or sweep, False if it starts a new one.
 
-    It continues if the overrides have resume=latest and the folder has a plan. It starts a new one
-    if the overrides do not have resume=latest. It also starts a new one if they have it together
-    with overrides other than `out`, and the folder is missing or empty.
+    Without resume=latest, the command starts a new one. With resume=latest, it continues the one in
+    the folder. If this folder is missing or empty, and there are overrides besides `out` and
+    `resume`, it starts a new one.
     overrides: the overrides of the command.
     command: "study" or "sweep".
     folder: the folder of the study or sweep.

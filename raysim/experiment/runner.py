@@ -100,7 +100,7 @@ def attempt(
 class SteppedRun:
     """A run in its own folder that advances round by round, as far as the caller requests.
 
-    config: with `out` and `resume=latest`, as `configure_run` returns it.
+    config: the run's configuration with `out` and `resume=latest`, as `configure_run` returns it.
     accepts_changes: True if settings of an unfinished run may differ from the stored ones, as in
     population-based training.
     log: the file that gets the printed output and the traceback of an error.

@@ -26,9 +26,9 @@ def runtime_events(
 ) -> Generator[Event, None, None]:
     """Start the runtime of a run, and yield the run's events.
 
-    show_wait: function that shows what the start is waiting for.
     place: the folder of the run, and the checkpoint that it continues from.
-    console: prints what Ray says.
+    console: prints messages about the Ray cluster.
+    show_wait: function that shows what the start waits for, such as "waiting for the workers".
     """
     if experiment.execution.runtime.name != "inprocess":
         yield from _ray_events(experiment, place, console, show_wait)

@@ -76,7 +76,8 @@ class ExecutionOptions:
     All other settings are in `RunSettings` and in the classes of the run's parts.
     out: the run's folder; None makes a dated folder in the folder runs.
     resume: "latest", or a checkpoint's folder; None starts a new run.
-    thresholds: scores; the summary has the first round that reaches each of them (`rounds_to`).
+    thresholds: values of the main metric. For each of them, `rounds_to` in the summary is the first
+    round with such a score or a better one.
     profile: True measures how the wall time is spent.
     device: "auto", "cpu", "cuda" or "mps", the device of each worker.
     runtime: where the workers run, and their resources.
@@ -96,7 +97,7 @@ class ExecutionOptions:
 class Experiment:
     """A run, built and checked; nothing has been written yet.
 
-    config: as the run's folder stores it.
+    config: the configuration, as the run's folder stores it.
     spec: the final settings, after the changes that methods made; `method=centralized`, for
     example, changes data and local steps.
     observers: the observers of the configuration.
@@ -105,7 +106,7 @@ class Experiment:
     network: the models of the server, and the clients that each of them serves.
     late_planning: why aggregations are planned one at a time; "" if the planner may work ahead of
     training.
-    url: where the run's folder is sent; "" keeps it only on this machine.
+    url: the URL to which the run's folder is sent; "" keeps the folder only on this machine.
     schedule: the rule for when clients are dispatched and updates are aggregated.
     fleet: the simulated devices of the clients.
     execution: where and how the run is executed, such as its folder, device and workers.

@@ -30,12 +30,13 @@ class AppError(HookError):
 
 @dataclass(frozen=True)
 class AppRunner:
-    """A ClientApp, with the facts that its clients receive.
+    """A ClientApp that answers messages for all clients of a run, one after another.
 
+    app: the ClientApp.
     clients: the number of clients.
-    run_config: Flower's run config.
+    run_config: Flower's run config, which the app can read in its context.
     seed: the seed of the run.
-    folder: the app's folder, to find its lines in errors; None if unknown.
+    folder: the folder of the app's code, so that errors can name its lines; None if unknown.
     """
 
     app: LoadedClientApp
@@ -61,7 +62,7 @@ class AppRunner:
 
     @contextlib.contextmanager
     def preserved_generators(self) -> Iterator[None]:
-        """Restore the global random generators, which answers seed, at the end of `with`."""
+        """Restore the states of the global random generators at the end of a `with` block."""
         with preserved_generators(_device()):
             yield
 
@@ -83,9 +84,9 @@ class AppRunner:
     def answer_next(
         self, message: GridMessage, number: int, state: RecordDict
     ) -> tuple[RecordDict, RecordDict]:
-        """Do what `answer` does, but leave the global generators as the app leaves them.
+        """Do the same as `answer`, but do not restore the global random generators.
 
-        Many answers in turn need only one `preserved_generators` around them.
+        A caller that needs many answers restores them once, with `preserved_generators`.
         """
         node = message.metadata.dst_node_id
         context = self.context(node, state)
@@ -130,5 +131,5 @@ class AppRunner:
 
 
 def _device() -> torch.device:
-    """Return the device whose generator apps may draw from, besides that of the CPU."""
+    """Return the device whose random generator must be seeded, in addition to that of the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

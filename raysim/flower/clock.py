@@ -41,7 +41,7 @@ class VirtualClock:
         self._messages: Counter[int] = Counter()  # by client: the messages to it so far
 
     def next_number(self, client: int) -> int:
-        """Return how many messages the client has received before; count one more."""
+        """Count a message to a client; return the number of earlier messages to this client."""
         number = self._messages[client]
         self._messages[client] += 1
         return number
@@ -49,15 +49,16 @@ class VirtualClock:
     def arrival(
         self, client: int, number: int, is_training: bool, array_bytes: int, ttl: float
     ) -> Arrival:
-        """Return when the reply to a message that is sent now arrives, or when it is lost.
+        """Return when the reply arrives to a message that is sent now.
 
+        If there is no reply, because the client drops out or the message expires, the result says
+        when the error arrives.
         client: the client that gets the message.
         number: how many messages the client has received before.
         is_training: True if the client trains; for other messages it processes no samples.
-        array_bytes: the bytes of the arrays in the message. The arrays of the reply are assumed to
-        be as large if the client trains, and of size 0 otherwise.
-        ttl: the virtual seconds after which the message expires. A reply that would arrive later is
-        lost.
+        array_bytes: the size of the arrays in the message. For a training message, the arrays of
+        the reply are assumed to have the same size; other replies are assumed to have no arrays.
+        ttl: the virtual seconds after which the message expires.
         """
         floats = array_bytes // FLOAT_BYTES
         samples = float(self.samples) if is_training else 0.0

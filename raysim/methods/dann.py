@@ -197,10 +197,11 @@ class Dann(Method):
         return turn
 
     def cost(self, job: Participation) -> float:
-        """Return 0 for mode=grl, and a negative number of samples for mode=alternate.
+        """Return the cost that DANN adds to plain training, as a number of trained samples.
 
-        Plain training counts a forward and a backward pass for each step. A discriminator step
-        makes no backward pass through the model, which is subtracted.
+        It is 0 for mode=grl, and negative for mode=alternate. Plain training counts a forward and a
+        backward pass for each step, but a discriminator step makes no backward pass through the
+        model.
         """
         if self.mode == "grl":
             return 0.0

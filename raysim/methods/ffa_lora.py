@@ -38,9 +38,9 @@ class FFALoRA(Method):
         for adapter in require_adapters(run):
             run.require(
                 not adapter.is_embedding,
-                f"model.lora.layers: A of the embedding '{adapter.layer}' starts at 0 and method "
-                "'ffa_lora' would keep it there, so that B would learn nothing. Leave the layer "
-                "out.",
+                f"model.lora.layers: the factor A of the embedding '{adapter.layer}' starts at 0, "
+                "and method 'ffa_lora' never trains it, so that the factor B would learn nothing. "
+                "Leave the layer out.",
             )
         # Every process builds frozen parameters from the seed; they are not in the vector. A method
         # before this one may have copied the model.

@@ -15,8 +15,9 @@ stacked factors of the K clients of an aggregation, and sends its own factors.
 Departures from the paper
 - A client is counted as receiving the stack of one aggregation with each job. A client that missed
   rounds would need more; in the paper all clients take part in each round.
-- If the stack of a layer has more floats than its weight, the weight is sent. The first version is
-  known to all clients, and A is drawn from a seed.
+- If the stack of a layer has more floats than its weight, the weight is sent.
+- Nothing is counted for the first version, which all clients know, or for the initial A, which each
+  client draws from a seed.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
 - The head is trained and averaged like any other parameter.
 - Stale updates are added like others: B starts at 0 in each job, so that s B_i A_i is all that the

@@ -40,7 +40,11 @@ class StackSource(NamedTuple):
 
 
 def open_stack_source() -> StackSource | None:
-    """Let this process write its stacks on request; return None if the system cannot do that."""
+    """Let this process write the call stacks of its threads when another process requests it.
+
+    Return the number of this process and the file for its stacks; None if the operating system does
+    not have the signal SIGUSR1.
+    """
     if _SIGNAL is None:
         return None
     return StackSource(os.getpid(), _own_file().fileno())

@@ -210,11 +210,13 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with validation scores, and with test scores in each client's best round.
 
-        The validation columns are means over clients: of the current scores, and of the scores in
-        each client's best round. For other metrics than the main one, only the first is returned.
+        There are two validation columns: the mean over clients of their current scores, and the
+        mean of the scores in each client's best round. For another metric than the main one, the
+        column of the current scores is the only result.
 
-        tested: a value for each test sample, client after client.
-        validated: a value for each validation sample, client after client.
+        scoring: the scored clients.
+        tested: a value for each test sample of these clients, one client after another.
+        validated: a value for each validation sample of these clients, one client after another.
         """
         sizes, name = self._validation_counts[scoring.clients], self.metric.name
         if not len(scoring.clients):

@@ -193,7 +193,7 @@ def test_fedbr_refuses_mixture_without_a_proxy_set(proxy: Source | None) -> None
     [{"pseudo_refresh": "once"}, {"pseudo": "mixture", "proxy": PROXY}],
     ids=["once", "mixture"],
 )
-def test_fedbr_refuses_fresh_with_once_or_with_mixture(settings: dict[str, Any]) -> None:
+def test_fedbr_refuses_fresh_with_settings_that_exclude_it(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.fresh=true"):
         FedBR(fresh=True, **settings)
 

@@ -79,11 +79,15 @@ def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Te
 def fedpac(
     world: World, lam: float = 1.0, head_epochs: int = 1, factor: float = 10.0, least: float = 1e-3
 ) -> Book:
-    """Run rounds: statistics, head phase, extractor phase; then the average, prototypes and heads.
+    """Run FedPAC. A client computes its statistics, and trains first its head, then its extractor.
 
-    lam: weight of the loss that pulls features to the prototypes of their classes. head_epochs: h;
-    the first phase has h passes over the samples, but at most h / (h + 1) of all steps. factor: the
-    head's learning rate, in units of the run's. least: as in `mixture`.
+    At the end of a round, the extractors are averaged, the prototypes are computed, and a new head
+    is mixed for each client.
+    lam: the weight of the loss that pulls features to the prototypes of their classes.
+    head_epochs: the number h of passes over the samples that train the head. They have at most
+    h / (h + 1) of all steps of a job.
+    factor: the learning rate of the head, divided by the learning rate of the run.
+    least: weights of the mixture of heads up to this value become 0.
     """
     x = {name: tensor for name, tensor in world.start.items() if name not in HEAD}
     first = {name: world.start[name] for name in HEAD}

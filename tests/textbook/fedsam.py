@@ -71,10 +71,11 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
 
 
 def mofedsam(world: World, rho: float, beta: float) -> Book:
-    """Run steps along beta g~ + (1 - beta) D, with g~ the gradient of `uphill` plus weight decay.
+    """Run MoFedSAM: each step uses beta G + (1 - beta) D in place of the gradient.
 
-    D, the server's direction, is the mean over the last round's clients of (x - y) / (eta K); K:
-    the client's steps.
+    G is the result of the function `uphill`, plus the weight decay. D is the server's direction:
+    the mean of (x - y) / (eta K) over the clients of the last round, and 0 in the first round. Here
+    x is the received and y the trained model, eta the learning rate, and K the number of steps.
     """
     x, names = dict(world.start), trainable(world.start)
     direction = {name: torch.zeros_like(x[name]) for name in names}

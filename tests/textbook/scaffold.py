@@ -24,9 +24,11 @@ from textbook.world import Book, Job, Params, World
 
 
 def scaffold(world: World) -> Book:
-    """Run steps along g - c_i + c; after a job, c_i <- c_i - c + (x - y) / (K' eta).
+    """Run SCAFFOLD: each step uses g - c_i + c in place of the gradient g.
 
-    c moves by the sum of the changes of the c_i, divided by N.
+    After a job, c_i <- c_i - c + (x - y) / (K' eta), with x the received and y the trained model,
+    and eta the learning rate. K' is the number of steps if there is no momentum. After a round, the
+    sum of the changes of all c_i, divided by the number of clients, is added to c.
     """
     names = trainable(world.start)
     xs, cs = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]

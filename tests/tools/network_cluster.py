@@ -468,7 +468,11 @@ def read_lines() -> Iterator[str]:
 
 
 def carry_out(cluster: NetworkCluster, words: Sequence[str], cpus: int) -> None:
-    """Carry out one command of the prompt."""
+    """Execute one command that the user typed at the prompt.
+
+    words: the words of the command.
+    cpus: the number of CPUs that a machine declares to Ray if the command starts it.
+    """
     if not words:
         return
     if words[0].isdigit():
