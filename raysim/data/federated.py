@@ -309,8 +309,8 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
     share: the share of the clients with training samples that become unseen (`evaluate.unseen`).
     The number of unseen clients is rounded; 0 changes nothing.
     seed: the seed of the run.
-    Raise ValueError if the share is above 0 and no client becomes unseen, if no client is left to
-    train, if no unseen client has test samples, or if trained and unseen clients share samples.
+    Raise ValueError for a share above 0 in four cases: no client becomes unseen; no client is left
+    to train; no unseen client has test samples; trained and unseen clients share samples.
     """
     if not share:
         return data

@@ -22,8 +22,8 @@ def heterogeneity(counts: Ints) -> dict[str, float]:
 
     `SCALES` describes each measure. "size_variation" is over all clients, all other measures are
     over the clients that have samples. Of these, "label_entropy_std" is a standard deviation, the
-    others are means. "divergence" is 0 if all clients have the same shares of the classes, and
-    close to 1 if there are many clients and no two of them share a class.
+    others are means. "divergence" is 0 if all clients have the same shares of the classes. It is
+    close to 1 if there are many clients, and no two of them share a class.
     counts: [N, C], the number of training samples of each of N clients in each of C classes.
     """
     sizes = counts.sum(axis=1)

@@ -92,8 +92,8 @@ def streams_error(place: str) -> ValueError:
 def infer_kind(values: Any) -> Kind:
     """Return the kind of task that follows from the type and the shape of the labels.
 
-    - "classification": integers or text [n]. Floats [n] are also classes if all are whole numbers
-    from 0 on, with at most 100 different numbers, and at least twice as many samples as numbers.
+    - "classification": integers or text [n]. Floats [n] are also classes in this case: all are
+    whole numbers from 0 on, at most 100 numbers occur, and each occurs at least twice on average.
     - "regression": all other floats.
     - "multilabel": integers [n, labels] that are all 0 or 1, or a list of labels for each sample.
     - "positions", a class for each position of a sample: all other integers or text with more than

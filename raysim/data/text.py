@@ -305,8 +305,8 @@ class Markov(Source):
 
     The setting `label` decides what the labels are and how the sequences are generated:
     - "next": the label is the token that follows the sequence. Each user has a chain. Its
-    transition probabilities are (1 - skew) times the probabilities of a chain that all users share,
-    plus skew times the probabilities of a separate chain of this user.
+    transition probabilities are (1 - skew) P + skew Q. P belongs to a chain that all users share, Q
+    to a separate chain of this user.
     - "chain": there are `chains` chains, and the label is the number of the chain that generated
     the sequence. The share `skew` of a user's sequences comes from one chain, the user's favourite.
     The chain of each other sequence is drawn at random.

@@ -96,7 +96,8 @@ def run(
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
     object, or the name of an option. Three of these arguments accept more:
     data: a tuple (inputs, labels) or (inputs, labels, users) of arrays or tensors, or a torch
-    Dataset. A tuple of two of these gives the training samples, then the central test samples.
+    Dataset. A tuple of two of these gives the training samples, then the central test samples. A
+    table is also possible: of pandas, polars, Arrow or Hugging Face.
     partition: the rows of each client, in a list of lists or a dictionary.
     loss: a function from outputs and labels to a loss per sample.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The main metric

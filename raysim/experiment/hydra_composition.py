@@ -145,9 +145,9 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
     The result is cached: copy it before you change it.
 
     A preset may set values of many options, such as of all methods in the tables of a paper. Only
-    values of chosen options are used. If the user chose another option of a group than the preset,
-    a value of the preset is used only for a key that the chosen option also has. If the user chose
-    no preset, `experiment=default` is used, which does not change an option that the user chose.
+    values of chosen options are used. For a group in which the user chose an option, they are used
+    only if this option has the same key. If the user chose no preset, `experiment=default` is used,
+    which does not change an option that the user chose.
     options: the options that the user chose, with their groups.
     groups: all options and their files.
     folders: the user's own folders of options.

@@ -225,8 +225,8 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
 def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
     """Return a row with the mean of each column over runs that differ only in the seed.
 
-    The standard deviation of `metric` (divisor n - 1 for n runs) is a further column, if all runs
-    have a finite value of this metric. The row of a single run is returned unchanged.
+    The standard deviation of `metric` over n runs, with divisor n - 1, is a further column if all
+    runs have a finite value. The row of a single run is returned unchanged.
     rows: one row of each run, all for the same round.
     metric: the name of the column that also gets a standard deviation.
     """
