@@ -70,7 +70,7 @@ class SklearnLinear(Learner):
 
     estimator: a class of `sklearn.linear_model`, or the full path of another class of scikit-learn
     that has `coef_` and `intercept_` after training.
-    options: the arguments of the class.
+    options: arguments of the estimator's class, by name, such as alpha.
 
     Raises ValueError for any other estimator, and for an argument that the class does not have.
     """
@@ -179,7 +179,8 @@ def _fit(model: Any, rows: np.ndarray, targets: np.ndarray) -> None:
     """Call `model.fit`, and hide the warning of an estimator that has not converged.
 
     model: the estimator of scikit-learn.
-    rows, targets: the samples and their classes or values.
+    rows: the samples, [n, features].
+    targets: the class of each sample, or its value for a regression, [n].
     """
     from sklearn.exceptions import ConvergenceWarning
 

@@ -100,7 +100,7 @@ class XGBoostBagging(Learner):
 
         parameters: the received ensemble, as XGBoost's JSON.
         inputs: the client's samples, [n, ...].
-        labels: their classes or values, [n].
+        labels: the class of each sample, or its value for a regression, [n].
         """
         import xgboost
 

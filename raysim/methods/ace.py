@@ -222,8 +222,9 @@ class ACE(Method):
         active = active_clients(
             dispatch_versions=versions, version=server.version, max_staleness=self.max_staleness
         )
-        fresh = {row: delta[:trained] for row, delta in zip(rows, aggregation.deltas, strict=True)}
-        _refresh(fresh, state["cache"], state["total"], counted, active)
+        deltas = (delta[:trained] for delta in aggregation.deltas)
+        new_updates = dict(zip(rows, deltas, strict=True))
+        _refresh(new_updates, state["cache"], state["total"], counted, active)
         state["versions"], state["counted"] = versions, active
         ages = (server.version - versions[active]).double()
         server.report["active"] = float(len(ages))

@@ -178,11 +178,11 @@ class Dann(Method):
         run.stages(self._stages)
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return a list for each of a few steps, with the one stage of the step.
+        """Return the stages of a cycle of steps: a list for each step, with its one stage.
 
-        All steps of a job repeat these few steps in turn. With mode=alternate, they are
-        `discriminator_steps` steps that train the discriminator, and one step that trains the
-        model. With mode=grl, it is one step that trains both networks.
+        A job repeats this cycle until its end. With mode=alternate, the cycle has
+        `discriminator_steps` steps that train the discriminator, and then one that trains the
+        model. With mode=grl, it has one step, which trains both networks.
         plan: has no effect.
         """
         if self.mode == "grl":

@@ -84,8 +84,13 @@ def _step(
 ) -> None:
     """Write the server's step into `arrays[0]`; the momentum and the sum change in place.
 
-    arrays: the result, the update, the momentum and the sum of updates.
-    step, server_lr, momentum, every, activation: as in `delayed_nesterov_step`.
+    arrays: four tensors [D]: the result, the update, the momentum m and the sum b of updates.
+    step: the number t of the step, from 1.
+    server_lr: the server's learning rate eta.
+    momentum: the factor beta of the old momentum.
+    every: N; the momentum changes in the steps N, 2 N, 3 N, ...
+    activation: c; each step that does not change the momentum m moves x by eta c beta m, in
+    addition to its update.
     """
     is_due = step % every == 0
     share = activation

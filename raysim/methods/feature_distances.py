@@ -78,12 +78,12 @@ def mmd_of_classes(
 ) -> Tensor:
     """Return the mean over classes of the squared MMD of their rows, a scalar.
 
-    Only classes that both sets have count; if there are none, the value is 0. The widths of the
-    kernels are computed as in `mmd`, for the rows of each class.
-    x: [n, D].
-    y: [k, D].
-    x_labels: int64 [n].
-    y_labels: int64 [k].
+    The mean is over the classes with rows in both x and y. If there is no such class, the value is
+    0. For each class, the width of the middle kernel is the mean squared distance of its rows.
+    x: the first set of features, [n, D].
+    y: the second set of features, [k, D].
+    x_labels: the class of each row of x, int64 [n].
+    y_labels: the class of each row of y, int64 [k].
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """
@@ -120,9 +120,9 @@ def feature_distance(
 
     metric: "mmd" (Gaussian kernels), "mmd_moments" (means and covariances), "mmd_classes" (the mean
     of the MMD over classes), or "mse" (the mean squared difference of row j of x and row j of y).
-    x_labels: int64 [n], needed by "mmd_classes" only; None for none.
-    y_labels: int64 [k]; None: the rows of y have the labels of x.
-    Raises ValueError if labels are missing.
+    x_labels: the class of each row of x, int64 [n]; may be None except for "mmd_classes".
+    y_labels: the class of each row of y, int64 [k]; None if y has the same labels as x.
+    Raises ValueError for "mmd_classes" without x_labels.
     """
     if metric != "mmd_classes":
         return DISTANCES[metric](x, y)

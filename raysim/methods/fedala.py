@@ -209,7 +209,7 @@ class FedALA(Method):
         """Return the loss of the received model after replacing its top layers by `top`.
 
         entries: the parameters of the top layers.
-        top: their values, as one flat vector in the order of `entries`.
+        top: the values of these parameters, as one flat vector in the order of `entries`.
         inputs, labels: a batch.
         """
         parts = top.split([entry.stop - entry.start for entry in entries])

@@ -85,7 +85,9 @@ def arrival_rates(
     base_versions: int64 [M], the version from which each of M models started.
     version: the current version when the first of them arrives; each one increases it by 1.
     alpha: the rate at staleness 0.
-    kind, a, b: the arguments of `staleness_weight`.
+    kind: the form of the weight by staleness s. "constant" is 1, "polynomial" is (s + 1)^-a,
+    "hinge" is 1 up to s = b, and then 1 / (a (s - b) + 1).
+    a, b: the settings of these forms.
     max_staleness: the largest staleness of a model that is used; None for no limit.
     factors: [M], factors on the rates, which are then limited to 1; None for no factors.
     """
@@ -104,10 +106,10 @@ def apply_arrivals(
 ) -> dict[str, Any]:
     """Mix arriving models into the shared model, in order; return "params" and "version".
 
-    params: [D].
-    client_params: [M, D], the arriving models.
-
-    arrivals: the other arguments of `arrival_rates`.
+    params: the shared model, [D].
+    client_params: [M, D], the arriving models, in the order in which they are mixed.
+    version: the current version before the first model is mixed; each model increases it by 1.
+    arrivals: all arguments of `arrival_rates` except `version`, by name.
     """
     rates = arrival_rates(version=version, **arrivals)
     for model, rate in zip(client_params, rates, strict=True):

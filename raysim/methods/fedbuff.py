@@ -74,7 +74,7 @@ def buffered_aggregate(
     sample_weights: Tensor | None = None,
     normalization: str = "count",
 ) -> Tensor:
-    """Return the direction [D] of a full buffer: the weighted sum of the updates, divided.
+    """Return the direction [D] of a full buffer: the sum of weighted updates over a divisor.
 
     deltas: [K, D], the updates in the order of arrival.
     staleness: int64 [K].

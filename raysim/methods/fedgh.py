@@ -98,7 +98,7 @@ def _harmonize(
     pairs: the pairs of updates to harmonise; None takes all, in order.
     conflict_test: "original" looks for conflicts between the original updates, "current" between
     the updates as they have been changed so far.
-    counts: its numbers of conflicts and of projections are increased.
+    counts: the function adds its conflicts and projections to these numbers.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
     if pairs is None:
@@ -217,7 +217,7 @@ def _harmonize_in_tree(
     running mean.
     factors: [m], the factor by which each update is multiplied before the tree pairs them.
     eps: the constant that is added to squared norms before a division.
-    counts: its numbers of conflicts and of projections are increased.
+    counts: the function adds its conflicts and projections to these numbers.
     """
     inside, towards = products[:-1, :-1], products[:-1, -1]
 
@@ -334,7 +334,7 @@ class HierarchicalFedGH(Method):
         """Harmonise the updates in each tensor; return their weighted sum [d].
 
         reference: the running mean of earlier results, [d] for d trainable parameters.
-        counts: its numbers of conflicts and of projections are increased.
+        counts: the function adds its conflicts and projections to these numbers.
         """
         rows, weights = parameters_of(aggregation, server), aggregation.weights
         mean_weight = sum(weights) / len(weights)

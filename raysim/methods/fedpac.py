@@ -96,7 +96,7 @@ def local_statistics(*, features: Tensor, labels: Tensor, num_classes: int) -> S
     """Return the `Statistics` of a client's features, computed in float64.
 
     features: [n, D], the features of its n >= 1 samples.
-    labels: int64 [n], their classes.
+    labels: the class of each sample, int64 [n].
     num_classes: the number C of classes.
     """
     return _statistics([(features, labels)], num_classes)
@@ -139,7 +139,7 @@ def aggregate_prototypes(*, class_means: Tensor, class_counts: Tensor) -> dict[s
     The result has "prototypes" [C, D], and "present", bool [C]: False for classes without samples.
 
     class_means: [m, C, D], the class means of m clients.
-    class_counts: [m, C], their samples of each class.
+    class_counts: [m, C], the number of samples that each client has of each class.
     """
     counts = class_counts.double()
     total = counts.sum(0)
