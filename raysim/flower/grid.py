@@ -293,7 +293,7 @@ class VirtualGrid(SimpleGrid):
         Return a dictionary by node id. A value is the virtual time, in seconds, of the node's last
         reply in the last batch, and the number of the node's client.
         Raises ReplayError if a message of a thread differed from the message in the stored run.
-        Raises WorkerDiedError if each new worker died, too.
+        Raises WorkerDiedError if several workers died, one after another, with the same message.
         """
         with self._lock:
             if self._batch_end is not None:
@@ -349,7 +349,7 @@ class VirtualGrid(SimpleGrid):
     def _prepare(self, pending: Sequence[_Pending]) -> list[_Pending]:
         """Fill in the stored answers; return the messages that a worker still has to answer.
 
-        These are the messages that are not lost and have no answer, stored or from a worker.
+        Lost messages and messages with an answer are not returned.
         pending: the messages.
         Raises ReplayError if a message differs from the message of the same number in the stored
         run.

@@ -1,8 +1,7 @@
 """A Flower ClientApp as a raysim learner: its `train` and `evaluate` are the local work.
 
 Source: Flower (Beutel et al., "Flower: A Friendly Federated Learning Research Framework",
-arXiv:2007.14390), version 1.42. raysim uses only Flower's public
-names.
+arXiv:2007.14390), version 1.42. raysim uses only Flower's public names.
 
 Choices
 - raysim aggregates the updates, with the run's methods. The project's ServerApp is used only to get

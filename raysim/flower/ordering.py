@@ -39,7 +39,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
                 setattr(self, name, value)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute, after replacing its strategy by one that sorts results."""
+            """Set an attribute, with a sorting strategy in place of a strategy or a server's one."""
             if isinstance(value, Strategy):
                 value = order_results(value, grid)
             elif isinstance(value, Server):

@@ -222,9 +222,9 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
 
 @functools.lru_cache
 def _inspect_once(app: ClientApp) -> LoadedClientApp:
-    """Return a ClientApp with the facts about it, which are determined only once for each app.
+    """Return a ClientApp and what it can do; each app is inspected only once.
 
-    A second time would give wrong facts, because `_is_registered` changes the app.
+    A second inspection would be wrong, because `_is_registered` adds functions to the app.
     """
     try:
         app.train("raysim_probe")  # registers nothing until its result is called
