@@ -39,7 +39,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
                 setattr(self, name, value)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute, with a sorting strategy in place of a strategy or a server's one."""
+            """Set an attribute; a strategy, and the strategy of a server, become sorting ones."""
             if isinstance(value, Strategy):
                 value = order_results(value, grid)
             elif isinstance(value, Server):

@@ -81,7 +81,8 @@ def _calibrate(
 ) -> Tensor:
     """Return `scale` times the direction v [D]; update the cache and its sum in place.
 
-    v is the mean h of the last updates plus the mean of each update minus its client's last update.
+    v is h, the mean of the last updates, plus the mean of Delta - h_i over the buffer: Delta is an
+    update in the buffer, and h_i the last update of its client before.
     deltas: the updates in the buffer, each [D]; the result has their dtype.
     rows: for each update, the row of the cache that has the last update of its client.
     cache: the last updates of R clients, [R, D].

@@ -141,10 +141,10 @@ class Dann(Method):
         self.rate, self.mode = rate, mode
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return a larger `local.steps`, by key, if both networks could not be trained otherwise.
+        """Return the setting that DANN needs, by key: local.steps, if the run sets it.
 
-        A job needs `discriminator_steps` steps for the discriminator and one for the classifier.
-        With local.epochs or mode=grl, DANN needs no setting, and the result is empty.
+        It is the run's value, but at least `discriminator_steps` + 1, so that a job trains the
+        discriminator and the classifier. With local.epochs or mode=grl, the result is empty.
         """
         if self.mode != "alternate" or local.steps is None:
             return {}
