@@ -21,11 +21,12 @@ _COUNTERS = "personal.counters"
 
 @dataclass(frozen=True, eq=False)
 class ClientState(Generic[T]):
-    """Everything that is kept for one client: tensors on a worker, NumPy arrays elsewhere.
+    """Everything that raysim stores for a client between its jobs.
 
-    Network tensors that stay on the client, such as the normalisation layers of FedBN, are stored
-    in two flat buffers, one for floats and one for integers, so that a job loads and stores all of
-    them at once. The run's layout has the name and the position of each of these tensors.
+    The arrays are tensors on a worker and NumPy arrays elsewhere. The network tensors that stay on
+    the client, such as the normalisation layers of FedBN, are in two flat buffers: one for floats,
+    one for integers. So a job loads and stores two buffers in place of many tensors. The layout of
+    the run has the name and the position of each of these tensors.
 
     personal: the buffer of floats [layout.personal], first the parameters, then buffers such as
     running means.
@@ -106,10 +107,10 @@ def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> Store
 
 
 def to_flat_arrays(state: StoredState) -> dict[str, np.ndarray]:
-    """Return the state as a dictionary of few arrays, for checksums and for files.
+    """Return the arrays of the state by name, for checksums and for files.
 
-    The arrays `personal` and `counters` have the names "personal" and "personal.counters"; they are
-    left out if both are empty. The tensors of methods have their names "method.name".
+    `state.personal` has the name "personal", and `state.counters` has "personal.counters". If both
+    are empty, the dictionary has neither. A tensor of a method has the name "method.name".
     """
     buffers: dict[str, np.ndarray] = {}
     if len(state.personal) or len(state.counters):

@@ -12,10 +12,10 @@ starts at 0:
     ef21   send C(v - m); the receiver's value is m + C(v - m), which is the next m
     ef14   send C(v + m); the next m is v + m - C(v + m)
 
-Sources: Richtarik, Sokolov and Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and
-Practically Faster Error Feedback" (NeurIPS 2021), Algorithm 2; its bidirectional form is EF21-BC of
-Fatkhullin et al. (2021). ef14 is the error feedback of Seide et al. (Interspeech 2014), as analysed
-by Karimireddy et al. (ICML 2019).
+Sources: ef21 is Algorithm 2 of Richtarik, Sokolov and Fatkhullin, "EF21: A New, Simpler,
+Theoretically Better, and Practically Faster Error Feedback" (NeurIPS 2021). With direction="both"
+it is EF21-BC of Fatkhullin et al. (2021). ef14 is the error feedback of Seide et al. (Interspeech
+2014), as analysed by Karimireddy et al. (ICML 2019).
 
 Departures from the papers
 - v is a client's update after several local steps, or the server's step, and not a gradient.

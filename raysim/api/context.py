@@ -91,7 +91,9 @@ class WorkerView(Protocol):
         """Return copies of all networks, by name, in eval mode and without gradients.
 
         ctx: the job.
-        name, values: as in `Context.frozen`.
+        name: a name for the copies; all calls of a job with this name must pass the same `values`.
+        values: the parameters of the copies [layout.total]; None means the received model with the
+        client's personal parameters.
         """
         ...
 
@@ -179,7 +181,7 @@ class Context:
     download: the tensors that the client received with the model.
     state: the client state; entries are replaced and never changed in place.
     upload: the tensors that the client sends with its update.
-    report: numbers for the columns of the history, which are not sent.
+    report: numbers that become columns of the history; a client does not send them.
     draws: the tensors that methods drew with `Setup.draw`, one for each step.
     optimizers: the local optimizers, one for each stage.
     step_factor: the factor on the learning rate in the current step; see `Local.step_factors`.

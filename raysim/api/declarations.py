@@ -33,25 +33,25 @@ class Task:
     """The learning task: inputs, outputs, loss and metrics.
 
     shape: the shape of one input; [channels, height, width] for an image.
-    num_classes: the number of classes, or of other outputs of the model.
-    clients: the number of all clients of the run.
+    num_classes: the number of classes. If labels are not classes, it is the number of outputs.
+    clients: the number of all clients of the run, including unseen ones.
     dtype: the type of all floats, such as torch.float32.
     kind: the kind of task, such as "classification"; it decides the usual loss and metrics.
     tokens: the number of different tokens if inputs are sequences of token numbers; else None.
-    scored_by: the name of the main metric; None means the first of `scores` or, if `scores` is
-    empty, the usual metric of the kind.
+    scored_by: the name of the main metric. None means the first metric in `scores`. If `scores` is
+    empty, too, the main metric is the usual metric of the kind.
     loss: a function from outputs [B, C] and labels to a loss for each sample [B]; None means the
     usual loss of the kind.
     unseen: the number of clients that are never trained.
-    scores: the metrics that are computed, as names or as `Metric` objects of the user; () computes
-    only `scored_by`, or the usual metrics of the kind if `scored_by` is None.
-    lower: the names of metrics for which a lower score is better (`evaluate.lower`), in addition to
-    the metrics that are defined in this way, such as a mean error.
+    scores: the metrics that are computed, as names or as `Metric` objects of the user. If it is
+    empty, only `scored_by` is computed, or, if that is None, the usual metrics of the kind.
+    lower: names of metrics for which a lower score is better (`evaluate.lower`). Metrics such as a
+    mean error need not be named.
     label_shape: the shape of one label: () for one class per sample, (height, width) for a class
     per pixel.
     has_unlabelled: True if some samples have no class.
-    targets: if the target of a sample is a dictionary or a list of arrays, such as boxes and their
-    classes, a description of each array; () for other labels.
+    targets: a description of each array of a target, if the target of a sample is a dictionary or a
+    list of arrays, such as boxes and their classes; () for other labels.
     """
 
     shape: tuple[int, ...]
@@ -259,32 +259,33 @@ SCHEDULES = ("constant", "cosine", "linear", "step")
 class Local:
     """The settings `local.*`: how a client trains.
 
-    optimizer: "sgd", "adam", "adamw", "lion", or "muon" for matrices with "adamw" for all other
-    parameters.
-    rates: factors by which the learning rate of a part of the model is multiplied. A part is
-    "head", "body", "adapters", or the full name of a module ("model.extractor.0").
-    lr: learning rate.
+    optimizer: "sgd", "adam", "adamw", "lion" or "muon". Muon trains matrices, and AdamW then trains
+    all other parameters.
+    lr: the learning rate.
     momentum: with "sgd", the share of the last step that is added to the next one; 0 for none.
     nesterov: with "sgd", True uses Nesterov's momentum.
     weight_decay: the strength of weight decay; 0 for none.
-    lr_decay: the learning rate is multiplied by this factor after each version.
+    clip: the largest norm of a gradient; 0 for no limit.
+    lr_decay: the factor by which the learning rate is multiplied after each version.
     schedule: how the learning rate changes with the version, in addition to `lr_decay`; the
     function `Local.rate` has the formulas.
     schedule_rounds: the number T of versions after which the schedules "cosine" and "linear" end.
     final_lr: the learning rate of "cosine" and "linear" at version T.
-    drop_every, drop_factor: "step" multiplies the rate by drop_factor after each drop_every
-    versions.
-    warmup_rounds: number W of first versions in which the rate grows.
-    schedule_over: "rounds" changes the rate from version to version. "steps" changes it from step
-    to step, and every job goes through the whole schedule.
-    warmup_steps: number of first steps of each job in which the rate grows.
-    clip: largest norm of a gradient; 0 for no limit.
-    epochs, steps: number of passes over the client's samples, or number of batches; one is None.
-    batch: number of samples in a batch.
+    drop_every: the schedule "step" changes the learning rate after each `drop_every` versions.
+    drop_factor: the factor by which the schedule "step" then multiplies the learning rate.
+    warmup_rounds: the number W of first versions in which the learning rate grows.
+    schedule_over: "rounds" changes the learning rate from version to version. "steps" changes it
+    from step to step, and every job goes through the whole schedule.
+    warmup_steps: the number of first steps of each job in which the learning rate grows.
+    rates: factors by which the learning rate of a part of the model is multiplied. A part is
+    "head", "body", "adapters", or the full name of a module ("model.extractor.0").
+    epochs: the number of passes of a job over the client's samples; None if `steps` is set.
+    steps: the number of batches of a job; None if `epochs` is set.
+    batch: the number of samples in a batch.
     sampling: "shuffle" goes through the samples in a new random order for every pass, and the last
     batch of a pass may be smaller; "replacement" draws every batch at random, with replacement.
-    phases: number of parts into which the `steps` of a job are cut, if the job has `steps` and no
-    `epochs`. Methods that select other samples for each epoch treat such a part as an epoch.
+    phases: the number of parts into which the steps of a job are cut if `epochs` is None. Methods
+    that select other samples for each epoch treat such a part as an epoch.
     keep_optimizer: True keeps the state of a client's optimizer (momentum, step counts) from one
     job of the client to the next.
     """
@@ -378,45 +379,50 @@ class Local:
         rate = self.lr * self.lr_decay**version
         if self.schedule_over == "rounds":
             length = self.schedule_rounds or 1
-            rate = self._scheduled(version, length, self.warmup_rounds) * self.lr_decay**version
+            rate = (
+                self._scheduled_rate(version, length, self.warmup_rounds) * self.lr_decay**version
+            )
         if version < self.warmup_rounds:
             rate *= (version + 1) / (self.warmup_rounds + 1)
         return rate
 
     def step_factors(self, steps: int) -> list[float] | None:
-        """Return a factor on the learning rate for each step of a job; None if all factors are 1.
+        """Return the factor on the learning rate in each step of a job; None if all are 1.
 
         steps: the number of steps of the job.
 
-        With `schedule_over="steps"` every job goes through the whole schedule: the factors are the
-        formulas of `rate` divided by lr, with the number of the step in place of the version,
-        T = steps, and W = `warmup_steps`. With `schedule_over="rounds"` the factors are 1, except
-        in the first `warmup_steps` steps, in which they grow towards 1.
+        With `schedule_over="steps"` every job goes through the whole schedule. The factor of a step
+        is a formula of `rate`, divided by lr. In this formula, the number of the step replaces the
+        version, `steps` replaces T, and `warmup_steps` replaces W. `lr_decay` is not part of it.
+
+        With `schedule_over="rounds"` the factors grow towards 1 in the first `warmup_steps` steps;
+        later ones are 1.
         """
         if self.schedule_over == "rounds" and not self.warmup_steps:
             return None
         factors = [1.0] * steps
         if self.schedule_over == "steps":
             warmup = self.warmup_steps
-            factors = [self._scheduled(step, steps, warmup) / self.lr for step in range(steps)]
+            factors = [self._scheduled_rate(step, steps, warmup) / self.lr for step in range(steps)]
         for step in range(min(self.warmup_steps, steps)):
             factors[step] *= (step + 1) / (self.warmup_steps + 1)
         return factors
 
-    def _scheduled(self, place: int, end: int, warmup: int) -> float:
-        """Return the learning rate that the schedule gives to a step, or to a version.
+    def _scheduled_rate(self, time: int, end: int, warmup: int) -> float:
+        """Return the learning rate of the schedule at a time, without the warm-up.
 
-        place: the number of the step or version, from 0.
-        end: the number of steps or versions after which the schedule ends.
-        warmup: the number of first steps or versions before the schedule begins.
+        All three arguments count versions, or, with `schedule_over="steps"`, steps of a job.
+        time: the number of the version or of the step, from 0.
+        end: the time at which the schedule ends.
+        warmup: the length of the warm-up, after which "cosine" and "linear" begin.
         """
         if self.schedule == "constant":
             return self.lr
         if self.schedule == "step":
             assert self.drop_every is not None, "checked at the start"
-            return self.lr * self.drop_factor ** (place // self.drop_every)
+            return self.lr * self.drop_factor ** (time // self.drop_every)
         length = max(1, end - warmup)
-        progress = min(1.0, max(0, place - warmup) / length)
+        progress = min(1.0, max(0, time - warmup) / length)
         if self.schedule == "linear":
             return self.lr + (self.final_lr - self.lr) * progress
         return self.final_lr + (self.lr - self.final_lr) * (1 + math.cos(math.pi * progress)) / 2

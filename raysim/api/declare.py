@@ -26,7 +26,8 @@ from raysim.vectors.layout import Layout, plan_layout
 class RunSettingsForMethods:
     """The settings of a run that methods may read in `setup`, before the run starts.
 
-    They become attributes of `Setup`, with the same names; its docstring explains each of them.
+    They become attributes of `Setup` with the same names. The docstring of `Setup` explains each of
+    them.
     """
 
     local: Local
@@ -72,10 +73,10 @@ class Declarations:
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the method that declared something, or None if no method declared it.
+        """Return the method that sets an attribute of its declaration; None if no method does.
 
-        fact: an attribute of `MethodDeclaration` that is None by default and that only one method
-        of a list may set, such as "stages", "train" or "compressor".
+        fact: the name of an attribute of `MethodDeclaration`, such as "stages" or "train". The
+        attribute is None by default, and only one method of a list may set it.
         """
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None
@@ -99,7 +100,11 @@ class Declarations:
 
     @property
     def keeps_client_state(self) -> bool:
-        """True if clients keep state besides that of their optimizers (`local.keep_optimizer`)."""
+        """True if a method gives clients state; the setting `local.keep_optimizer` does not count.
+
+        This state is an entry of `Setup.client_state`, a parameter that stays on the client and is
+        trained, or an optimizer that `Setup.keep_optimizer` continues.
+        """
         if any(
             declared.keeps_client_state or declared.keeps_optimizer for declared in self.methods
         ):
@@ -167,8 +172,8 @@ class Declarations:
 def with_required_settings(local: Local, method: Method) -> Local:
     """Return `local` with the values that the method's hook `settings` returns.
 
-    Each of these values replaces the one in `local`. (A run, in contrast, does not replace a value
-    that the user set.)
+    Each of these values replaces the value in `local`. This is for settings that no user chose: a
+    run does not replace values that the user set.
     """
     required = {key.removeprefix("local."): value for key, value in method.settings(local).items()}
     return replace(local, **required)  # type: ignore[arg-type]

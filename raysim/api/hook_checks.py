@@ -115,7 +115,7 @@ def check_report(report: Mapping[str, Any], where: str) -> None:
     """Raise HookError if a method reports a value for the history that is not a number.
 
     report: the values by "method.column".
-    where: "job" or "server", the object whose attribute `report` it is.
+    where: "job" if the values are from `job.report`, "server" if they are from `server.report`.
     """
     for name, value in report.items():
         is_scalar_tensor = isinstance(value, Tensor) and value.numel() == 1
@@ -227,10 +227,11 @@ def format_error(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an error.
+    """Return the traceback of an error; "" if a HookError has no line of the user.
 
-    If a user's method failed, the traceback has only the user's lines. For a HookError it has no
-    message, because the text of the error already contains it.
+    If a user's method failed, the traceback has only lines of the user's code, not of raysim. The
+    traceback of a HookError does not end with the message of the error, because `format_error`
+    returns this message.
     """
     method = failing_method(error)
     is_users_method = method is not None and not type(method).__module__.startswith("raysim.")

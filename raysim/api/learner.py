@@ -37,8 +37,8 @@ class LearnerUpdate:
 
     client: the number of the client.
     parameters: the bytes that `fit` returned for this client.
-    weight: the share of this update in the aggregation. The shares of all updates add up to 1,
-    unless a method such as fedbuff lowers those of stale updates.
+    weight: the share of this update in the aggregation. The shares of all updates add up to 1. If a
+    method such as fedbuff lowers the shares of stale updates, their sum is below 1.
     samples: the number of the client's training samples.
     staleness: the number of aggregations since the version that the client started from.
     """
@@ -82,16 +82,18 @@ class Learner(Method):
     `learner` or an object, `raysim.run(learner=MyLearner())`: it replaces the run's model and its
     local training, and it can be combined with schedules, fleets and server-side methods.
 
-    Parameters are a nested structure of arrays, or bytes. The server averages arrays of floats; of
-    arrays of integers and booleans it keeps the largest value at each position. For bytes, such as
-    serialized trees, the learner implements `aggregate`; their size may change.
+    Parameters are a nested structure of arrays, or bytes such as serialized trees. The server
+    averages arrays of floats. For arrays of integers or booleans, it takes the largest value of all
+    clients at each position. If parameters are bytes, the learner must implement `aggregate`, and
+    the number of bytes may change.
     """
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return the initial parameters: arrays whose shapes never change, or bytes.
 
-        task: gives `task.shape` of one input, `task.num_classes` and `task.kind`.
-        rng: random generator.
+        task: the learning task: `task.shape` is the shape of one input, `task.num_classes` the
+        number of classes, and `task.kind` the kind of task.
+        rng: the random generator for initial values.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a function 'initial'. Define it.")
 
@@ -143,12 +145,13 @@ class Learner(Method):
         )
 
     def upload_bytes(self, task: Task, received: int) -> int:
-        """Return how many bytes a job is expected to send, for parameters that are bytes.
+        """Return how many bytes a job will probably send, if parameters are bytes.
 
-        Virtual time counts this size, because the real one is unknown before training; traffic
-        counts the real one. The default is `received`.
+        Virtual time uses this number, because the real number is unknown before training. The
+        traffic in the history is the real number. The default is `received`.
         task: the learning task.
-        received: the bytes of the version that the job starts from, rounded up to a multiple of 4.
+        received: the size in bytes of the version that the job starts from, rounded up to a
+        multiple of 4.
         """
         return received
 
@@ -242,7 +245,7 @@ class Learner(Method):
 
 
 def _load_content(scored: ScoredModel) -> None:
-    """Load the parameters of a learner, which are sent as bytes, into its network."""
+    """Give the network of a scored learner the bytes that the server sent as parameters."""
     network: LearnerNetwork = scored.vector.networks["model"].net  # type: ignore[assignment]
     network.content = _decode(scored.received["model"])
 
@@ -297,10 +300,10 @@ class LearnerNetwork(nn.Module):
                 )
 
     def _free_attribute(self, name: str) -> str:
-        """Return the name of an attribute of this module that can hold a tensor.
+        """Return a name under which the module has no attribute yet.
 
-        The name is that of the tensor, with "_" in place of "." and, if the module already has an
-        attribute of this name, with "_" at its end.
+        name: the name of a tensor, such as "layers.0". Each "." becomes "_". If the module already
+        has an attribute of this name, "_" is added at the end.
         """
         attribute = name.replace(".", "_")
         while hasattr(self, attribute):

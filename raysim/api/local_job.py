@@ -284,10 +284,12 @@ class LocalJob:
 class PersonalModel:
     """A client's own model before it is scored: the argument of `personalise`.
 
+    client: the number of the client.
     task: the learning task.
     vector: the shared parameters and the client's personal parameters; change it in place.
     state: the client's state after its last aggregated job, or its initial state.
-    received: the tensors that the method would send to this client, by the method's names.
+    received: the tensors that a job of this client would receive from the method now, by the short
+    names of `Setup.send`.
     data(): a function that yields batches (inputs, labels) of the client's training samples.
     trained: True if a job of the client was aggregated.
     """
@@ -336,7 +338,7 @@ class ScoredModel(PersonalModel):
     client: the number of the client; -1 for the shared model.
     rows: the samples, int64 positions in the data set.
     name: the set of samples: "client", "central", "validation" or the name of a domain.
-    state: the client state by the method's names; empty for the shared model.
+    state: the client state that the method declared, by short name; empty for the shared model.
     seed: the seed of the run.
     """
 

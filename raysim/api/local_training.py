@@ -13,12 +13,14 @@ from raysim.primitives.checks import at_least
 class LocalResult:
     """The result of a job that a method trained by itself (`run.train`).
 
+    `samples` and `steps` are only recorded. They do not change the job's virtual time, which is
+    fixed before training.
+
     loss: the mean training loss over the samples; nan if it is unknown.
-    samples: number of samples that passed through the model, summed over all epochs; None means as
-    many as the settings `local.*` plan.
-    steps: number of optimizer steps; None means as many as planned.
-    metrics: numbers for the history, by name. Samples and steps are only recorded. They do not
-    change the job's virtual time, which is fixed before training.
+    samples: the number of samples that passed through the model, summed over all epochs; None means
+    the number that follows from the settings `local.*`.
+    steps: the number of optimizer steps; None means the number that follows from `local.*`.
+    metrics: numbers for the history, by name.
 
     Raises ValueError for negative samples or steps and for metrics that are not finite.
     """

@@ -42,8 +42,8 @@ class Smoothed:
 class Focal:
     """Cross-entropy times (1 - probability of the label)^gamma (Lin et al., ICCV 2017).
 
-    Samples that are predicted well get a small weight. It works for two or more classes, and has no
-    class weights.
+    Samples that are predicted well get a small weight. The number of classes may be two or more.
+    The paper's weights of classes are not used.
     gamma: the exponent, at least 1; a larger one lowers the weight of well predicted samples more.
     """
 
@@ -62,9 +62,10 @@ class Focal:
 
 @dataclass(frozen=True)
 class Huber:
-    """The mean over the outputs of Huber's loss (1964).
+    """Huber's loss (1964), averaged over the outputs of a sample.
 
-    The loss is half the squared error for errors up to `delta`, and linear for larger errors.
+    The loss of an output is half the squared error for errors up to `delta`, and linear in the
+    error for larger errors.
     delta: the error above which the loss is linear, in the unit of the labels; above 0.
     """
 
@@ -82,10 +83,10 @@ class Huber:
 def check_loss(
     loss: RowLoss, kind: Kind, output_shape: Sequence[int], label_shape: Sequence[int]
 ) -> None:
-    """Raise ValueError if a loss is for other labels, or does not return one value per sample.
+    """Raise ValueError if a loss does not fit the kind of the task or the shape of its labels.
 
-    loss: a function of outputs [B, ...] and labels [B, ...], which must return a tensor [B] or [B,
-    ...].
+    loss: a function of outputs [B, ...] and labels [B, ...]. It must return a tensor with B rows: a
+    value for each sample [B], or several values for each sample [B, ...].
     kind: the kind of the task, such as "classification".
     output_shape, label_shape: the shapes of the outputs and the label of one sample.
     """
@@ -120,7 +121,10 @@ def check_loss(
 
 
 def loss_name(loss: RowLoss) -> str:
-    """Return the name of a loss for messages; losses of raysim have the name of their option."""
+    """Return the name of a loss for messages.
+
+    For a loss of this module it is the name of the option in `loss=...`, such as "focal".
+    """
     loss = getattr(loss, "func", loss)  # a functools.partial of a function
     name = str(getattr(loss, "__name__", type(loss).__name__))
     return name.lower() if type(loss).__module__ == __name__ else name

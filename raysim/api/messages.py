@@ -249,13 +249,13 @@ class TrainingResult:
     """The result of one call to a worker, which may train several jobs.
 
     updates: the update or the failure of each job, in the order of the jobs.
-    sums: weighted sums of the deltas [layout.shared] of several updates. The key of a sum has the
-    numbers of its jobs; the field `delta` of their updates is None.
+    sums: weighted sums of the deltas [layout.shared] of several updates, each by the numbers of the
+    jobs in the sum. An update that is part of a sum has `delta=None`.
     worker: the name of the worker.
     busy: the wall seconds that the worker worked since its last result; for reports only.
     states: the size in bytes of each job's final client state.
-    device: how busy the GPU was when the call ended: the share of about the last second, 0 to 1, as
-    its driver measures it. None means that the device is not a GPU, or that the share is unknown.
+    device: the share of about the last second in which the GPU was busy, from 0 to 1. The GPU's
+    driver measures it when the call ends. None means that there is no GPU or no measurement.
     """
 
     updates: tuple[Update | Failure, ...]

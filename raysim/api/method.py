@@ -126,14 +126,16 @@ class Method:
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient [n] to use instead of `grad`; only one method of a list may do so.
+        """Return the gradient to use instead of `grad`; only one method of a list may do so.
 
-        Called in stages with the task loss. A stage with a loss of its own, such as that of FedBR's
-        projector, descends along its plain gradient.
+        Called in stages with the task loss. A stage with a loss of its own, such as the stage of
+        FedBR's projector, uses its plain gradient. Corrections, clipping and the optimizer use the
+        returned gradient.
 
-        params, grad: [n] the parameters that `job.stage` trains and their gradient; do not change
-        them. gradient_at(shift): the gradient [n] at params + shift, on the same batch and with the
-        same random numbers. Corrections, clipping and the optimizer use the returned gradient.
+        params: the m parameters that `job.stage` trains, [m]; do not change them.
+        grad: their gradient [m]; do not change it.
+        gradient_at: a function of a shift [m]. It returns the gradient [m] at params + shift, on
+        the same batch and with the same random numbers.
 
         Sharpness-aware minimisation:
 
@@ -194,8 +196,9 @@ class Method:
 
 
 def parameters(method: Method) -> dict[str, object]:
-    """Return the values of the method's settings `method.NAME.*`, by key.
+    """Return the method's settings `method.NAME.*`, by key.
 
-    They are the arguments of its constructor, which a method stores under their own names.
+    The settings are the arguments of the method's constructor. Each is stored as the attribute with
+    the name of the argument.
     """
     return {key: value for key, value in vars(method).items() if not key.startswith("_")}

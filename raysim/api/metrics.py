@@ -125,8 +125,9 @@ class SampleScores:
     name: str
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the value of each sample [B]; of several values for a sample, return the mean.
+        """Return a value for each sample, [B].
 
+        If the function returns several values for a sample, the value is the mean of them.
         outputs, labels: [B, ...], the outputs of the model and the labels of B samples.
         """
         values = torch.as_tensor(self.function(outputs, labels))

@@ -32,13 +32,14 @@ def mean_loss(losses: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class MetricRule:
-    """The two steps that compute a metric's score of a set of samples.
+    """A metric: the two functions that compute the score of a set of samples.
 
     name: the name of the metric, such as "accuracy".
-    rows: a function, called on workers, from outputs [B, C] and labels to a value or an array for
-    each sample, [B, ...]; None stores outputs and labels themselves, as `SetRows` does.
-    summarise: a function, called on the coordinator, from the results of `rows` for n >= 1 samples,
-    in their order, to the score.
+    rows: the function that workers call with outputs [B, C] and labels. It returns a value or an
+    array for each sample, [B, ...]. None means that a worker returns outputs and labels, see
+    `SetRows`.
+    summarise: the function that the coordinator calls with the results of `rows` for all samples of
+    the set, at least one, in their order. It returns the score.
     higher: True if a higher score is better.
     """
 
@@ -52,14 +53,14 @@ class MetricRule:
 class Objective:
     """The loss and the metrics of a kind of task.
 
-    loss: function from outputs [B, C] and labels to the mean over the batch.
+    loss: a function from outputs [B, C] and labels to the mean loss of the batch.
     losses: a function from outputs and labels to a loss for each sample [B].
     metrics: the possible metrics; the first one is the main metric by default.
     has_ignored: True if labels may be `IGNORED`; means then leave out ignored labels.
     usual_metrics: how many of the metrics are computed by default.
-    parts: None if the reported loss is a mean over samples. If it is a mean over labels, such as
-    the pixels of a picture, a function from outputs and labels to [B, 2]. For each sample this has
-    the sum of the losses of its labels, and the number of these labels.
+    parts: None if the reported loss is a mean over samples. If it is a mean over labels, `parts` is
+    a function from outputs and labels to two numbers for each sample, [B, 2]: the sum of the
+    losses of its labels, and the number of its labels that are not ignored.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -94,10 +95,12 @@ class Objective:
 
 # ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of a loss over all labels that are not ignored; 0 if all are ignored.
+    """Return the mean loss without ignored labels; 0 if all labels are ignored.
 
-    values: a loss for each label, in the shape of `labels`; or a loss for each sample [B], which
-    counts if the sample has a label that is not ignored.
+    values: a loss for each label, in the shape of `labels`; the result is then a mean over labels.
+    Otherwise a loss, or several losses, for each sample: [B] or [B, ...]. The result is then a mean
+    over the samples that have at least one label that is not ignored.
+    labels: [B, ...], the labels; `IGNORED` marks an ignored one.
     """
     is_counted = labels != IGNORED
     if values.shape != labels.shape:
@@ -107,9 +110,12 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's mean loss [B] over its labels; 0 if all its labels are ignored.
+    """Return the mean loss of each sample, [B].
 
-    Ignored labels do not count.
+    values: a loss for each label, in the shape of `labels`. Ignored labels do not count; the mean
+    is 0 if all labels of a sample are ignored. If `values` has another shape, [B] or [B, ...], the
+    mean is over all values of a sample.
+    labels: [B, ...], the labels; `IGNORED` marks an ignored one.
     """
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)
@@ -186,13 +192,14 @@ def perplexity(parts: np.ndarray) -> float:
 
 
 def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return three counts of positions for each sample and class: int64 [B, 3, C].
+    """Count positions, such as pixels, of each sample by class: int64 [B, 3, C].
 
-    They count positions of the class that are predicted correctly, positions where the class is
-    predicted, and positions labelled with it. Ignored positions are not counted.
+    There are three counts for each class: the positions where label and prediction are the class,
+    where the prediction is the class, and where the label is the class. Ignored positions are not
+    counted.
 
-    outputs: [B, C, ...].
-    labels: [B, ...].
+    outputs: [B, C, ...], the logits at each position.
+    labels: [B, ...], the class at each position.
     """
     batch, classes = outputs.shape[:2]
     labels = labels.reshape(batch, -1)
@@ -231,7 +238,9 @@ def mean_iou(counts: np.ndarray) -> float:
 def position_f1(counts: np.ndarray) -> float:
     """Return the mean over the classes of 2 TP / (2 TP + FP + FN), the Dice coefficient.
 
-    Classes are left out as in `mean_iou`.
+    counts: [n, 3, C], the counts that `class_counts` returns for n samples.
+    Classes that are neither labelled nor predicted anywhere in the set are left out. The result is
+    nan if all classes are left out.
     """
     right, predicted, labelled = counts.sum(axis=0)
     total = predicted + labelled
@@ -295,7 +304,7 @@ def class_auroc(rows: np.ndarray) -> float:
 
 
 def label_auroc(rows: np.ndarray) -> float:
-    """Return the mean over the labels of the area under the ROC curve, for several labels a sample.
+    """Return the area under the ROC curve, averaged over the labels, for samples with many labels.
 
     rows: n samples as `SetRows` stores them, with the fields "outputs" [n, L] and "labels" [n, L].
     Labels that all samples have or that no sample has are left out; nan if all are left out.

@@ -90,9 +90,10 @@ class SelectionView:
     state: the rule's own arrays, by name; it may replace and change them, and checkpoints contain
     them.
 
-    The properties with a value for each client of `clients` are computed when they are first read.
-    The functions `make_generator`, `measure_losses`, `estimate_seconds` and `estimate_sending` are
-    used by these properties; a rule does not call them.
+    `clients` has the idle, available clients. Properties such as `samples` and `loss` have a value
+    for each of these clients, and are computed when they are first read. A rule does not call the
+    functions `make_generator`, `measure_losses`, `estimate_seconds` and `estimate_sending`; the
+    properties and functions of this class do.
     """
 
     count: int
@@ -223,9 +224,9 @@ class Selection:
     for `SelectionView.norm`; () if it needs none.
     measures: True if the rule calls `SelectionView.measure`.
 
-    A rule without reports and measurements does not depend on training, so the planner decides many
-    aggregations before they are trained. With any of them, the planner decides only one aggregation
-    ahead, because the rule needs the results of the earlier ones.
+    A rule that uses neither reports nor measurements does not depend on training. The planner then
+    decides about many aggregations before their jobs are trained. Otherwise the planner decides
+    only one aggregation ahead, because the rule needs the results of the earlier ones.
     """
 
     @property

@@ -122,7 +122,7 @@ class ServerView:
 
     @property
     def replica(self) -> int:
-        """The number of this model if the run has several (`topology`); else 0."""
+        """The number of this replica, from 0; 0 if the topology has only one model."""
         return self._server.replica  # type: ignore[no-any-return]
 
     @property

@@ -71,8 +71,8 @@ class Send:
     floats: the tensor's size in floats: a number, or a function of the layout.
     to: "all" sends the tensor to each client with each version, "once" with a client's first job
     only, and "client" sends each client its own tensor.
-    when: a function that decides when a job is dispatched whether its client receives the tensor.
-    If not, the tensor is not part of the traffic and takes no virtual time.
+    when: a function that is called when a job is dispatched. It returns True if the job's client
+    receives the tensor. Otherwise the tensor adds no traffic and no virtual time.
     varies: True if the size may differ between versions; `floats` is then the size in version 0.
     """
 
@@ -110,8 +110,9 @@ class RoundWarning:
 class MethodDeclaration:
     """Everything that one method declared in `setup`.
 
-    Most entries have almost the name of the function of `Setup` that fills them, whose docstring
-    explains them: `Setup.client_state` fills `client_state`, `Setup.draw` fills `draws`. Others:
+    A function of `Setup` fills each attribute, and its docstring explains the values. Usually both
+    have almost the same name: `Setup.client_state` fills `client_state`, and `Setup.draw` fills
+    `draws`. These attributes have other names:
 
     method: the name of the method.
     contribute, assemble: the functions `client` and `server` that were passed to `Setup.gather`.
@@ -182,10 +183,11 @@ class MethodDeclaration:
         return hook in self.hooks and hook not in self.skipped
 
     def sees_updates(self) -> bool:
-        """Return True if the method gives the server more about clients than the mean update.
+        """Return True if the server can learn more about clients than their mean update.
 
-        Its clients then send further tensors, or its hooks `weigh`, `step` or `absorb` can read the
-        clients' updates.
+        This is so if the method's clients send other tensors, or if its hook `weigh`, `step` or
+        `absorb` can read single updates. The hook `step` does not count if the method owns the step
+        (`Setup.owns`).
         """
         if self.contribute is not None or self.uploads:
             return True
@@ -219,9 +221,9 @@ class Setup:
     - clients_with_samples: the number of clients that have training samples.
     - max_updates: the largest number of updates in one aggregation.
     - has_stale_updates: True if updates may start from an earlier version than the current one.
-    - devices: for each client the kind of its device, such as "phone": `devices.names` has the
-      kinds of the fleet, and `devices.kinds` the position in it for each client. None if `setup` is
-      called without a fleet, as in tests.
+    - devices: the kind of each client's device, such as "phone". `devices.names` has all kinds of
+      the fleet, and `devices.kinds` has for each client the position of its kind in
+      `devices.names`. None if `setup` is called without a fleet, as in tests.
 
     SCAFFOLD declares, for example:
 
@@ -421,7 +423,8 @@ class Setup:
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
         once: True sends it with a client's first job only.
-        when: a function that decides when a job is dispatched whether its client receives it.
+        when: a function that is called when a job is dispatched, and returns True if the job's
+        client receives the tensor.
         varies: True allows the size to differ between versions; `floats` is then the size in
         version 0. Virtual time and traffic count the real size, so a job is planned only after its
         base version exists. It cannot be used with `once` or `when`.
@@ -471,12 +474,12 @@ class Setup:
 
         The server reads the tensors of all clients with `aggregation.uploads(name)`.
         floats: the tensor's size, as in `send`.
-        planned: None if the size is `floats` in every job. If the size is unknown before training,
-        a function that predicts it: `planned(received)` returns the expected number of floats.
-        `received` is the number of floats in this method's tensors with `varies=True` (see `send`)
-        that the client receives. Any size is then allowed. Virtual time counts the expected size,
-        but `floats` for jobs that start from version 0. Traffic counts the real size when the
-        update is aggregated.
+        planned: None if the tensor has the size `floats` in every job. Otherwise any size is
+        allowed, and `planned(received)` returns the number of floats that is expected before the
+        training. `received` is the number of floats that the client receives in those tensors of
+        this method that are sent with `varies=True` (see `send`). Virtual time uses the expected
+        number, or `floats` if the job starts from version 0. Traffic counts the real number when
+        the update is aggregated.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -556,7 +559,7 @@ class Setup:
         self.declared.has_gradients = False
 
     def without_parameters(self) -> None:
-        """Declare that the trained model is not in the vector, because it is decision trees, say.
+        """Declare that the trained model is not in the vector, such as a model of decision trees.
 
         Methods that read or change parameters or updates then raise an error.
         """

@@ -25,7 +25,12 @@ class UnstorableValueError(TypeError):
 
 
 def pack(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the values as named tensors. Raises UnstorableValueError for other types."""
+    """Return the values of client state as named tensors.
+
+    values: tensors, numbers, bytes, or dictionaries of these, by name. The keys of a dictionary are
+    integers or text.
+    Raises UnstorableValueError for a value or a key of another type.
+    """
     tensors: dict[str, Tensor] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):

@@ -15,10 +15,10 @@ from raysim.primitives.kinds import TargetField
 def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str, Tensor]]:
     """Return for each sample the dictionary of arrays that is packed in its row.
 
-    rows: [n, floats], a row of floats for each sample. For each field, in order, a row has the
-    number of entries along the first axis of the sample's array, then the values of the array; the
-    values are followed by unused floats if the array is shorter than the longest one.
-    fields: the name, largest shape and type of each array.
+    rows: [n, floats], a row for each sample. A row has a part for each array of the sample, in the
+    order of `fields`. A part begins with the length of the array along its first axis. Then come
+    the values of the array, and unused floats up to the size of the largest shape.
+    fields: the name, the largest shape and the type of each array.
     """
     targets: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]
     start = 0
@@ -38,9 +38,9 @@ def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str
 class OnStructures:
     """A user's loss or metric, called with the targets as a list of dictionaries.
 
-    function: the user's function of outputs and targets. If it has an attribute `collate`, it is
-    called with `collate(targets)` instead of the list.
-    fields: the name, largest shape and type of each array of a target.
+    function: the user's function of outputs and targets. If this function has an attribute
+    `collate`, it gets `collate(targets)` in place of the list `targets`.
+    fields: the name, the largest shape and the type of each array of a target.
     """
 
     function: Callable[..., Any]

@@ -152,29 +152,30 @@ class Network:
     replica_of: int64 [clients], the replica that serves each client.
     mixing: the weights of the replicas in an exchange, which `mixing_matrix` makes from an array;
     None means no exchanges.
-    shares: float64 [replicas], the weight of each replica in the mean of all replicas, which is
-    scored; None means equal weights.
+    shares: float64 [replicas], the weight of each replica in the mean of all replicas. This mean is
+    the shared model that is scored. None means equal weights. If clients move between replicas, the
+    weight of a replica is instead its clients' share of all samples.
 
-    every: aggregations of a replica between two exchanges.
-    seconds: virtual seconds between two exchanges, instead of `every`; 0 uses `every`.
-    link_seconds, link_floats: virtual seconds that an exchange takes, and the number of floats that
-    all replicas together send in it.
+    every: the number of aggregations of a replica between two exchanges.
+    seconds: the virtual seconds between two exchanges, instead of `every`; 0 uses `every`.
+    link_seconds: the virtual seconds that an exchange takes.
+    link_floats: the number of floats that all replicas together send in an exchange.
 
     own_schedules: True if each replica has its own schedule for its clients. With False one
     schedule serves all clients, and an aggregation may have updates for several replicas.
     on_clients: True if each client stores its replica. Then only the replicas with updates in an
     aggregation exchange, and jobs do not send and receive the model.
-    client_floats: [clients], with `on_clients` the number of floats that each client sends to other
-    clients in an exchange, and also receives from them.
-    pairwise: True if each replica of an exchange takes the mean with one neighbour, drawn at
-    random; the neighbour becomes the same mean.
-    seed: the seed of these draws.
+    client_floats: [clients], the number of floats that each client sends to other clients in an
+    exchange, which is also the number that it receives; None without `on_clients`.
+    pairwise: True if replicas exchange in pairs. Each replica with updates in the aggregation draws
+    a neighbour, and both become the mean of the two.
+    seed: the seed of the draws of neighbours.
     mixes_first: True if replicas exchange before the updates of the aggregation are added to them.
 
     chosen_by_loss: True if each job receives all replicas, and its client trains the one with the
     smallest loss on its training samples. All replicas except the first then start from new random
     parameters.
-    clusters: the rule that moves clients between replicas by their updates; None: clients stay.
+    clusters: the rule that moves clients between replicas by their updates; None moves no client.
     With `chosen_by_loss` or `clusters`, `replica_of` has the first replica of each client, and a
     replica may have no clients.
 
@@ -307,10 +308,10 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
     """Return weights as a sparse matrix.
 
-    weights: an array [replicas, replicas], whose row r has the weight of each replica in the next
-    vector of replica r; or a sequence with a dictionary for each replica r, which has these weights
-    by the number of the replica and leaves out those of 0.
-    key: the setting that errors name.
+    weights: an array [replicas, replicas]. Row r has the weight of each replica in the next vector
+    of replica r. Or a sequence of dictionaries, one for each row, from the number of a replica to
+    its weight; a missing replica has the weight 0.
+    key: the name of the setting, for errors.
 
     Raises ValueError if a weight is negative or not finite, or if the weights of a replica do not
     sum to 1.

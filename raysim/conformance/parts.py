@@ -209,7 +209,7 @@ def _check_rows(part: CSR, name: str, rows: int) -> None:
 def of_schedule(schedule: Schedule, study: Study) -> Checks:
     """Yield the checks of a schedule.
 
-    study: a tiny run, which the checks make under this schedule only.
+    study: the tiny run that the checks execute. `schedule` replaces the schedules of `study`.
     """
     study = replace(study, schedules=(schedule,))
     yield "it keeps its promises, and keeps no state", partial(_check_promises, schedule, study)

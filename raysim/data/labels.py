@@ -40,11 +40,11 @@ def read_labels(
     place: str,
     ignore: int | str = IGNORED,
 ) -> LabelSet:
-    """Convert labels to the numbers that are stored; return them with their names and kind.
+    """Check the labels of a source and convert them to a `LabelSet`.
 
-    values: an array [n, ...] with the labels of n samples, or a list of labels for each sample. An
-    array [n, 1] is treated as [n].
-    kind: the value of `data.kind`; None calls `infer_kind`.
+    values: an array [n], [n, outputs] or [n, ...], where [n, 1] is read as [n]. Or a sequence of n
+    lists: the list of sample i has all labels of sample i.
+    kind: `data.kind`; None infers the kind from an array, and is "multilabel" for lists.
     names: the names of the outputs; None if the source has none.
     place: the name of the source in errors.
     ignore: `data.ignore`, the class that means "no label"; it is stored as `IGNORED`.

@@ -186,7 +186,11 @@ class Source:
         raise NotImplementedError
 
     def with_domains(self, column: str) -> Source:
-        """Return a copy of the source that takes domains from a column, for `partition=natural`."""
+        """Return a copy of the source in which the values of a column are the domains.
+
+        The column is `partition.column` of `partition=natural`, which makes clients of domains. By
+        default raise ValueError, because a source has no columns.
+        """
         raise ValueError(
             f"partition.column={column} names a column, but the data source {type(self).__name__} "
             "has no columns. Set it to null, or choose data=parquet or data=huggingface."

@@ -206,7 +206,7 @@ def describe_objects(
         if place in PARTS and isinstance(part, type):
             raise _wrong_object(place, part, advice="")
         for key, override in overrides.items():
-            raise _no_effect_error(place, part, key, override)
+            raise _useless_override_error(place, part, key, override)
         parts[place] = part
     return UserObjects(parts, {place: object_node(part) for place, part in parts.items()})
 
@@ -218,12 +218,13 @@ def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
     return RefusedError(f"{argument}={part!r} does not fit: {advice}")
 
 
-def _no_effect_error(place: str, part: object, key: str, override: SetValue) -> RefusedError:
-    """Return the error for an override that cannot change an object from Python.
+def _useless_override_error(place: str, part: object, key: str, override: SetValue) -> RefusedError:
+    """Return the error for an override that would change nothing.
 
-    place: the place of the object, such as "model" or "method.fedprox".
-    part: the object, or the class or function that makes a network.
-    key: the key of the override without `place`, such as "mu" for method.fedprox.mu=0.1.
+    place: the group of the part, such as "model" or "method.fedprox".
+    part: what the user passed to `raysim.run`: an object, a function, or the class of a network.
+    key: the key of the override without `place`, such as "width" for "model.width".
+    override: the value that the override sets.
     """
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
@@ -322,7 +323,7 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
                 f"{name}={fixed[name]!r}. Keep one of them."
             )
         if name not in (*parameters, *CUSTOM_MODEL_KEYS):
-            raise _no_effect_error("model", source, key, override)
+            raise _useless_override_error("model", source, key, override)
     target = _network_node(CustomModel(source))[TARGET]
     values = _merge(_stored_values(stored, target, *fixed), overrides)
     recipe_values = {key: values.pop(key) for key in CUSTOM_MODEL_KEYS if key in values}
@@ -387,9 +388,10 @@ def refuse_missing(node: Mapping[str, Any], place: str) -> None:
     place: the key of this node, such as "model" or "method.fedprox", for the error.
     """
     if OBJECT in node:
+        kind, name = node[OBJECT], node[TARGET]  # "an object from Python", "package.Class"
         raise RefusedError(
-            f"{place}: when this run was started, {node[TARGET]} was {node[OBJECT]}, which "
-            f"config.yaml cannot store; {_give_again(place)}"
+            f"{place}: this run was started with {kind} ({name}), which config.yaml cannot store; "
+            f"{_give_again(place)}"
         )
 
 

@@ -36,9 +36,9 @@ Variant = Literal["authors", "paper", "fedbr"]
 def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
     """Return the penalty on features [n, D], D >= 2; 0 for a single row.
 
-    variant: the form of the penalty. With K the correlation matrix: "paper" is |K|_F^2 / D^2.
-    "authors" is about n times as large and leaves out the diagonal of K. "fedbr" adds 1e-4 to the
-    standard deviations.
+    variant: the form of the penalty, where K is the correlation matrix [D, D]. "paper" is
+    |K|_F^2 / D^2. "authors" is about n times as large and leaves out the diagonal of K. "fedbr" is
+    |K|_F^2 / D^2, but K is computed with standard deviations that are 1e-4 larger.
     Raises ValueError for an unknown variant.
     """
     one_of("method.feddecorr.variant", variant, get_args(Variant))

@@ -35,7 +35,8 @@ class FedSALoRA(Method):
         for adapter in adapters:
             run.require(
                 not adapter.is_embedding,
-                f"model.lora.layers: method 'fedsa_lora' would average A of the embedding "
-                f"'{adapter.layer}', which has a row for each token. Leave the layer out.",
+                f"model.lora.layers: method 'fedsa_lora' would average the factor A of layer "
+                f"'{adapter.layer}', but factor A of an embedding has values for each token. "
+                "Leave the layer out.",
             )
         run.private_parameters([f"model.{adapter.b}" for adapter in adapters])

@@ -132,7 +132,10 @@ class ClientStates:
         ]
 
     def copy_states_of(self, worker: int) -> None:
-        """Copy the states that only a worker's node has to the coordinator's node, and wait."""
+        """Copy client states that exist only on this worker's node, and wait for the copies.
+
+        The copies are on the coordinator's node.
+        """
         for number in self.states_of(worker):
             self._stored[number] = self.runtime.put(self.runtime.get(self._stored[number]))
             del self._makers[number]
@@ -215,9 +218,9 @@ class ClientStates:
         return self._stored[number]
 
     def _is_on_disk(self, client: int, number: int) -> bool:
-        """Return True if the state that job `number` made is on disk.
+        """Return True if the state that job `number` of the client made is on disk.
 
-        Only a committed state can be on disk, although a newer job of the client may be in flight.
+        A client can have one state on disk: the state of its last aggregated job.
         """
         return client in self._on_disk and self._committed[client] == number
 

@@ -121,8 +121,8 @@ class TestArrays:
             built("data.rotation.per=twice", data=(IMAGES, CLASSES))
 
 
-class TestListsOfRows:
-    def test_held_out_fractions_apply_to_lists_of_rows(self) -> None:
+class TestPartitionAsListsOfRows:
+    def test_test_and_validation_fractions_are_applied(self) -> None:
         assert not len(
             built("partition.test_fraction=0", partition=LISTS).spec.data.partition.test.indices
         )
@@ -131,13 +131,13 @@ class TestListsOfRows:
         )
         assert partition.spec.data.partition.train.counts.tolist() == [15, 15]
 
-    def test_partition_fraction_applies_to_lists_of_rows(self) -> None:
+    def test_partition_fraction_is_applied(self) -> None:
         data = built(
             "partition.fraction=0.5", **{"partition.test_fraction": 0}, partition=LISTS
         ).spec.data
         assert data.partition.train.counts.tolist() == [15, 15]
 
-    def test_settings_of_lists_are_kept_on_resume(self) -> None:
+    def test_test_fraction_is_kept_on_resume(self) -> None:
         raysim.run(
             [*WORDS, "partition.test_fraction=0", "out=run"],
             **PARTS | {"partition": LISTS},

@@ -704,7 +704,7 @@ def _fits(
 
 
 def test_workers_per_gpu_follow_from_memory_of_a_job(driver: Call) -> None:
-    told = ["a job needs 1.3 GiB of memory, so 11 workers fit on a GPU"]
+    told = ["a job needs 1.3 GiB of memory, so a GPU has room for 11 workers"]
     one = Size(1, {"CPU": 1.0, "GPU": 1.0})
     assert driver(_fits, RayOptions(), _small_job, 8) == (one, told), "the node has one CPU"
     assert driver(_fits, RayOptions(cpus=0.125), _small_job, 6) == (

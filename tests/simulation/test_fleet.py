@@ -166,7 +166,7 @@ def test_fleet_without_classes_has_one_label() -> None:
 
 
 # --- delays ---------------------------------------------------------------------------------------
-def test_delays_are_between_the_bounds_of_their_kind() -> None:
+def test_job_duration_is_between_bounds_of_clients_delay_kind() -> None:
     fleet = Delays()
     labels, result = fleet.labels(3, 300), devices(fleet, 300, 3)
     for client in range(300):

@@ -37,7 +37,12 @@ def job(number: int, version: int = 0, pool: int = -1) -> Job:
 
 
 def view(running: int = 0, arrived: tuple[int, ...] = (), idle: int = 9, **others: Any) -> View:
-    """Return a view with so many jobs in flight, numbered from 100, and arrived ones."""
+    """Return what a schedule sees at one moment.
+
+    running: the number of jobs in flight; their numbers are 100, 101, ...
+    arrived: the numbers of the jobs that have arrived.
+    idle: the number of idle clients.
+    """
     jobs = {100 + index: job(100 + index) for index in range(running)}
     return View(running=jobs, arrived=[job(number) for number in arrived], idle=idle, **others)
 

@@ -74,11 +74,13 @@ def network(
 
 
 def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
-    """Return rho of round t.
+    """Return the weight rho of round t.
 
-    last: the round from which rho is constant; None: never. form: "exp", exp(gamma (t - last)),
-    with last 0 in place of None; "laine_aila", exp(-gamma (1 - t / last)^2), with last 1 in place
-    of None; "constant", 0.5; any other, 1 - 1 / (gamma t + 1).
+    last: the round from which rho is constant; None changes rho in every round.
+    gamma: how fast rho changes.
+    form: the formula of rho. "exp" is exp(gamma (t - last)), where None counts as 0. "laine_aila"
+    is exp(-gamma (1 - t / last)^2), where None counts as 1. "constant" is 0.5. Any other form is
+    1 - 1 / (gamma t + 1).
     """
     t = t if last is None else min(t, last)
     if form == "exp":

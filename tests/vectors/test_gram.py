@@ -58,12 +58,14 @@ def updates(rows: Tensor, version: int = 0) -> list[Update]:
 
 
 def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggregation:
-    """Return an aggregation with these updates.
+    """Return an aggregation of updates.
 
-    divisor: of the weighted sum; 0: the sum of the weights.
+    rows: [n, layout.shared], an update in each row.
+    weights: [n], the weight of each update.
+    divisor: the number by which the weighted sum is divided; 0 divides by the sum of the weights.
     """
-    found = Aggregation(updates(rows), list(rows), weights, [0] * len(rows), {})
-    return found.with_weights(weights, lambda weights: divisor) if divisor else found
+    aggregation = Aggregation(updates(rows), list(rows), weights, [0] * len(rows), {})
+    return aggregation.with_weights(weights, lambda weights: divisor) if divisor else aggregation
 
 
 @contextmanager

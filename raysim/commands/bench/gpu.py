@@ -362,8 +362,8 @@ def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRo
 def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
     """Check that a run has the same bits when it is repeated, and on two workers.
 
-    Return a row for each method and mode: "again" is True if the repeated run has the same bits,
-    "two workers" if the run on two workers has.
+    Return a row for each method and mode. "again" is True if the repeated run has the same bits.
+    "two workers" is True if the run on two workers has the same bits.
     has_time: function that returns False when the time limit is reached.
     """
     rows: list[ResultRow] = []
@@ -473,6 +473,7 @@ def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
 
     times: the end times of rounds, in seconds. The first two rounds are left out, because they
     allocate memory and record graphs.
+    workload: the workload that was measured, which gives the number of steps in a round.
     """
     seconds = statistics.median(np.diff(times[2:] if len(times) > 3 else times))
     return {

@@ -126,7 +126,8 @@ class LoopResult:
 def spec_of(workload: LoopWorkload, source: Source) -> RunSpec:
     """Return the run of a workload.
 
-    Clients have equally many samples, classes by Dirichlet(0.5), and no test sets.
+    All clients have the same number of samples, and no test samples. The shares of the classes in a
+    client's samples are drawn from Dirichlet(0.5).
     """
     partition = DirichletClient(
         clients=workload.clients, alpha=0.5, test_fraction=0.0, fraction=1.0

@@ -1,8 +1,9 @@
 """Measure the time of each method's local step compared with FedAvg: `raysim bench steps`.
 
-The benchmark alternates a method and its reference in one process and reports the median of the
-ratios. A method's limit follows from the passes that it needs: their cost divided by the cost of
-FedAvg's step (a forward pass costs 1, a backward pass 2), plus 5 %.
+The benchmark measures a method and FedAvg alternately in one process, and reports the median of the
+ratios. (FRAug is compared with FedBN instead.) The limit of a method is the cost of its forward and
+backward passes divided by the cost of FedAvg's passes, plus a few percent. A forward pass costs 1,
+and a backward pass 2.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ def _settings(local: Local) -> RunSettings:
 
 
 def step_spec(*methods: Method) -> RunSpec:
-    """Return a run of two clients on random 14 x 14 pictures, with FedBR's network.
+    """Return a run of two clients on random pictures of 14 x 14 pixels.
 
-    The network is that of FedBR's RotatedMNIST setting.
+    The model is the network that the FedBR paper uses for RotatedMNIST.
     """
     source = Synthetic(shape=[1, 14, 14], samples=1280, test_samples=100, mean=[0.5], std=[0.5])
     data = federate(source, IID(clients=CLIENTS), 0)

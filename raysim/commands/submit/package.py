@@ -368,7 +368,7 @@ def submit(
         status, sentence = job_server.wait_for_end(connection)
     except KeyboardInterrupt:
         commands = job_server.describe_commands(url, job)
-        raise KeyboardInterrupt(f"job {job} continues: {commands}") from None
+        raise KeyboardInterrupt(f"job {job} continues on the cluster. {commands}") from None
     if sentence:
         sys.stderr.write(f"raysim: {sentence}\n")
     if "out" in command.settings:

@@ -256,14 +256,14 @@ def _choose_gpu_share(
             f"device=cuda: a job needs {job}{states}, but a GPU has {room}. Decrease local.batch, "
             "or set device=cpu."
         )
-    workers = "1 worker fits" if fitting == 1 else f"{fitting} workers fit"
-    say(f"a job needs {job} of memory{states}, so {workers} on a GPU")
+    workers = "1 worker" if fitting == 1 else f"{fitting} workers"
+    say(f"a job needs {job} of memory{states}, so a GPU has room for {workers}")
     if options.gpus is not None:
         if options.gpus < gpu_share(fitting):
             raise ValueError(
                 f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} workers on a GPU with "
                 f"{room}, but each needs {job}. Set runtime.gpus={gpu_share(fitting):g} for "
-                f"{workers.partition(' fit')[0]}."
+                f"{workers}."
             )
         return options.gpus
     other = {name: amount for name, amount in per_worker.items() if name != "GPU"}

@@ -313,7 +313,12 @@ def test_page_has_every_printed_number_with_a_command() -> None:
 
 # --- beside FedAvg, seed by seed ------------------------------------------------------------------
 def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: float = 0.1) -> Run:
-    """What is kept of a run of one round."""
+    """Return a run of one round, as it is loaded from its folder.
+
+    accuracy: the accuracy of the round.
+    words: further overrides in the command of the run, with a space in front of each.
+    entropy: the label entropy of the clients' samples, in the summary.
+    """
     summary = {
         "command": f"raysim run experiment=fedbr/x method={method} seed={seed} rounds=40{words} "
         "data.root=DIR",
