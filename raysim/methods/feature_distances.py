@@ -26,8 +26,8 @@ def mmd(
     kernel: "gaussian" or "moments". "gaussian" uses the sum of `kernel_num` Gaussian kernels.
     Kernel q = 0, 1, ... of two rows a and b is exp(-|a - b|^2 / w_q). The width w_q is
     kernel_mul^(q - kernel_num // 2) times the mean squared distance of two rows of x and y. No
-    gradient flows through this mean. "moments" uses no kernels: the result is the mean squared
-    difference of the means plus that of the unbiased covariances.
+    gradient flows through this mean. "moments" uses no kernels. It returns the mean squared
+    difference of the means of x and y, plus that of their unbiased covariances.
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """

@@ -162,8 +162,8 @@ class FedBR(Method):
     mix_samples: with "mixture", the number of the batch's samples that are mixed with a mean.
     sources: from which clients the samples of means come. "balanced" draws all clients equally
     often. "unbalanced" draws a client in proportion to its number of samples. "classes" draws all
-    clients equally often, and also the classes of a client. From a public set, "balanced" and
-    "classes" draw all classes equally often.
+    clients equally often, and for a client all its classes equally often. From a public set,
+    "balanced" and "classes" draw all classes equally often.
     fresh: True draws means of the clients' raw data in every round, which only a simulator can do.
     global_features: when the received model computes the features of pseudo-data: "step" in every
     step, "round" once for a job.

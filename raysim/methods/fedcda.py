@@ -1,4 +1,4 @@
-"""FedCDA: choose one of each client's last K models; the mean of the chosen models is the next one.
+"""FedCDA: choose one of each client's last K models; their mean is the next version.
 
 The server caches the last K models of each client. It chooses models that have a low loss and are
 close to each other.

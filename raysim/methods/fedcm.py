@@ -4,8 +4,8 @@ The server sends the mean direction to all clients, which use it as a common mom
 
 Source: Xu, Wang, Wang and Yao, "FedCM: Federated Learning with Client-level Momentum" (2021),
 Algorithm 1. g is the gradient of a local step, x the received model, and eta_l the local learning
-rate. Client i has the trained model y_i, the normalised weight p_i and made K_i steps. A step moves
-along v in place of g:
+rate. Client i made K_i steps; y_i is its trained model and p_i its normalised weight. A local step
+moves along v in place of g:
 
     v <- alpha g + (1 - alpha) Delta                                   every local step
     Delta <- sum_i p_i (x - y_i) / (eta_l K_i)                         every aggregation

@@ -279,9 +279,9 @@ class _Adaptive(Method):
         return step
 
     def _settings(self, step: int) -> dict[str, Any]:
-        """Return the arguments of `_adapt`, by name; here the method's settings.
+        """Return the arguments with which `step` calls `_adapt`, by name.
 
-        A subclass may add arguments.
+        These are the method's settings; a subclass may return other arguments.
         step: the number of the server's step, from 1.
         """
         return dict(vars(self))
