@@ -315,6 +315,9 @@ def test_sample_ends_of_server_are_cumulative_sample_shares() -> None:
     counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
     result = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
     assert result.sample_ends.tolist() == [0.25, 0.75, 1.0] and result.able == 3
+    result.set_clients(np.array([0, 3, 0, 1]), unseen=0)
+    assert result.sample_ends.tolist() == [0.75, 1.0]
+    assert result.able == 2
 
 
 class Halving(Method):
