@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from raysim.api.context import Stage
 from raysim.api.declarations import FORWARD, Participation
 from raysim.api.method import Method
-from raysim.primitives.checks import above, at_least
+from raysim.primitives.checks import above, at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Outputs, Plan
@@ -138,7 +138,8 @@ class Dann(Method):
                 f"discriminator_steps={discriminator_steps} have no effect. Set both to 1, or "
                 "mode=alternate."
             )
-        self.rate, self.mode = rate, mode
+        self.rate = rate
+        self.mode = one_of("method.dann.mode", mode, ("alternate", "grl"))
 
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the setting that DANN needs, by key: local.steps, if the run sets it.

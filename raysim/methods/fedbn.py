@@ -141,7 +141,8 @@ class FedBN(Method):
                 "method.fedbn.reestimate=true needs statistics that stay on clients, but "
                 f"scope={scope} shares them. Set scope=all or scope=statistics."
             )
-        self.scope, self.layers = scope, layers
+        self.scope = scope
+        self.layers = one_of("method.fedbn.layers", layers, ("batch", "all"))
         self.name_rule, self.reestimate = name_rule, reestimate
 
     def setup(self, run: Setup) -> None:

@@ -42,7 +42,7 @@ from raysim.methods.mixup import soft_targets
 
 # The shared test vectors expect `random_sample_mean` in this module.
 from raysim.methods.pseudo_data import PseudoData, random_sample_mean as random_sample_mean
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Outputs
@@ -197,11 +197,19 @@ class FedBR(Method):
         for tau in (tau1, tau2):
             _similarity_scale(tau, temperature_mode)
         self.tau1, self.tau2, self.temperature_mode = tau1, tau2, temperature_mode
-        self.max_step, self.projection = max_step, projection
-        self.pseudo, self.pseudo_refresh, self.pseudo_batch = pseudo, pseudo_refresh, pseudo_batch
+        self.max_step = max_step
+        self.projection = one_of("method.fedbr.projection", projection, ("paper", "code", "none"))
+        self.pseudo = one_of("method.fedbr.pseudo", pseudo, ("rsm", "mixture"))
+        self.pseudo_refresh = one_of(
+            "method.fedbr.pseudo_refresh", pseudo_refresh, ("round", "once")
+        )
+        self.pseudo_batch = pseudo_batch
         self.samples_per_mean, self.sources = samples_per_mean, sources
         self.means_per_client = pseudo_batch if means_per_client is None else means_per_client
-        self.fresh, self.proxy, self.global_features = fresh, proxy, global_features
+        self.fresh, self.proxy = fresh, proxy
+        self.global_features = one_of(
+            "method.fedbr.global_features", global_features, ("step", "round")
+        )
         self.mix_samples = int(at_least("method.fedbr.mix_samples", mix_samples, 0))
         self._pseudo_data = PseudoData(
             kind=pseudo,

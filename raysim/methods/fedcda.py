@@ -49,7 +49,7 @@ from raysim.methods.client_rows import (
     refuse_sample_weights,
     rows_of,
 )
-from raysim.primitives.checks import at_least, between
+from raysim.primitives.checks import at_least, between, one_of
 from raysim.primitives.errors import RefusedError
 from raysim.vectors.blocks import split_range
 from raysim.vectors.gram import linear_combination
@@ -325,8 +325,8 @@ class FedCDA(Method):
         self.batches = int(at_least("method.fedcda.batches", batches, 1))
         self.smoothness = at_least("method.fedcda.smoothness", smoothness, 0.0)
         self.warmup_rounds = int(at_least("method.fedcda.warmup_rounds", warmup_rounds, 0))
-        self.warmup = warmup
-        self.cache = cache
+        self.warmup = one_of("method.fedcda.warmup", warmup, ("fedavg", "selected"))
+        self.cache = one_of("method.fedcda.cache", cache, ("disk", "memory"))
         self.budget = at_least("method.fedcda.budget", budget, 0.0)
 
     # --- before the run -----------------------------------------------------------------------

@@ -74,7 +74,7 @@ class FedDecorr(Method):
 
     def __init__(self, beta: float = 0.1, variant: Variant = "authors"):
         self.beta = at_least("method.feddecorr.beta", beta, 0.0)
-        self.variant = variant
+        self.variant = one_of("method.feddecorr.variant", variant, get_args(Variant))
 
     def setup(self, run: Setup) -> None:
         """Require a model with features in front of a linear head."""

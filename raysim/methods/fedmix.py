@@ -46,7 +46,7 @@ from torch import Tensor
 from raysim.api.method import Method
 from raysim.data.partition import CSR
 from raysim.methods.mixup import soft_targets
-from raysim.primitives.checks import at_least, between
+from raysim.primitives.checks import at_least, between, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Batch, Contribution, Outputs
@@ -175,9 +175,9 @@ class FedMix(Method):
         self.lam = between("method.fedmix.lam", lam, 0.0, 1.0)
         self.means = int(at_least("method.fedmix.means", means, 1))
         self.samples_per_mean = int(at_least("method.fedmix.samples_per_mean", samples_per_mean, 1))
-        self.pairs = pairs
+        self.pairs = one_of("method.fedmix.pairs", pairs, ("each", "one"))
         self.naive = naive
-        self.taylor_scale = taylor_scale
+        self.taylor_scale = one_of("method.fedmix.taylor_scale", taylor_scale, ("paper", "public"))
         self.fresh = fresh
 
     def setup(self, run: Setup) -> None:

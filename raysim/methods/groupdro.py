@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.primitives.checks import at_least
+from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
@@ -84,8 +84,8 @@ class GroupDRO(Method):
         prior: Literal["uniform", "samples"] = "uniform",
     ):
         self.step_size = at_least("method.groupdro.step_size", step_size, 0.0)
-        self.batches = batches
-        self.prior = prior
+        self.batches = one_of("method.groupdro.batches", batches, ("first", "all"))
+        self.prior = one_of("method.groupdro.prior", prior, ("uniform", "samples"))
 
     def setup(self, run: Setup) -> None:
         """Keep the logarithm of each client's weight on the server; each job uploads its loss."""

@@ -29,7 +29,7 @@ from raysim.api.context import without_gradient
 from raysim.api.declarations import FORWARD, Participation, Task
 from raysim.api.method import Method
 from raysim.models.classifier import Classifier
-from raysim.primitives.checks import above, at_least
+from raysim.primitives.checks import above, at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.context import Outputs
@@ -80,7 +80,7 @@ class Moon(Method):
         self.mu = at_least("method.moon.mu", mu, 0.0)
         above("method.moon.temperature", temperature, 0.0)
         self.temperature = temperature
-        self.head = head
+        self.head = one_of("method.moon.head", head, ("mlp", "none"))
         self.width = None if width is None else int(at_least("method.moon.width", width, 1))
         self.out = int(at_least("method.moon.out", out, 1))
         self.previous = int(at_least("method.moon.previous", previous, 1))

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from raysim.api.method import Method
 from raysim.models.classifier import Classifier
-from raysim.primitives.checks import above, at_least
+from raysim.primitives.checks import above, at_least, one_of
 from raysim.primitives.streams import stream
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Vhl(Method):
         self.gamma = at_least("method.vhl.gamma", gamma, 0.0)
         self.kappa = at_least("method.vhl.kappa", kappa, 0.0)
         self.temperature = above("method.vhl.temperature", temperature, 0.0)
-        self.label_mode = label_mode
+        self.label_mode = one_of("method.vhl.label_mode", label_mode, ("extra", "shared"))
         self.virtual_batch = int(at_least("method.vhl.virtual_batch", virtual_batch, 1))
         self.virtual = int(at_least("method.vhl.virtual", virtual, 1))
         self.align_epochs = int(at_least("method.vhl.align_epochs", align_epochs, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal, get_origin, get_type_hints
 
 import pytest
 from test_conformance import TABLE, declared
@@ -12,6 +13,7 @@ from tiny_runs import LOCAL, clients_of_sizes, run_spec, with_settings
 from torch import Tensor, nn
 
 from raysim.api.method import Method
+from raysim.commands.bench.gpu import every_method
 from raysim.data.federated import federate
 from raysim.data.partition import Natural
 from raysim.data.sources import Markov
@@ -124,3 +126,19 @@ def test_methods_declare_how_they_correct_gradients() -> None:
     mixing = {name for name, kind in corrections.items() if kind == "mix"}
     assert shifting == {"scaffold", "feddyn", "fedspeed"}
     assert mixing == {"fedcm", "flexlora", "flora", "hetlora"}
+
+
+def options_of_methods() -> list[tuple[type[Method], str]]:
+    """Return each method's arguments that take one of a few words: method and argument."""
+    pairs = []
+    for method in every_method().values():
+        for argument, kind in get_type_hints(method.__init__).items():
+            if get_origin(kind) is Literal:
+                pairs.append((method, argument))
+    return pairs
+
+
+@pytest.mark.parametrize(("method", "argument"), options_of_methods())
+def test_method_refuses_an_unknown_word_by_its_setting(method: type[Method], argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"{argument}.*'unknown'|{argument}=unknown"):
+        method(**{argument: "unknown"})
