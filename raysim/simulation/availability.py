@@ -229,11 +229,15 @@ class Diurnal(Availability):
 class _StepDraw(NamedTuple):
     """The random numbers of one step of `MarkovAvailability`.
 
-    They give every client a place: client c has the place (c - start) * factor modulo a prime. The
-    client at place k is start + k * inverse modulo this prime.
-    comes: clients at places below this number are available from this step on.
-    goes: clients at this place or a higher one are not available from this step on. The clients at
-    the places between them stay as they are.
+    A step puts the clients in a random order. Client c has the place (c - start) * factor modulo a
+    prime, counted from 0. Conversely, the client at place k is start + k * inverse, modulo the same
+    prime.
+    start: the client at place 0.
+    factor: the random factor, from 1 to the prime minus 1.
+    inverse: the inverse of `factor` modulo the prime.
+    comes: the step makes the clients at places below this number available.
+    goes: the step makes the clients at this place and at higher places unavailable. All other
+    clients keep their state.
     """
 
     start: int
@@ -247,18 +251,18 @@ class MarkovAvailability(Availability):
     """Clients that are in turn available and unavailable, each for a random time.
 
     A client is available for `on` seconds on average, and then unavailable for `off` seconds on
-    average. This is a Markov chain of two states, in steps of half the shorter mean. At each step a
-    client becomes available with probability q, becomes unavailable with probability p, and keeps
-    its state with probability 1 - p - q. To get the state at any time, go back to the last step
-    that decided the client's state. It is a few steps back, so nothing has to be stored or
-    simulated from the start.
+    average. This is a Markov chain of two states. A step lasts half of the shorter mean, in virtual
+    time. Each step sets a client to available with probability q, sets it to unavailable with
+    probability p, and otherwise does not change its state. Therefore a client's state is known from
+    the last step that set it. This step is usually only a few steps ago, so that no states are
+    stored, and no simulation from the start is needed.
 
-    Each step draws how many clients become available and how many become unavailable. It also gives
-    each client a place, by an affine map modulo a prime; the clients at the first places become
-    available, and those at the last places become unavailable. Therefore the changed clients of a
-    step can be listed without looking at all clients, and the state of one client can be computed
-    without that list. The steps of one client are independent of each other; in one step any two
-    clients are independent.
+    Each step draws how many clients it sets to available, and how many to unavailable. It also puts
+    all clients in a random order, by an affine map modulo a prime (`_StepDraw`). The first clients
+    of this order are set to available, and the last ones to unavailable. Therefore these clients
+    can be listed without looking at the other clients. The state of a single client can be computed
+    without such a list. Different steps are independent of each other. Within one step, the draws
+    of any two clients are independent.
     seed: the seed of the run.
     clients: the number of clients.
     on, off: the mean seconds for which a client is available, and not available.
@@ -354,9 +358,11 @@ class MarkovAvailability(Availability):
         return np.asarray((clients - draw.start) % self._prime * draw.factor % self._prime)
 
     def _coming_clients(self, clients: np.ndarray, step: int) -> np.ndarray:
-        """Return the clients that a step sets to available, ascending.
+        """Return those of `clients` that a step sets to available, ascending.
 
-        Some of them may already be available.
+        Some of them may have been available before the step.
+        clients: the clients to consider, ascending.
+        step: the number of the step.
         """
         draw = self._draw(step)
         if draw.comes >= len(clients):
@@ -407,12 +413,12 @@ def _next_prime(least: int) -> int:
 class Intervals(Availability):
     """Clients that are available in recorded intervals.
 
-    A row is the recording of one device; several clients may have the same row. An interval
-    includes its start and excludes its end.
-    bounds: float64, for each row the start and end of its first interval, then those of its second
-    interval, and so on, in virtual seconds; row after row.
-    first: int [rows + 1], the position in `bounds` at which each row begins; the last entry is the
-    length of `bounds`.
+    The recordings of devices are numbered as rows 0, 1, 2 and so on. Several clients may use the
+    same recording. An interval includes its start and excludes its end.
+    bounds: float64, the starts and ends of all intervals, in virtual seconds. The intervals of row
+    0 come first, then those of row 1, and so on. In a row, each start is followed by its end.
+    first: int [rows + 1], the index in `bounds` of the first start of each row. The last entry is
+    the length of `bounds`.
     periods: float64 [rows], the length of each recording in seconds.
     row_of: int [clients], the row of each client.
     wrap: True repeats a recording after its period; False makes the client unavailable then.

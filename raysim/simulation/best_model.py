@@ -111,8 +111,10 @@ class BestModel:
     def restore(self, arrays: Mapping[str, np.ndarray], vector: Tensor, counters: Tensor) -> None:
         """Continue from the arrays that `state` returned.
 
-        vector, counters: the weights of the checkpoint's version. They are used if `arrays` says
-        that this version is the best one.
+        arrays: what `state` returned. They contain the best weights only if another version than
+        the checkpoint's own was the best one.
+        vector, counters: the weights of the checkpoint's version, which are used otherwise: the
+        shared vector and the shared integer buffers.
         """
         self.round, self.value = int(arrays["round"]), float(arrays["value"])
         if arrays["is_current"]:

@@ -37,11 +37,13 @@ class BestRounds:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the scores of some clients in a round; return the scores of their best rounds.
 
-        The result has two arrays: the validation score of each client in its best round, [clients],
-        and the score of each test sample in the best round of its client, client after client.
         clients: the scored clients.
-        validation: [clients], the validation scores; nan for a client without validation samples.
-        hits: the score of each test sample, client after client.
+        validation: [clients], the validation score of each of these clients in the current round;
+        nan for a client without validation samples.
+        hits: the current scores of these clients' test samples, one entry for each sample. The
+        samples of the first client come first, then those of the second one, and so on.
+        Return two arrays that are ordered like `validation` and `hits`. They have the scores of
+        each client's best round in place of the current round.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))

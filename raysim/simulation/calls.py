@@ -283,9 +283,10 @@ class WorkerCalls:
             self._send(call)
 
     def _dies_too_often(self, worker: int) -> bool:
-        """Record that a worker died; return True if its node lost several workers in minutes.
+        """Record that a worker died; return True if too many workers of its node died.
 
-        The limits are `MAX_NODE_DEATHS` and `DEATH_WINDOW_S`.
+        This is so if `MAX_NODE_DEATHS` workers of the node died in the last `DEATH_WINDOW_S`
+        seconds.
         """
         now = time.monotonic()
         deaths = self._node_deaths[self._runtime.nodes[worker]]
@@ -341,9 +342,11 @@ class WorkerCalls:
     def _retire(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
         """Give no more calls to a worker whose node will leave the cluster.
 
-        The worker is released after it has answered its last call.
+        The worker is released when it has no unanswered calls. Until then, the caller repeats the
+        call of this function.
         node: the node, with the reason why it leaves.
-        remaining: the workers that can get other calls. If there are none, nothing changes.
+        remaining: the workers that get the new calls from now on. If there are none, this function
+        does nothing.
         """
         if worker in self.active:
             if not remaining:  # no other worker is left

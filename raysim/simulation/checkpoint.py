@@ -62,8 +62,9 @@ class Snapshot:
 
     numbers: values for a JSON file.
     server: the arrays of the server by name, such as model parameters and server state.
-    clients: for each client that has a committed state, the named tensors of that state.
-    jobs: for each of these clients, the number of the job that made the state.
+    clients: for each client whose state an aggregated job has changed, the named tensors of this
+    state.
+    jobs: for each client in `clients`, the number of the job that made the state.
     """
 
     numbers: Mapping[str, Any]
@@ -167,9 +168,11 @@ class Checkpoints:
         If older checkpoints cannot be removed, the attribute `removal_failure` says why, and the
         next call tries again.
 
-        Checkpoints of later versions are removed as well: if the run continued from an earlier
-        checkpoint, the later ones do not belong to it any more. If this version was written last,
-        it is not written again, because the state of a run changes only with an aggregation.
+        Checkpoints of versions after `version` are removed as well. They exist if the run was
+        resumed from a checkpoint that is not the last one. If the last written checkpoint has the
+        same version, it is not written again: only an aggregation changes the state of a run.
+        version: the number of the version to write.
+        snapshot: the state of the run at this version.
         Raises OSError if the checkpoint cannot be written, or if another process has begun to
         write.
         """
@@ -220,11 +223,13 @@ class Checkpoints:
     def _write_states(
         self, place: Store, index: StateIndex, clients: Mapping[int, Arrays]
     ) -> dict[str, str]:
-        """Write the client states that no file has yet; return checksums by file name.
+        """Write the client states that are not in a file yet; return the new files' checksums.
 
+        The checksums are by file name.
         place: the store of the checkpoints.
-        index: the files of the state log; gets the new ones.
-        clients: the client states that have changed, by client.
+        index: says which file contains the state of each client; the new files are added to it.
+        clients: the states of all clients, by client. Only states for which `index` has no file
+        are read.
         """
         files = {}
         for number, tensors in index.write_files(clients, self._next_number()):
@@ -233,9 +238,12 @@ class Checkpoints:
         return files
 
     def _write_rows(self, place: Store, rows: Sequence[Any]) -> dict[str, str]:
-        """Write new rows of the history to files; return checksums by file name.
+        """Write new rows of the history to files; return the new files' checksums by file name.
 
-        Each file has `_ROWS` rows. The last rows are not written until they fill a file.
+        Each file gets exactly `_ROWS` rows. If fewer rows remain at the end, this call does not
+        write them.
+        place: the store of the checkpoints.
+        rows: all rows of the history; those that are already in files are skipped.
         """
         files = {}
         written = sum(name.startswith("log/rows-") for name in self._log)
@@ -331,11 +339,11 @@ def _is_same_place(one: str, other: str) -> bool:
 def _without_abandoned(log: Mapping[str, str], index: StateIndex) -> dict[str, str]:
     """Return the log files that a checkpoint still needs.
 
-    These are all files with rows of the history, and the files with client states in which `index`
-    finds the state of a client. All other files are left out, because every client has a newer
-    state in another file.
-    index: the index that says which file has the state of each client.
-    log: the checksum of each log file, by name. The result has the same form.
+    These are all files with rows of the history, and each file with the current state of at least
+    one client. The other files with client states are left out, because they contain only states
+    that newer ones have replaced.
+    log: the checksum of each log file, by name. The result is a part of this mapping.
+    index: the index that says which file has the current state of each client.
     """
     needed = {_states_name(number) for number in index.files[:, 0].tolist()}
     return {
@@ -489,10 +497,11 @@ def read(address: str | Path) -> Snapshot:
 
 
 def _advise(where: str, damaged_folder: str) -> str:
-    """Return the advice for a damaged checkpoint: use an earlier one, or start again.
+    """Return the sentence that tells users how to continue without a damaged checkpoint.
 
-    where: the folder or URL of the checkpoints.
-    damaged_folder: the checkpoint that cannot be used.
+    It names the last undamaged checkpoint; if there is none, it says to start the run again.
+    where: the folder or URL of all checkpoints of the run.
+    damaged_folder: the name of the damaged checkpoint's folder, such as "round-000050".
     """
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
@@ -520,9 +529,12 @@ def _read_json(place: Store, name: str) -> Any:
 
 
 def _map_tensors(place: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the tensors of some files by name; memory-mapped, so that they need little memory.
+    """Map the tensors of some files into memory; return all of them in one dictionary, by name.
 
-    Writing to a returned array does not change the file.
+    A mapped tensor needs little memory, because its values are read from the file when they are
+    used. Writing to a returned array does not change the file.
+    place: the store of the checkpoints.
+    names: the paths of the files in the store.
     """
     tensors: dict[str, np.ndarray] = {}
     for name in names:
@@ -537,10 +549,12 @@ def _read_index(place: Store, folder: str) -> StateIndex:
 
 
 def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
-    """Return the client states in an index; a file is read when one of its states is needed.
+    """Return a mapping from each client to its state, which is read when it is accessed.
 
     Only one file is mapped into memory at a time. Iteration goes through the clients file by file,
     so that no file is mapped twice.
+    place: the store of the checkpoints.
+    index: says which file contains the state of each client.
     """
     order = index.states[np.argsort(index.states[:, FILE], kind="stable")]
     file_of: dict[int, int] = dict(order[:, [CLIENT, FILE]].tolist())

@@ -1,4 +1,4 @@
-"""The client states of a run: find, send and commit them, and spill them to disk."""
+"""Store the client states of a run, send them to workers, and move them to disk if necessary."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class StateUse(NamedTuple):
 class ClientStates:
     """The client states of a run; each state has the number of the job that made it.
 
-    The worker that trained a job keeps a copy of the new state, and the client's next job on this
-    worker starts from that copy. The object store has the state as well. The state is sent from
-    there if the client moves to another worker, or if its worker died.
+    A new state exists twice: on the worker that trained the job, and in the object store. If the
+    same worker trains the client's next job, that job starts from the worker's copy. If another
+    worker trains it, for example because the first one died, the object store sends the state.
 
     A state is committed when its job is aggregated (`commit`); only committed states are scored and
     saved. If committed states need more memory than the budget, the states of the clients that have
@@ -82,10 +82,11 @@ class ClientStates:
 
     # --- the state that a job starts from ---------------------------------------------------------
     def dispatch(self, client: int, number: int) -> int:
-        """Record a client's new job; return the number of the job whose state it starts from.
+        """Record a client's new job; return the job whose client state the new job starts from.
 
-        Return -1 for the initial state. Do not call this for jobs that will be lost or discarded;
-        the client's next job then starts as if they had not existed.
+        Return the number of that job; -1 means that the new job starts from the initial state. Do
+        not call this for a job that will be lost or discarded, because no later job may start from
+        its state.
         number: the number of the new job.
         """
         if not self.stateful:
@@ -108,9 +109,10 @@ class ClientStates:
 
     # --- places -----------------------------------------------------------------------------------
     def place(self, client: int) -> tuple[int, int] | None:
-        """Return the worker that has a client's newest state, and the job that makes this state.
+        """Return the worker that has, or will have, a client's newest state, and its maker.
 
-        Return None if no worker has a state of the client.
+        The maker is the number of the job that makes this state; the job may be in flight. Return
+        None if no worker has a state of the client.
         """
         return self._places.get(client)
 
@@ -124,7 +126,7 @@ class ClientStates:
         }
 
     def states_of(self, worker: int) -> list[int]:
-        """Return the jobs whose new client states exist only on this worker's node, by number."""
+        """Return the numbers of jobs whose new client states exist only on this worker's node."""
         return [
             number
             for number, maker in self._makers.items()
@@ -160,10 +162,11 @@ class ClientStates:
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
         """Return the states that a call to a worker must contain, and the bytes read from disk.
 
-        A returned state is None if the worker already has it. If the call makes a client's next
-        state (`StateUse.next_job`), this worker has the client's state from now on, and the
-        previous worker of the client forgets its copy. The caller must pass the bytes to
-        `release_read` when the call is answered.
+        There is one entry for each of `uses`. It is a reference to the state, or None if the worker
+        already has the state or if the state is the initial one. If the call makes a client's next
+        state (`StateUse.next_job`), this worker is recorded as the one that has the client's state.
+        The worker that had it before then deletes its copy. When the call is answered, the caller
+        must pass the number of bytes to `release_read`.
         uses: the states that the call needs.
         """
         sent: list[Ref] = []
@@ -288,7 +291,8 @@ class ClientStates:
     def bytes(self) -> int:
         """The bytes of all states in the store, and of states read from disk for calls in flight.
 
-        A state that a job in flight will make counts as the mean size of all known states.
+        The size of a state that a job in flight will make is not known yet. It is estimated as the
+        mean size of the other states in the store.
         """
         mean: float = self._last_spilled_bytes
         if self._sizes:

@@ -4,14 +4,15 @@ Source: Sattler, Mueller and Samek, "Clustered Federated Learning: Model-Agnosti
 Multitask Optimization Under Privacy Constraints" (IEEE TNNLS 2021; arXiv:1910.01991), Algorithms 1
 to 3. Client i of a cluster has the update d_i and the weight w_i, its number of samples:
 
-    the cluster is split if   |sum_i w_i d_i / sum_i w_i| < eps_1  and  max_i |d_i| > eps_2
-    a_ij = <d_i, d_j> / (|d_i| |d_j|)
-    c_1, c_2 = argmin over all bipartitions of  a_cross = max of a_ij for i in c_1, j in c_2
-    and only if   gamma_max < sqrt((1 - a_cross) / 2)
+    (1)  |sum_i w_i d_i / sum_i w_i| < eps_1   and   max_i |d_i| > eps_2
+    (2)  a_ij = <d_i, d_j> / (|d_i| |d_j|)
+    (3)  c_1, c_2 = argmin over all bipartitions of  a_cross = max of a_ij for i in c_1, j in c_2
+    (4)  gamma_max < sqrt((1 - a_cross) / 2)
 
-The condition in the first line means: the cluster's model is near a stationary point of the
-cluster's objective, but not of the objectives of single clients. Both parts start from the model of
-the cluster and may be split again later.
+The cluster is split into the parts c_1 and c_2 if conditions (1) and (4) are true. The thresholds
+eps_1, eps_2 and gamma_max are settings. Condition (1) means that the cluster's model is near a
+stationary point of the cluster's objective, but not of the objectives of single clients. Both parts
+start from the model of the cluster and may be split again later.
 
 Departures from the paper
 - Not all clients have to take part in each round. If an aggregation has no update of a client, the
@@ -20,7 +21,8 @@ Departures from the paper
 - A cluster is split after the aggregation. Both parts start from the aggregated model.
 - There is no split before `start` aggregations, and none when `clusters` models exist. A cluster of
   `min_size` clients or fewer is not split, as in the authors' code.
-- A client that trained from the model before a split belongs to its new cluster at once.
+- A split moves a client to its new cluster at once. If the client is training at this time, from
+  the model before the split, its update is aggregated by the new cluster.
 """
 
 from __future__ import annotations
@@ -112,8 +114,9 @@ class SplitByUpdates(ClusterRule):
     def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
         """Split a cluster if its updates meet the conditions of CFL.
 
-        Return {replica: clients}, the free replica that the second part of the clients moves to;
-        {} if the cluster is not split.
+        Return a dictionary with one entry. The key is the number of a replica that had no clients
+        until now. The value is the second part of the cluster's clients, which this replica serves
+        from now on. Return {} if the cluster is not split.
         view: the cluster, its updates in this aggregation, and the rule's state.
         """
         updates, is_known = view.state["updates"], view.state["is_known"]

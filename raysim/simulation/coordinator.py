@@ -207,9 +207,10 @@ class Coordinator:
         return self.evaluator.losses(clients, samples, replicas.version, sources)
 
     def _sent_floats(self, client: int, name: str) -> int:
-        """Return how many floats of a tensor a client receives now.
+        """Return the size, in floats, of a tensor that a client receives with the current version.
 
-        The tensor belongs to the current version of the client's replica.
+        Some tensors that methods send to clients change their size from version to version.
+        client: the client, which receives the version of the replica that serves it.
         name: the full name of the tensor.
         """
         number = self.replicas.numbers[self.replicas.replica_of(client)]

@@ -28,7 +28,8 @@ COLUMNS = ("energy_wh", "idle_wh", "money", "co2_g")
 class Cost:
     """The power of a device, and what a gigabyte (10^9 bytes) on its link costs.
 
-    computing_w, receiving_w, sending_w, idle_w: the power of the device in each phase, in watts.
+    computing_w, receiving_w, sending_w: the power of the device in these phases of a job, in watts.
+    idle_w: the power of the device between jobs, in watts.
     gb_price: money for a gigabyte, in any currency.
     gb_co2: grams of CO2 for a gigabyte, from the electricity of the network.
     """

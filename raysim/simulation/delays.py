@@ -1,9 +1,10 @@
 """Random durations of jobs that do not depend on the job: the delay model of FADAS.
 
 Source: Wang, Wang, Lu, Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML
-2024), and the released code. Each client belongs to a kind. To draw the kind of a client, a vector
-with one entry for each kind is drawn from a Dirichlet distribution; the largest entry decides. The
-time of each job is uniform between the two bounds of the kind. For the paper's "large" delays set
+2024), and the released code. Each client belongs to a kind, such as "slow". To draw the kind of a
+client, a vector with one entry for each kind is drawn from a Dirichlet distribution. The client
+gets the kind with the largest entry. The duration of each job is drawn uniformly between the bounds
+of its client's kind, `least` and `most`. For the paper's "large" delays set
 fleet.kinds.slow={least: 50, most: 80}.
 """
 
@@ -47,8 +48,8 @@ class Delays(Fleet):
     """A fleet in which each client belongs to a kind that decides the time of its jobs.
 
     kinds: the kinds of clients, by name.
-    scale: the factor by which all weights are multiplied. With a larger factor, kinds of small
-    weight have fewer clients.
+    scale: the factor by which the weights of all kinds are multiplied. With a larger factor, the
+    draws vary less, so that the kinds of small weight have fewer clients.
     """
 
     kinds: dict[str, DelayKind] = field(default_factory=_default_kinds, kw_only=False)

@@ -45,11 +45,12 @@ class TrainCall(Call):
     jobs: the jobs.
     groups: the groups of these jobs whose updates the worker sums.
     floats: the number of floats that the call returns, without client states.
-    updates: the updates (or failures) that the coordinator has received and no aggregation has
-    used yet, by number of the job.
-    sums: the same for sums of updates, by group.
-    remote_sums: references to sums of updates that are stored on the worker's node and have not
-    been sent to the coordinator, by group.
+    updates: by number of the job, the updates and failures that the coordinator has received. An
+    entry is removed when an aggregation uses it.
+    sums: by group, the sums of updates that the coordinator has received. An entry is removed when
+    an aggregation uses it.
+    remote_sums: by group, references to sums of updates that are stored on the worker's node and
+    have not been sent to the coordinator.
     is_collected: True if an aggregation has used at least one update of the call.
     """
 
@@ -164,8 +165,10 @@ class Dispatcher:
     def _adds_on_nodes(self, nodes: Iterable[int]) -> bool:
         """Return True if at least one of these nodes adds up the sums of its workers.
 
-        Such a node sends the total instead of one sum for each worker. The coordinator's node
-        (number 0) does not do so, and with a small model no node does.
+        Such a node sends the total to the coordinator, instead of one sum for each worker. All
+        nodes do this except the coordinator's node (number 0). If the model is smaller than
+        `Runtime.combine_from`, no node does.
+        nodes: the numbers of the nodes.
         """
         return self._floats >= self._runtime.combine_from and any(nodes)
 
@@ -209,9 +212,10 @@ class Dispatcher:
             yield chunk
 
     def _home(self, client: int) -> StateHome | None:
-        """Return the active worker that has a client's state; None if no worker has it.
+        """Return the active worker that has, or will have, a client's newest state.
 
-        The worker in the result is an index into the list of active workers.
+        `StateHome.worker` is the worker's position in the list of active workers, and not its
+        number. Return None if no active worker has a state of the client.
         """
         place = self._client_states.place(client)
         if place is None or place[0] not in self._calls.active:
@@ -235,8 +239,9 @@ class Dispatcher:
     def _take_bundle(self, worker: int) -> list[Job]:
         """Remove the jobs of this worker's next call from the queue; return them.
 
-        These are jobs of clients whose state this worker has, or no worker has. If the worker is
-        idle, the first job may be of a client whose state is on another worker.
+        A job is suitable if this worker has the state of the job's client, or if no worker has it.
+        If this worker is idle, the first job may also belong to a client whose state is on another
+        worker, provided that the state is finished.
         """
         is_idle = not self._calls.unanswered(worker)
 
@@ -363,8 +368,9 @@ class Dispatcher:
     ) -> dict[Group, np.ndarray]:
         """Return the sums of the updates of these jobs, by group.
 
-        Sums that are still on other nodes are added up there to larger groups, and then fetched. If
-        a sum was lost with its node, its jobs are trained again.
+        Some sums are still on other nodes. Nodes first add these up, so that each sum covers a
+        larger group; only the results are fetched. If a sum was lost with its node, its jobs are
+        trained again.
         calls: the calls that train the jobs.
         numbers: the numbers of the jobs.
         """

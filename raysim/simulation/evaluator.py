@@ -1,10 +1,11 @@
 """Score models on the workers, and make columns of the history from the scores.
 
-A client can be scored with up to four models, which are called views:
-- `shared`: the vector that the server averages;
-- `own`: the client's own model, which has the personal part and is changed by `personalise`;
-- `finetuned`: the own model after fine-tuning on the client's data;
-- `common`: the own model, scored on the central test set.
+A client can be scored in up to four ways, which are called views:
+- `shared`: score the shared model on the client's samples;
+- `own`: score the client's own model on the client's samples. This model contains the client's
+  personal parameters, and a method may change it (hook `personalise`);
+- `finetuned`: score the own model in the same way after fine-tuning it on the client's data;
+- `common`: score the own model on the central test set.
 
 The loss decomposition of the FedLD paper (`Evaluator.decompose`) works with any method.
 """
@@ -55,12 +56,13 @@ class Scoring:
 
     clients: the scored clients that take part in the training.
     unseen: the scored clients that never take part in the training.
-    reports: the calls by what they score: "shared", "own", "finetuned" and "common" are the views
-    of a client; "mean" is the mean of all replicas; "sets" are whole sets of samples, if a method
-    computes the scores itself.
-    members: the clients whose local models the loss decomposition compares; else empty.
-    models: for each of these clients, the calls that score its local model; in the last entry, the
-    calls that score the next shared model.
+    reports: the calls by what they score. The keys "shared", "own", "finetuned" and "common" are
+    the views of the module's docstring. The key "mean" is for the mean of all replicas. The key
+    "sets" is for whole sets of samples, if a method computes the scores itself.
+    members: the clients whose local models the loss decomposition compares; empty in a scoring
+    without loss decomposition.
+    models: for each client in `members`, the calls that score its local model. One more entry at
+    the end has the calls that score the next shared model.
     replicas: for each scored replica, the calls that score it on the central test set.
     version: the scored version.
     client_scores: for each column, pairs of an array of clients and an array of their scores;
@@ -295,8 +297,9 @@ class Evaluator:
     def _scored_ref(self, replicas: Replicas, replica: int, versions: Versions) -> Ref:
         """Return a reference to the vector with which a replica is scored; store it if necessary.
 
-        It is the replica's published version, unless a method declares another vector, such as an
-        average of versions. Only the latter is stored.
+        This vector is usually the replica's published version, which is stored already. A method
+        may declare another vector, such as an average of versions; this function stores it.
+        replica: the number of the replica.
         versions: the published versions of the replicas.
         """
         server, number = replicas.servers[replica], replicas.numbers[replica]
@@ -317,9 +320,9 @@ class Evaluator:
     def _sample(self, clients: np.ndarray, version: int, purpose: str) -> np.ndarray:
         """Draw `evaluate.clients` of these clients; return them ascending.
 
-        If there are not more clients, return all.
-        clients: ascending.
-        version: the scored version; each version has a draw of its own.
+        If `evaluate.clients` is "all", or at least the number of these clients, return all of them.
+        clients: the clients to draw from, ascending.
+        version: the number of the scored version; each version has a draw of its own.
         purpose: the name of the random stream, so that different purposes have different draws.
         """
         count = self.evaluation.clients
@@ -556,8 +559,8 @@ class Evaluator:
         its validation samples.
         suffix: the end of the columns' names: "_finetuned" for the models after fine-tuning, "" for
         the models before it.
-        scoring: the evaluation to which the reports belong; the scores of each client are added to
-        its `client_scores`.
+        scoring: the scoring to which the reports belong. The scores of each client are added to
+        `scoring.client_scores`.
         """
         row: Row = {}
         if not reports:

@@ -93,8 +93,8 @@ class Waiting:
 
     worker: the worker that the run waits for.
     clients: the clients that this worker trains, if any.
-    seconds: the time since the worker's last answer or, if it has not answered yet, since its
-    current call began.
+    seconds: the time since the worker last answered, got a call while it was idle, or was replaced,
+    whichever was last.
     node: name and address of the worker's node; "" if unknown.
     replaced_after: the seconds without an answer after which another worker replaces this one;
     infinite if the run waits forever.
@@ -114,9 +114,9 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Notice:
-    """The event that something happened which the user should know, such as a lost node.
+    """The event that reports something that the user should know, such as the loss of a node.
 
-    text: one or more sentences.
+    text: the message for the user, one or more sentences.
     """
 
     text: str
@@ -157,8 +157,10 @@ class Finished:
     model_sha256, state_sha256: checksums of the final model, and of client states and server state.
     peak_memory_bytes: the peak memory of the coordinator's process, in bytes.
     jobs: the jobs that were in flight when the run ended, so that no aggregation used them.
-    best_model: the round, the column that decided, its value, and the SHA-256 of the weights; None
-    if there is no best model.
+    best_model: a description of the best round's model, as in summary.json; None if there is no
+    such model. "round" is the number of the round. "by" is the column of the history that decides
+    which round is best. "value" is the value of this column. "sha256" is the checksum of the
+    weights.
     processes: the processes of the run, if there were several.
     """
 

@@ -90,11 +90,14 @@ class Speeds:
 class Fleet:
     """A fleet: a rule that draws the simulated devices of all clients.
 
-    A subclass overrides `speeds`; to replace everything it overrides `devices`.
-    availability: "always": clients are always available. "diurnal": clients are available for
-    `hours` hours of each day, in time zones around the world. "markov": a client is available for
-    `on` seconds on average, then unavailable for `off` seconds on average. The job of a client that
-    becomes unavailable is lost.
+    A subclass overrides `speeds` if its devices differ only in their speeds. A subclass with other
+    rules for durations or losses overrides `devices`.
+    availability: the rule for when clients are available: "always", "diurnal" or "markov". The job
+    of a client that becomes unavailable is lost.
+    hours: only for "diurnal": the hours of each day in which a client is available. Clients live in
+    time zones around the world.
+    on, off: only for "markov": the mean number of seconds for which a client is available, and then
+    unavailable.
     dropout: the probability that a job is lost for another reason, at a random moment of the job.
     patience: the most virtual seconds that a run waits for its first client.
     cost: the power of each device, and what its link costs.

@@ -22,15 +22,15 @@ _MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 class Forecast:
     """The forecast of a run, from its first planned aggregations.
 
-    Values are means over the second half of these aggregations, because the first half is the
-    warm-up.
-    at_work: the number of clients in flight.
-    seconds: virtual seconds from one aggregation to the next.
+    The first half of these aggregations is a warm-up. Therefore the values up to `discarded` are
+    means over the second half only.
+    at_work: the number of jobs in flight.
+    seconds: the virtual seconds from one aggregation to the next.
     staleness: the staleness of aggregated updates.
-    lost, discarded: shares of the ended jobs that are lost or discarded.
+    lost, discarded: the shares of the ended jobs that are lost or discarded.
     workers_busy: the share of wall time in which workers work, over all planned aggregations.
-    workers_busy_ahead: the share in which workers would work if the selection needed no reports of
-    clients, so that the run could be planned ahead of the training.
+    workers_busy_ahead: what `workers_busy` would be if all aggregations could be planned before the
+    training. It is different only if the plan depends on earlier aggregations.
     """
 
     at_work: float
@@ -97,9 +97,10 @@ def workers_busy(
 ) -> float:
     """Return the share of wall time in which workers would work, from 0 to 1.
 
-    The model: every worker needs the same time for a sample; a job can begin when its base version
-    exists; the jobs of the next aggregation come first; a job whose update is never aggregated is
-    not trained.
+    The share is the result of a simulation with these assumptions. Every worker needs the same time
+    for a sample. A job can begin when its base version exists. Workers train the jobs of the next
+    aggregation first. A job whose update is never aggregated is not trained.
+    aggregations: the planned aggregations of a run, in order.
     workers: the number of workers.
     plans_ahead: False if each aggregation is planned only after the previous one was made. A job
     can then begin only when its aggregation is planned.
