@@ -125,9 +125,10 @@ class FedRep(Method):
         return [[head]] * first + [[body]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return a negative cost: a step that trains only the head saves the model's backward pass.
+        """Return the saved computation, as a negative number of trained samples.
 
-        A backward pass of a sample costs two thirds of a trained sample.
+        In steps that train only the head, the extractor has no backward pass. This pass is counted
+        as two thirds of the cost of training on a sample, the forward pass as one third.
         """
         share = self.head_epochs / self._total_epochs
         return (FORWARD - 1) * share * job.trained_samples

@@ -73,7 +73,7 @@ class FedSAM(Method):
         self.eta = at_least("method.fedsam.eta", eta, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Skip the second pass if the shift is 0."""
+        """Skip the gradient at the point uphill if rho is 0, because both points are the same."""
         if not self.rho:
             run.skip("perturb", "cost")
 

@@ -74,7 +74,10 @@ class FedSpeed(Method):
         self.alpha = between("method.fedspeed.alpha", alpha, 0.0, 1.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep a correction per client, zero at first; skip the second pass if its share is 0."""
+        """Keep a correction for each client, zero at first.
+
+        Skip the gradient at the point uphill if its share alpha, or the step uphill, is 0.
+        """
         run.corrects("shift")
         run.client_state("correction", run.zeros)
         if not (self.alpha and self.rho):

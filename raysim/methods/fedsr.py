@@ -1,11 +1,11 @@
-"""FedSR: learn features with noise that stay short and near a common Gaussian of their class.
+"""FedSR: learn noisy features of a small norm, near one Gaussian for each class.
 
 Such simple features contain less information about a client, and generalise to other clients.
 
 Source: Nguyen, Torr and Lim, "FedSR: A Simple and Effective Domain Generalization Method for
 Federated Learning" (NeurIPS 2022). A linear layer in front of the classifier makes mu and (through
-softplus) sigma. In training z = mu + sigma eps, with one eps for each sample, replaces the
-features, and the loss is
+softplus) sigma. In training, z = mu + sigma eps replaces the features. Each sample b of a batch has
+its own normal noise eps. The loss is
 
     CE + alpha_l2r mean_b |z_b|
        + alpha_cmi mean_b KL( N(s mu_b, (s sigma_b)^2) || N(r_mu[y_b], r_sigma[y_b]^2) )
@@ -20,8 +20,8 @@ Departures from the paper
 - Weights are the run's; the authors' mean over clients is unweighted.
 - The authors' code draws a new shuffled batch in each step; here local.* decides the order of the
   data.
-- eps comes from torch's generator, which each job seeds, as for dropout. Rows and forward passes
-  that other methods add have an eps of their own.
+- eps comes from torch's generator, which each job seeds, as for dropout. If another method adds
+  rows to a batch or makes a further forward pass, these rows or this pass have new draws of eps.
 - A model is scored by the log of its mean softmax over `samples` draws of z, as in the authors'
   code. Here all inputs have the same draws of eps, made once from the seed, so that scoring uses no
   random stream. Everything else outside training uses mu as the features: frozen copies of the
@@ -67,12 +67,12 @@ def conditional_information_penalty(
 ) -> Tensor:
     """Return the mean KL divergence of features from the Gaussian of their class, a scalar.
 
-    It is summed over Z features and averaged over B samples.
+    The divergence is summed over the Z features, and averaged over the B samples.
 
     mean, std: [B, Z], the features' mean and standard deviation (above 0).
     labels: int64 [B].
     reference_mean: [C, Z], the means of the classes' Gaussians.
-    reference_std_raw: [C, Z]; the softplus of it is the standard deviation of these Gaussians.
+    reference_std_raw: [C, Z]; its softplus is the standard deviation of these Gaussians.
     scale: the factor on the features' mean and deviation; not 0.
     """
     centre = reference_mean[labels]

@@ -85,8 +85,9 @@ def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, T
 class FlexLoRA(Method):
     """A method that averages the products of the factors, and splits the mean again.
 
-    ranks: None gives all clients model.lora.rank; a list, from which each client draws its rank; or
-    a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
+    ranks: the ranks of the clients' adapters. None gives all clients model.lora.rank. From a list,
+    each client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
+    {phone_low: 2, tablet: 8}.
     """
 
     name = "flexlora"
@@ -111,7 +112,7 @@ class FlexLoRA(Method):
         truncate(job, int(job.received["rank"]))
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Set the gradient to 0 for the ranks that the client does not have.
+        """Set the gradient to 0 for the rows of A and columns of B that the client does not have.
 
         grad: the gradient by the parameters `job.params[at]`, changed in place.
         """
@@ -161,12 +162,12 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
 def _split_mean(
     factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return new factors B and A of one layer, whose product is the nearest one to the sum P.
+    """Return the new factors B [m, r] and A [r, n] of one layer, in float64.
 
-    Both are float64.
+    Their product is the matrix of rank r that is nearest to P, the weighted sum of products B A.
     factors: the places of the layer's factors in the vector.
     models: the models and their shares, from `_shares_of_models`.
-    old_a: the current A, whose rows stay where P has a lower rank.
+    old_a: [r, n], the current A. If P has a rank below r, the last rows of the new A are the same.
     """
     left, right = [], []
     for vector, share in models:

@@ -71,8 +71,9 @@ def stack_product(factors: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
 class FLoRA(Method):
     """A method that adds the product of the stacked factors to the frozen weights.
 
-    ranks: None gives all clients model.lora.rank; a list, from which each client draws its rank; or
-    a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
+    ranks: the ranks of the clients' adapters. None gives all clients model.lora.rank. From a list,
+    each client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
+    {phone_low: 2, tablet: 8}.
     """
 
     name = "flora"
@@ -198,9 +199,9 @@ def _weight_slices(layout: Layout) -> list[slice]:
 
 
 def _buffers(aggregation: Aggregation, server: ServerView) -> Tensor:
-    """Return the change after which float buffers are the weighted mean of the clients' buffers.
+    """Return the weighted mean of the clients' float buffers, minus the current buffers.
 
-    Its length is layout.shared - layout.trained.
+    The result has the shape [layout.shared - layout.trained].
     """
     trained, total = server.layout.trained, float(sum(aggregation.weights))
     step = torch.zeros_like(server.vector[trained:])

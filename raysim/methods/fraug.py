@@ -343,7 +343,7 @@ class FRAug(Method):
     def private_norms(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """Return the names of the BatchNorm tensors that stay on the client.
 
-        These are the model's, as in FedBN, and with generator_norm="local" the generator's.
+        The model's tensors stay, as in FedBN; with generator_norm="local" also the generator's.
         """
         names = batchnorm_names("model", networks["model"])
         if self.use_generator and self.generator_norm == "local":
@@ -414,16 +414,17 @@ class FRAug(Method):
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
 
     def draw_noise(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw noise [5, B, Z] for each step.
+        """Draw noise [5, B, Z] for each batch.
 
-        The classifier's step uses two of the five, the generator's one and RTNet's two.
+        Of these five tensors [B, Z], the classifier's stage uses two, the generator's stage one and
+        RTNet's stage two.
         """
         draw = generator.standard_normal if self.noise == "normal" else generator.random
         shapes = [(5, size, self.noise_dim) for size in job.plan.sizes]
         return [torch.from_numpy(draw(shape, dtype=np.float32)) for shape in shapes]
 
     def draw_labels(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Return the labels of generated features for each batch; its three steps share them."""
+        """Return the labels of generated features for each batch; all its stages use the same."""
         classes, sizes = job.task.num_classes, job.plan.sizes
         first = job.version * len(sizes)
         return [balanced_labels(size, classes, first + step) for step, size in enumerate(sizes)]
@@ -431,8 +432,9 @@ class FRAug(Method):
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Update the prototypes, and return the classifier's loss, which replaces `loss`.
 
-        It is the cross-entropy of the real features, mixed with that of the generated ones as in
-        `classification_loss`. As long as their weight is 0, only the real features count.
+        The result is the cross-entropy of the real features, mixed with the cross-entropy of the
+        generated features (`classification_loss`). While the weight of the generated features is
+        0, only the real features count.
         """
         real, labels = out.features.detach(), out.batch.targets
         self._move_prototypes(job, real, labels)

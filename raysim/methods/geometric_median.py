@@ -1,13 +1,13 @@
 """Geometric median (RFA): use the point with the smallest sum of distances to the updates.
 
-It is robust against arbitrary updates as long as they have less than half of the weight.
+The result is robust as long as less than half of the weight belongs to arbitrary updates.
 
 Source: Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022),
 by the smoothed Weiszfeld algorithm: z starts as the weighted mean, and is replaced `steps` times by
 
     z <- sum_i b_i g_i / sum_i b_i,   b_i = a_i / max(nu, |z - g_i|)
 
-with a_i the weights (by samples unless the run says otherwise).
+with g_i the updates and a_i their weights (by samples unless the run says otherwise).
 
 Departures from the paper
 - z stays in the span of the updates, so that their Gram matrix and one weighted sum suffice.
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 
 def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) -> Tensor:
-    """Return the weights [m] of m updates in their geometric median, after `steps` steps.
+    """Return the weights b [m] with which the mean of m updates is their geometric median.
 
     products: the Gram matrix of the updates, float64 [m, m].
-    weights: [m], the weights of the updates in the weighted mean, which is the result of 0 steps.
-    nu: smaller distances count as nu.
+    weights: [m], the weights a of the updates in the usual mean.
+    steps: the number of steps of Weiszfeld's algorithm; with 0 the result is `weights`.
+    nu: the least divisor. If an update is closer to the median, its distance counts as nu.
     """
     b = weights
     for _ in range(steps):
@@ -50,8 +51,8 @@ def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) 
 class GeometricMedian(Method):
     """A server rule that uses the geometric median of the updates.
 
-    steps: the number of steps of Weiszfeld's algorithm.
-    nu: smaller distances count as nu.
+    steps: the number of steps of Weiszfeld's algorithm; 0 is the weighted mean.
+    nu: the least divisor. If an update is closer to the median, its distance counts as nu.
     """
 
     name = "geometric_median"

@@ -38,9 +38,10 @@ def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size:
 
     The computation is in logarithms, because exp(step_size * loss) may overflow.
 
-    weights: [N], above 0.
+    weights: [N], the weights q before the round, above 0.
     losses: [M], the losses of the participants.
     indices: int64 [M], the numbers of the participants.
+    step_size: the factor eta_q on the losses.
     """
     updated = _add_losses(weights.log(), losses, indices, step_size).softmax(0)
     return updated.clamp_min(torch.finfo(updated.dtype).tiny)
@@ -57,10 +58,12 @@ def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
 
 
 def _add_losses(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """Add `step_size` times the losses to the logarithms of weights, in place.
+    """Add the losses, times `step_size`, to the logarithms of the participants' weights.
 
-    Weights are not normalised here, so that clients without a loss cost nothing. A client may be in
-    `indices` twice.
+    log_weights: [N], the logarithms of all clients' weights, changed in place and returned. They
+    are not normalised, so that the cost depends on the number of participants only.
+    losses: [M], the losses of the participants.
+    indices: int64 [M], the numbers of the participants; a client may be there twice.
     """
     return log_weights.index_add_(0, indices, step_size * losses.to(log_weights.dtype))
 

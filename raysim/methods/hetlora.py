@@ -90,13 +90,14 @@ def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
 class HetLoRA(Method):
     """A method for adapters of different ranks, padded with zeros and averaged.
 
-    ranks: None starts all clients with model.lora.rank; a list, from which each client draws its
-    rank; or a rank for each kind of device in the fleet, such as {phone_low: 2, tablet: 8}.
+    ranks: the first ranks of the clients. None gives all clients model.lora.rank. From a list, each
+    client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
+    {phone_low: 2, tablet: 8}.
     sparsity: True weighs each client by the norm of the product B A of its two factors; False
     leaves the weights as the run and other methods set them.
     lam: the weight of a term of the loss. It shrinks the last columns of B and the last rows of A,
-    so that a client can drop them and have a lower rank from then on; with 0 no client does.
-    gamma: the share of a client's columns and rows that the term leaves out, from the first one on.
+    so that a client can drop them and have a lower rank from then on. 0 switches this off.
+    gamma: the share of a client's ranks that the term does not shrink, counted from the first rank.
     """
 
     name = "hetlora"
@@ -131,7 +132,7 @@ class HetLoRA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Reduce the factors to the client's rank; mark the rows and columns it may prune."""
+        """Reduce the factors to the client's rank; mark the ones that `end` may prune."""
         rank = max(factors.rank for factors in find_factors(job.layout))
         if "rank" in job.received:
             rank = int(job.received["rank"])
@@ -160,7 +161,10 @@ class HetLoRA(Method):
         grad *= job.scratch["mask"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Prune the marked rows of A and columns of B if training made the term smaller."""
+        """Set the marked rows of A and columns of B to 0 if training made their norms smaller.
+
+        The compared number is `tail_sum`, before and after training. Keep the client's new rank.
+        """
         tail, rank = job.scratch["tail"], job.scratch["rank"]
         params = job.params[: len(tail)]
         if bool(tail_sum(params, tail, job.layout) < job.scratch["sum"]):

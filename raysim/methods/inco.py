@@ -1,11 +1,12 @@
-"""InCo: mix the mean update of a stage's first block into the updates of its deeper blocks.
+"""InCo: mix the mean update of a shallow layer into the mean updates of similar deeper layers.
 
 Updates of shallow layers agree more between clients than updates of deep layers. The method changes
-nothing on the clients.
+nothing on the clients. In this file, a *stage* is a sequence of blocks of a residual network, such
+as `layer1` of torchvision.
 
 Source: Chan, Zhou, Zhao, Jiang and Ngai, "Internal Cross-layer Gradients for Extending Homogeneity
-to Heterogeneity in Federated Learning" (ICLR 2024). With g the mean update of a tensor, and g0 that
-of the tensor that is its source, for each kernel of a convolution:
+to Heterogeneity in Federated Learning" (ICLR 2024). Let g be the mean update of a tensor, and g0
+the mean update of another tensor, its *source*. For each kernel of a convolution:
 
     theta = clamp(|<g0, g>| / (<g0, g0> + eps), 0, 5)
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
@@ -147,11 +148,11 @@ def _mix(
 
 
 def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str, str]:
-    """Return the name of each changed parameter's source, by the name of the parameter.
+    """Map the name of each parameter that has a source to the name of its source.
 
-    The update of a source is mixed into the update of the parameter: in a residual network, the
-    source is in the first block of the same stage. Parameters without a source are left out.
-    names, shapes: the parameters of the model; names may have any prefix.
+    The update of the source is mixed into the update of the parameter. In a residual network, the
+    source is in the first block of the same stage, such as `layer1.0` for `layer1.1`.
+    names, shapes: the names and shapes of the model's parameters; names may have any prefix.
     """
     shape_of = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
     sources: dict[str, str] = {}
@@ -178,10 +179,11 @@ def _candidates(name: str) -> Sequence[str]:
 
 
 class InCo(Method):
-    """A server rule that mixes the update of a stage's first block into its deeper blocks.
+    """A server rule that mixes updates of shallow layers into updates of similar deeper layers.
 
-    granularity: "kernel" mixes each kernel of a convolution separately; "tensor" whole tensors.
-    align: "always" mixes all updates; "conflict" only those that oppose their source.
+    granularity: "kernel" mixes each kernel of a convolution separately; "tensor" mixes each tensor
+    as one vector.
+    align: "always" mixes all updates; "conflict" mixes only updates that oppose their source.
     clamp_max: the largest factor on the source.
     value_clip: the largest absolute value of a mixed update; None for no bound.
     eps: added to divisors.

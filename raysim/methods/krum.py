@@ -46,7 +46,7 @@ def scores(distances: Tensor, byzantine: int) -> Tensor:
 
 
 def least_scores(distances: Tensor, byzantine: int, selected: int) -> list[int]:
-    """Return the positions of the `selected` updates with the least scores, in ascending order.
+    """Return the positions of the `selected` updates with the least scores, sorted by position.
 
     distances, byzantine: the arguments of `scores`.
     """
@@ -96,7 +96,7 @@ class Krum(Method):
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the mean of the updates with the smallest scores.
 
-        If all are selected it is bit-identical to FedAvg's mean.
+        If all updates are selected, this mean is bit-identical to FedAvg's.
         """
         rows = weighted_rows(aggregation, server)
         selected = self.selected

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 def soft_targets(labels: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
     """Return labels as rows of probabilities, [..., C].
 
-    Class numbers, int64 [...], become one-hot rows. Labels of floats are such rows already, and are
-    returned unchanged.
+    labels: class numbers, int64 [...], which become one-hot rows; or rows of probabilities, floats
+    [..., C], which are returned unchanged.
     num_classes: the number C of classes.
     dtype: the type of the one-hot rows.
     """

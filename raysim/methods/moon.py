@@ -86,7 +86,10 @@ class Moon(Method):
         self.previous = int(at_least("method.moon.previous", previous, 1))
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """Add the projection to the extractor, so that it is used, trained and averaged with it."""
+        """Append the projection to the extractor; return the new model, or the old one for "none".
+
+        The features are the projection's outputs. It is trained and averaged like the extractor.
+        """
         base = cast(Classifier, model)
         if self.head == "none":
             return base
@@ -134,8 +137,8 @@ class Moon(Method):
     def _features(job: LocalJob, out: Outputs, number: int, values: Tensor) -> Tensor:
         """Return the features of the batch in a previous model, without gradients.
 
-        number: the position of this model among the previous models.
-        values: its vector [layout.total].
+        number: the position of this model among the client's previous models.
+        values: [layout.total], the vector of this previous model.
         """
         model = cast(Classifier, job.frozen(f"moon.{number}", values)["model"])
         return without_gradient(lambda: model.features(out.batch.inputs))

@@ -80,10 +80,13 @@ def fixed_loading_mask(*, num_layers: int, strategy: str, num_loaded: int) -> Te
 def sample_loading_policy(
     *, logits: Tensor, gumbel: Tensor, temperature: float
 ) -> dict[str, Tensor]:
-    """Return "soft", softmax((logits + gumbel) / temperature) [L, 2], and "load_global", bool [L].
+    """Return the decisions of a policy for L layers, as probabilities and as yes or no.
 
-    A layer is loaded if its noisy logit in column 0 is at least that in column 1, for any
-    temperature.
+    "soft" is softmax((logits + gumbel) / temperature), [L, 2]: the probabilities that a layer is
+    loaded (column 0) and that the client keeps its own layer (column 1). "load_global", bool [L],
+    is True if the noisy logit in column 0 is not below the one in column 1.
+    logits: [L, 2], the policy.
+    gumbel: [L, 2], the noise that is added to the logits; zeros for no noise.
     """
     noisy = logits + gumbel
     return {"soft": (noisy / temperature).softmax(1), "load_global": noisy[:, 0] >= noisy[:, 1]}
@@ -180,7 +183,7 @@ class PartialFed(Method):
         self._check_strategy()
 
     def _check_strategy(self) -> None:
-        """Raise ValueError if a setting is missing, or if the strategy does not use it."""
+        """Raise ValueError if a setting is missing, or is set but not used by the strategy."""
         if self.strategy in COUNTED and self.num_loaded is None:
             raise ValueError(
                 f"method.partialfed.num_loaded=null: strategy={self.strategy} needs the number of "

@@ -13,9 +13,9 @@ Departures from the paper
 - The paper names neither the mode nor the number of steps, so a reported result must name its
   mode. The accuracy of v_k is the column `accuracy` in after_local, and the column
   `accuracy_finetuned` in the fine-tuning modes.
-- Fine-tuning starts the run's optimizer again, with its rate at that version, its batches, and
-  cross-entropy alone, on separate random streams; BatchNorm is in train mode. head_only trains the
-  head, with the extractor in eval mode.
+- Fine-tuning starts with a new optimizer of the run's settings, at the learning rate of the current
+  version. It uses the run's batch size, cross-entropy alone and separate random streams. BatchNorm
+  is in train mode. head_only trains the head, with the extractor in eval mode.
 - A client that never trained is scored with the shared model in after_local; if few clients take
   part, use finetune.
 """

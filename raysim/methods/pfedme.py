@@ -43,12 +43,14 @@ if TYPE_CHECKING:
 def envelope_shift(
     grad: Tensor, gradient_at: Callable[[Tensor], Tensor], steps: int, rate: float, lam: float
 ) -> Tensor:
-    """Return the shift [n] from the shared to the personal parameters after `steps` steps.
+    """Return theta - w [n]: the personal parameters theta, minus the shared parameters w.
 
-    The steps minimise the loss plus lam / 2 times the squared norm of the shift.
+    theta starts at w. Each step descends on the loss plus lam / 2 times the squared norm of the
+    shift theta - w.
 
-    grad: [n], the gradient of the loss at the shared parameters. gradient_at(shift): the gradient
-    at the shifted parameters.
+    grad: [n], the gradient of the loss at w.
+    gradient_at(shift): the gradient of the loss at w + shift, [n].
+    steps: the number of steps, at least 1.
     rate: the learning rate of the steps.
     """
     shift = -rate * grad
@@ -85,7 +87,7 @@ class PFedMe(Method):
             run.skip("step")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of each batch's forward and backward passes after the first one."""
+        """Return the cost of `steps` - 1 further forward and backward passes of each batch."""
         return (self.steps - 1) * job.trained_samples
 
     # --- a client's job -----------------------------------------------------------------------

@@ -1,14 +1,14 @@
 """Make the pseudo-data of FedBR: means of clients' samples, or of samples of a public set.
 
-A mean of M samples represents all of them and has no label. The choices:
-- Random sample means are drawn again every round by default (paper); the released code draws them
-  once.
+A mean of M samples represents all of them and has no label. A run can choose:
+- `refresh` decides when means are drawn: again in every round by default, as in the paper, or once,
+  as in the released code.
 - `sources` decides which samples are drawn. "balanced" draws every client equally often, as
-  Algorithm 2 does. "unbalanced" draws clients in proportion to their samples, which is the same if
-  clients have equal sizes, as in the paper. "classes" draws every client equally often, and each
-  class of a client equally often: Figure 6d of the paper compares balanced with unbalanced labels.
-  A public set has no clients: "balanced" and "classes" draw its classes equally often,
-  "unbalanced" draws its samples equally often.
+  Algorithm 2 does. "unbalanced" draws clients in proportion to their samples. Both are the same if
+  all clients have equally many samples, as in the paper. "classes" draws every client equally
+  often, and each class of a client equally often; Figure 6d of the paper compares such balanced
+  labels with unbalanced ones. A public set has no clients: "balanced" and "classes" draw its
+  classes equally often, "unbalanced" draws its samples equally often.
 """
 
 from __future__ import annotations
@@ -116,7 +116,11 @@ class PseudoData:
         run.send("pseudo", lambda server: server.state["pool"], floats, once=True)
 
     def _check(self, run: Setup) -> None:
-        """Raise ValueError for too few means, a single row with BatchNorm, or a wrong proxy set."""
+        """Raise ValueError for settings that do not fit the run.
+
+        The means of all clients may be fewer than B; the model may need more than one row in a
+        batch, because of BatchNorm; or the public set may have other images than the data.
+        """
         check_pseudo_batch(run, self.rows)
         if self.kind == "mixture":
             assert self.proxy is not None
@@ -137,9 +141,10 @@ class PseudoData:
         return {"pool": client_means(client, size, self.sources)}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Store the means of all clients on the server; with refresh="once" only B drawn ones.
+        """Store the means of all clients on the server.
 
-        parts: {"pool": a list with the means of each client}, by client number.
+        With refresh="once", draw B of these means and store only them.
+        parts: {"pool": a list of the clients' means, in the order of the client numbers}.
         """
         server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))
         if self.refresh == "once":
@@ -188,7 +193,8 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
     """Return means of the client's own samples, drawn with replacement: [size[0], ...].
 
     size: the number of means, and the number of samples in each mean.
-    sources: "classes" draws each of the client's classes equally often, otherwise each sample.
+    sources: "classes" draws each of the client's classes equally often; with other values, each
+    sample is drawn equally often.
     """
     if sources == "classes":
         chances = class_chances(client.labels.cpu().numpy())
@@ -202,14 +208,15 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
 def rows_by_samples(
     ends: np.ndarray, per_client: int, size: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw `size` different rows of a table in which each client has `per_client` rows.
+    """Draw different rows of a table in which each client has `per_client` rows.
 
-    The probability of a row is in proportion to its client's samples. Except for rounding, the
-    result has the distribution of `Generator.choice` without replacement, but the cost does not
-    grow with the table.
-    ends: float64 [clients]: client i has the interval from ends[i - 1] to ends[i] (0 to ends[0] for
-    client 0). The interval of a client is divided equally between its rows.
-    Return the numbers of the rows, int64 [size].
+    Return the numbers of the rows, int64 [size]. The probability of a row is in proportion to its
+    client's samples. Except for rounding, the result has the distribution of `Generator.choice`
+    without replacement, but the computing time does not grow with the table.
+    ends: float64 [clients], the cumulative probabilities of the clients: client i is drawn with the
+    probability ends[i] - ends[i - 1], or ends[0] for i = 0.
+    per_client: the number of rows of each client; all rows of a client are equally probable.
+    size: the number of rows to draw.
     """
     rows: dict[int, None] = {}
     while len(rows) < size:
@@ -230,10 +237,11 @@ def rows_by_samples(
 
 
 def _share_of_clients(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the parts of some clients in [0, 1) start, and the widths of these parts.
+    """Return the starts and the widths of some clients' intervals, both float64 [k].
 
-    ends: float64 [all clients], the ends of the parts, from `_share_ends`.
-    clients: int64 [k], the numbers of the clients.
+    [0, 1) is divided into intervals, one for each client.
+    ends: float64 [all clients], the ends of all intervals, such as `_share_ends` returns.
+    clients: int64 [k], the numbers of the clients whose intervals are returned.
     """
     first = np.where(clients > 0, ends[clients - 1], 0.0)
     return first, ends[clients] - first
@@ -244,8 +252,8 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
 
     Each mean is over samples of one client.
     size: the number of means, and the number of samples in each mean.
-    sources: "unbalanced" draws clients in proportion to their samples, otherwise equally often;
-    "classes" also draws each class of a client equally often.
+    sources: "unbalanced" draws clients in proportion to their samples; other values draw clients
+    equally often. "classes" also draws each class of a client equally often.
     """
     generator = stream(job.seed, "fedbr.fresh", job.version)
     ends = _share_ends(job.partition, sources != "unbalanced")
@@ -263,9 +271,9 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _share_ends(partition: CSR, is_uniform: bool) -> np.ndarray:
-    """Divide [0, 1) into a part for each client; return the end of each part, float64 [clients].
+    """Divide [0, 1) into an interval for each client; return their ends, float64 [clients].
 
-    The width of a part is the probability that the client is drawn.
+    The width of an interval is the probability that the client is drawn.
     partition: the samples of each client.
     is_uniform: True draws all clients that have samples equally often, False in proportion to their
     samples.
@@ -301,7 +309,8 @@ def proxy_means(
     proxy: the source of the set, with the mean and the deviation of its channels.
     dataset: the data set that `proxy` builds.
     size: the number of means, and the number of samples in each mean.
-    sources: "unbalanced" draws each sample equally often, otherwise each class equally often.
+    sources: "unbalanced" draws each sample equally often; other values draw each class equally
+    often.
     """
     labels = dataset.labels[: dataset.train_rows]
     chances = None if sources == "unbalanced" else class_chances(labels)

@@ -55,9 +55,10 @@ def divisor(
 ) -> float:
     """Return the divisor of q-FedAvg's sum of updates: the sum of w (1 + q c / F) over clients.
 
-    weights: the weights w = F^q.
-    losses: the losses F.
-    curvatures: the squared norms of the updates, divided by the learning rate (c).
+    Each sequence has one number for each client.
+    weights: w, the client's weight, in which the factor F^q is included.
+    losses: F, the loss of the received model.
+    curvatures: c, the squared norm of the update, divided by the learning rate.
     """
     total = 0.0
     for weight, loss, curvature in zip(weights, losses, curvatures, strict=True):
@@ -90,7 +91,10 @@ class QFedAvg(Method):
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:
-        """Upload the received model's loss, and the update's squared norm divided by the rate."""
+        """Upload the received model's loss F, and the curvature L |D|^2 of the module's formula.
+
+        L is 1 / learning rate, and D is the update of the trained parameters.
+        """
         trained = job.layout.trained
         moved = job.params[:trained] - job.broadcast[:trained]
         job.upload["loss"] = loss_before_training(job)

@@ -1,4 +1,4 @@
-"""Ramps: weights that grow from 0 to 1 over the rounds of a run.
+"""Ramps: weights between 0 and 1 that grow over the rounds of a run.
 
 Sources: "exp" is the ramp of FRAug (Chen et al., ICCV 2023); "laine_aila" is the ramp of Laine and
 Aila, "Temporal Ensembling for Semi-Supervised Learning" (ICLR 2017).
@@ -14,11 +14,13 @@ RAMPS = get_args(RampForm)
 
 
 def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "exp") -> float:
-    """Return the value of a ramp at `step` s of `total_steps` T: from 0 to 1, never falling.
+    """Return the value of a ramp, between 0 and 1; it never decreases from step to step.
 
+    step: the current round s, at least 0 and, for "exp", at most T.
+    total_steps: the number T of rounds of the ramp.
     gamma: the speed of the ramp, in the formula of its form.
     form: "exp" is e^(gamma (s - T)), as in FRAug's paper; "laine_aila" is e^(-gamma (1 - min(s/T,
-    1))^2); "reciprocal" is 1 - 1/(gamma s + 1); "constant" is 1/2.
+    1))^2); "reciprocal" is 1 - 1/(gamma s + 1); "constant" is 1/2 in all rounds.
     """
     if form == "exp":
         return math.exp(gamma * (step - total_steps))

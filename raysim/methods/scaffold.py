@@ -137,7 +137,7 @@ class Scaffold(Method):
     def end(self, job: LocalJob) -> None:
         """Compute the client's next control variate, and upload its change.
 
-        Parameters that made different numbers of steps are treated separately.
+        If some parameters were trained in fewer steps than others, each part has its own number K.
         """
         old, server = job.state["control"], job.received["control"]
         control = old.clone()

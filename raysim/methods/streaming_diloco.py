@@ -2,9 +2,11 @@
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
 Free Lunch" (2025), Algorithm 2, on DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's
-momentum on the server). With P fragments, a job that starts from version v sends fragment v mod P.
-l is the model with which client i ended its last job, and g has, for each parameter, the value that
-the client received last:
+momentum on the server). With P fragments, a job that starts from version v sends fragment v mod P:
+this fragment is *due* in version v. The index p marks the part of a vector that belongs to fragment
+p. x is the server's model, u its momentum, beta the factor of the momentum and eta the server's
+learning rate. l is the model with which client i ended its last job, and w_i the client's weight.
+For each parameter, g has the value that the client received last:
 
     receive     the fragments that were due since the client's last job: l_p <- x_p,  g_p <- x_p
     train       l <- AdamW(l), all fragments
@@ -88,10 +90,11 @@ def _layer_name(name: str) -> str:
 
 
 def due_fragments(since: int, version: int, count: int) -> Sequence[int]:
-    """Return the numbers of the fragments that were sent in a range of versions, each once.
+    """Return the numbers of the fragments that are due in a range of versions, each once.
 
-    since, version: the first version of the range, and the version after its last one.
-    count: the number of fragments.
+    since: the first version of the range.
+    version: the version after the last one of the range.
+    count: the number of fragments; fragment v mod `count` is due in version v.
     """
     return [number % count for number in range(max(since, version - count), version)]
 
@@ -165,7 +168,11 @@ class StreamingDiLoCo(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start from the client's own model, with due fragments replaced by received ones."""
+        """Start from the client's own model; take the due fragments from the received model.
+
+        These are the fragments that were due since the client's last job. The first job starts from
+        the received model.
+        """
         trained = job.layout.trained
         version = int(job.state["version"])
         received = job.broadcast[:trained].clone()
@@ -194,10 +201,11 @@ class StreamingDiLoCo(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the step with Nesterov's momentum for fragments that have updates; else 0.
+        """Return the server's step with Nesterov's momentum, [layout.trained].
 
-        direction: [layout.trained], the mean of all updates, in which an update has zeros outside
-        of its own fragment.
+        Fragments that no update of this aggregation has changed get a step of 0.
+        direction: [layout.trained], the mean of all updates. An update is 0 outside of the fragment
+        that its job has sent.
         """
         weights = [0.0] * self.fragments
         for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def num_trimmed(count: int, share: float) -> int:
-    """Return how many of `count` values are left out at either end."""
+    """Return how many of `count` values are left out at either end: share * count, rounded down."""
     # 0.29 x 100 is 28.999999999999996 in floating point.
     return int(share * count + 1e-9)
 
@@ -62,7 +62,7 @@ class TrimmedMean(Method):
         self.share = in_range("method.trimmed_mean.share", share, least=0, below=0.5)
 
     def setup(self, run: Setup) -> None:
-        """Warn if the share of an aggregation's updates is less than one update."""
+        """Warn if aggregations have so few updates that none is left out."""
         if self.share and not num_trimmed(run.max_updates, self.share):
             run.warn(
                 f"method.trimmed_mean.share={self.share:g}: no update is left out, because that "

@@ -66,7 +66,8 @@ def supervised_contrastive_loss(
     features: [n, D]; this function divides each row by its norm.
     labels: int64 [n]. A row without another row of its label adds 0 to the mean over n.
     temperature: the divisor T of the products of features.
-    base_temperature: an equal value leaves the loss unscaled, as VHL does.
+    base_temperature: the divisor of the scale. The value of `temperature` gives the scale 1, as in
+    VHL.
     """
     rows = F.normalize(features, dim=1, eps=1e-12)
     is_itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
@@ -123,12 +124,13 @@ def virtual_images(means: Tensor, noise: Tensor, labels: Tensor, size: tuple[int
 
 
 def shifted(images: Tensor, down: Tensor, right: Tensor, flip: Tensor, padding: int) -> Tensor:
-    """Return the images, padded with zeros, cropped to the old size, and some of them flipped.
+    """Pad images with zeros, crop them to their old size, and flip some; return [B, c, h, w].
 
     images: [B, c, h, w].
-    down, right: int64 [B], the crop's top left corner in the padded image, from 0 to 2 * padding.
+    down, right: int64 [B], the top left corner of each crop in the padded image, in pixels: from 0
+    to 2 * padding.
     flip: int64 [B], 1 mirrors the image from left to right.
-    padding: the number of zeros at each edge.
+    padding: the number of zero pixels that are added at each edge.
     """
     batch, channels, height, width = images.shape
     rows = torch.arange(height, device=images.device) + down.unsqueeze(1)
@@ -324,7 +326,8 @@ class Vhl(Method):
     def _features(self, job: LocalJob, out: Outputs) -> tuple[Tensor, Tensor]:
         """Return the features of the real and of the virtual samples, from one forward pass.
 
-        The real samples are as they were before another method, such as Mixup, changed them.
+        If another method, such as Mixup, changes the inputs of the batch, the real samples are the
+        unchanged inputs.
         """
         if not self._are_inputs_changed:
             return out.features, out.rows(self.name)

@@ -194,9 +194,11 @@ def flat_size(
 ) -> int:
     """Return the number of values per image after a sequence of convolutions and pools.
 
-    channels: the number of maps at the end.
+    name: the option of the group `model`, for the error.
+    input_shape: channels, height and width of an image.
+    channels: the number of maps after the last convolution.
     windows: the (size, stride, padding) of each convolution and pool, in order.
-    Raise ValueError if an image is too small for them.
+    Raise ValueError if images are too small for these convolutions and pools.
     """
     height, width = input_shape[1:]
     for window, stride, padding in windows:

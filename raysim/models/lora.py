@@ -32,9 +32,10 @@ class Lora:
     alpha: the product of an adapter's matrices is scaled by alpha / rank.
     dropout: the share of an adapter's inputs that are set to 0 in training.
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
-    layer in front of the head, or every convolution if there is no linear layer; layers with fewer
-    inputs or outputs than the rank are left out. So is the output layer of a language model, which
-    the model's function `get_output_embeddings` returns, as in the package transformers.
+    layer in front of the head, or every convolution if there is no linear layer. Layers with fewer
+    inputs or outputs than the rank get no adapter. The output layer of a language model gets none,
+    either; the model's function `get_output_embeddings` returns this layer, as in the package
+    transformers.
     base: the type in which the frozen weights of linear layers, convolutions and embeddings are
     stored; the computation is in the type of the run. "nf4" is 4 bits, and 16 for embeddings.
     """

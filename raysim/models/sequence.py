@@ -19,9 +19,12 @@ from raysim.primitives.kinds import Tokens
 
 
 def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
-    """Return the values [B, T, D] at each row's last token that is not padding, as [B, D].
+    """Return the value of each row's last token that is not padding, [B, D].
 
-    For a row that has only padding, it is the value at its first token.
+    If a row has only padding, its result is the value of its first token.
+    values: [B, T, D], the values of all tokens.
+    tokens: [B, T], the token numbers.
+    padding: the number of the token that fills up short rows.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     last = torch.where(tokens != padding, places, 0).amax(1)

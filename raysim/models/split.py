@@ -41,7 +41,10 @@ class SplitNetwork(Classifier):
         _replace_module(net, head_name, nn.Identity())
 
     def whole(self) -> nn.Module:
-        """Return the original network with these parameters; this model becomes unusable."""
+        """Put the head back into the original network, and return this network.
+
+        The network has the current parameters. The split model cannot be used afterwards.
+        """
         _replace_module(self.extractor, self.head_name, self.head)
         return self.extractor
 

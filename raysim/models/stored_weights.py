@@ -154,10 +154,11 @@ class StoredLayer(nn.Module):
 
 
 def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
-    """Replace the layers of a model whose frozen weights are stored as `lora.base` says.
+    """Store the frozen weights of a model in the type `lora.base`; change the model in place.
 
-    These are linear layers, convolutions and embeddings. Raise ValueError if the weight of a layer
-    with an adapter is not frozen, or if no layer has a frozen weight.
+    Each linear layer, convolution and embedding with a frozen weight is replaced by a
+    `StoredLayer`. With "float32" nothing changes. Raise ValueError if the weight of a layer with an
+    adapter is not frozen, or if no layer has a frozen weight.
     dtype: the type of the computation.
     """
     if lora.base == "float32":

@@ -102,8 +102,9 @@ class HuggingFaceModel(ExternalModel):
     bert.
     pretrained: True loads the weights of that folder or name.
     options: values that replace those of the model's configuration.
-    task: "classify" returns a logit for each class, [B, C], for a sequence or an image; "causal"
-    returns a logit for each token that may follow at each position, [B, C, T], for language data.
+    task: "classify" makes a network that returns a logit for each class of a sequence or an image,
+    [B, C]. "causal" makes a language model: for each of T positions, it returns a logit for each of
+    the C tokens that may be the next token, [B, C, T].
     """
 
     name: str

@@ -41,9 +41,11 @@ def import_optional(package: str, setting: str) -> ModuleType:
 
 
 def is_instance_of(value: object, module: str, *names: str) -> bool:
-    """Return True if a value is of one of a module's classes, without importing the module.
+    """Return True if a value is an instance of one of some classes of a module.
 
-    module: its name, such as "pandas". No value can be of its classes before it is imported.
+    The module is not imported: before its import, no value can be an instance of its classes.
+    module: the name of the module, such as "pandas".
+    names: the names of the classes in the module, such as "DataFrame".
     """
     imported = sys.modules.get(module)
     return imported is not None and isinstance(

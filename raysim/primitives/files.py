@@ -79,9 +79,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def report_full_disk(path: Path, needed_bytes: int) -> Iterator[None]:
-    """Replace an error inside `with` that means a full disk by an `OSError` with more facts.
+    """Replace an error inside `with` that means a full disk by a more precise `OSError`.
 
-    These are the path, the needed bytes and the free bytes. Other errors pass unchanged.
+    The new error names the path, the needed bytes and the free bytes. Other errors pass unchanged.
     path: the file that is written inside `with`.
     needed_bytes: the size that the file will have.
     """

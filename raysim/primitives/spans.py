@@ -61,7 +61,7 @@ class Track:
 class Spans:
     """A recorder of the time intervals (spans) of a process.
 
-    whole: the kinds of spans that are not divided: spans inside them are not recorded.
+    whole: kinds of work. A span that is inside a span of such a kind is not recorded.
     settle: function called before a span closes, to wait for a device that works asynchronously.
     seconds: the seconds of each kind of work since the last `take`.
     spans: the first `MAX_KEPT_SPANS` spans since the last `take`.

@@ -54,7 +54,7 @@ def open_stack_source() -> StackSource | None:
 def _own_file() -> IO[bytes]:
     """Open the file into which this process writes its stacks; return it.
 
-    Its name is removed at once, so that no file remains when the process ends.
+    The file's name is removed at once, so that no file remains when the process ends.
     """
     assert _SIGNAL is not None, "the caller checks it"
     import fcntl
@@ -89,7 +89,7 @@ def read_stacks(source: StackSource | None) -> str:
 def _read_new_text(path: Path) -> str:
     """Wait until a file has text and stops growing; return the text.
 
-    After `ANSWER_TIMEOUT_S` seconds return what there is, "" if the file is still empty.
+    After `ANSWER_TIMEOUT_S` seconds, stop waiting and return the text so far, which may be "".
     """
     end = time.monotonic() + ANSWER_TIMEOUT_S
     size = 0
@@ -153,7 +153,7 @@ def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
 
 
 def remove_empty_file(path: Path) -> None:
-    """Remove a file of the folder `stacks` if it is empty, and the folder if it has no other."""
+    """Remove a file of the folder `stacks` if it is empty, and then the folder if it is empty."""
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_size:
             return

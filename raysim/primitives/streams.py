@@ -68,13 +68,13 @@ def stream_key(seed: int, purpose: str) -> int:
 
 
 def uniform(key: int, *place: int) -> float:
-    """Return the random number in [0, 1) that belongs to a key and a place.
+    """Return a random number in [0, 1); equal arguments always give the same number.
 
-    Equal arguments always give the same number. The virtual clock needs a million such numbers, and
-    making a generator for each would take ten times as long. Each part of the place goes through
-    the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
-    key: what `stream_key` returned.
-    place: what the number is for, such as (client, job).
+    The virtual clock needs a million such numbers, and making a generator for each would take ten
+    times as long. Each number of `place` goes through the finaliser of SplitMix64 (Steele, Lea and
+    Flood, OOPSLA 2014).
+    key: the key of the purpose, from `stream_key`.
+    place: numbers that name this draw, such as a client and a job.
     """
     for part in place:
         key = (key + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK_64

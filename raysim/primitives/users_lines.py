@@ -11,11 +11,11 @@ _PYTHON_FOLDER = Path(sysconfig.get_path("stdlib"))
 
 
 def users_line(error: BaseException, folder: Path | None = None) -> str:
-    """Describe the line of the user in which an error was raised: " (file, line N: code)".
+    """Return the line of the user's code in which an error was raised: " (file, line N: code)".
 
-    Return "" if there is none.
+    Return "" if no line of the error's traceback belongs to the user.
     folder: the folder of the user's code; None if unknown. If no line is in this folder, the
-    innermost line outside of raysim and of installed packages is used.
+    innermost line outside of raysim, of Python and of installed packages is used.
     """
     frames = [
         frame

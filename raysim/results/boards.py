@@ -40,7 +40,10 @@ class TensorBoard(Observer):
         )
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Write the row; a column "method.name" is shown below "method"."""
+        """Write each number of the round's row.
+
+        TensorBoard shows a column such as "method.name" as `name` in the group `method`.
+        """
         for name, value in _finite_numbers(event.row).items():
             self._writer.add_scalar(name.replace(".", "/"), value, int(event.row["round"] or 0))
         self._writer.flush()

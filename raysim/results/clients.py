@@ -156,10 +156,10 @@ def read_clients(folder: Path) -> dict[str, np.ndarray] | None:
 
 
 def read_users(folder: Path) -> list[str] | None:
-    """Read which user each client is, or return None if the run stored no users.
+    """Return the name of each client's user, in the order of the clients.
 
-    A user is a person whose data one client has, such as a writer in LEAF's data. Return the names
-    of the users in the order of the clients.
+    A user is a person whose data one client has, such as a writer in LEAF's data. Return None if
+    the run stored no users.
     Raises `ValueError` if the file is broken.
     """
     table = _read_table(folder / CLIENTS_FILE, ("client",))

@@ -55,8 +55,8 @@ class Report:
         """Return a row for each setting: the mean of each number over the seeds.
 
         The column "final_std" is the sample deviation (divisor n-1) of the column "final". The
-        column "final_mark" is † if the setting is significantly better than the first setting, and
-        ‡ if it is worse.
+        column "final_mark" is † if the setting is significantly better than the first setting with
+        the same data and split, and ‡ if it is significantly worse.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 
@@ -74,6 +74,7 @@ class Report:
     def differences(self) -> pd.DataFrame:
         """Return a row for each number and setting: the difference from the first setting.
 
+        The first setting is the first one with the same data and split.
         The runs of equal seeds are compared in pairs. `low` to `high` is the 95 % interval, `p` the
         p-value of the paired t-test, `holm` this p-value after Holm's correction, and `wilcoxon`
         the p-value of the signed-rank test.
@@ -198,9 +199,9 @@ def report(
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual ones.
     labels: the new label for each setting, or a text such as "fedavg=FedAvg,fedprox=FedProx".
     order: settings in the order of rows, or a text such as "fedprox,fedavg". A setting that is not
-    named comes after the named settings with the same data and split, or else at the end; several
-    of them are ordered by their score, best first. The first row is the setting with which all
-    others are compared in tests.
+    named comes after all named settings with the same data and split. If there are none, it comes
+    at the end. Settings that are not named are in the order of their scores, best first. In tests,
+    the first setting is compared with all others that have the same data and split.
     percent: True shows shares in percent.
     thresholds: scores between 0 and 1 for the table of costs; () shows up to four: the highest
     scores that any run reached, of the scores of `rounds_to` in its summary.
@@ -271,8 +272,8 @@ def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:
 def parse_order(text: str, settings: Sequence[str]) -> list[str]:
     """Parse text such as "fedprox,fedavg" into a list of labels.
 
-    settings: all labels, which may contain commas. A name that is none of them is returned as it
-    is; `arrange_groups` refuses it.
+    settings: all labels, which may contain commas. If `text` has a name that is not a label, the
+    list contains this name, and `arrange_groups` refuses it.
     """
     order = []
     rest = text
@@ -286,6 +287,9 @@ def parse_order(text: str, settings: Sequence[str]) -> list[str]:
 
 
 def _leading_name(text: str, names: Sequence[str], end: str) -> str | None:
-    """Return the longest of `names` with which a text begins; `end` or nothing must follow it."""
+    """Return the longest of `names` with which a text begins, or None if there is no such name.
+
+    end: the text that must follow the name, unless the text ends with the name.
+    """
     fitting = [name for name in names if f"{text}{end}".startswith(f"{name}{end}")]
     return max(fitting, key=len, default=None)
