@@ -76,9 +76,9 @@ class SumTrees:
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
         """Return the groups that a worker sums.
 
-        These are the groups that `groups` returns. Only an aggregation of a single job is left out:
-        the update of this job is sent instead of a sum, because it has the same size and contains
-        more.
+        These are the groups that `groups` returns, except the job of an aggregation that has only
+        one job. For such a job the worker sends the update itself instead of a sum. Both have the
+        same size, but the update contains more information.
         numbers: the numbers of the jobs that the worker trains.
         """
         return [group for group in self.groups(numbers) if len(self._trees[group[0]].jobs) > 1]

@@ -54,7 +54,7 @@ class RowWriter:
         self._deaths = 0  # deaths of workers up to the last row
 
     def start(self) -> None:
-        """Start the clock of this session, which begins when the run starts or is resumed."""
+        """Start to measure wall time; call this when the run starts or is resumed."""
         self._since = time.monotonic()
 
     def resume(self, wall_seconds: float, rows: list[Row]) -> None:
@@ -140,9 +140,10 @@ class RowWriter:
     def store_bytes(self, versions: int, results: int) -> int:
         """Return the bytes in the object store when all updates of a round have arrived.
 
-        A client state of unknown size counts as the mean of the other states.
-        versions: the number of bytes of the stored versions.
-        results: the number of floats of the updates that are not collected yet.
+        The result is the sum of the bytes of versions, results of calls and client states. A client
+        state of unknown size counts as the mean of the other states.
+        versions: the bytes of the stored versions.
+        results: the floats in the updates and sums that are not collected yet.
         """
         return versions + results * self.itemsize + self.client_states.bytes
 

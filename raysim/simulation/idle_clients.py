@@ -21,9 +21,9 @@ _FEW = 64  # up to this many clients are added or removed one by one
 class IdleClients:
     """The clients of `members` that are available and idle, as a sorted array.
 
-    The array depends only on the current time and the busy clients, and not on when this object was
-    made. Therefore checkpoints do not contain it.
-    presence: the times at which clients are available.
+    The array depends only on the current time and the busy clients. It can be made again at any
+    time, so checkpoints do not contain it.
+    presence: the availability of the clients.
     members: the clients to consider, ascending.
     busy: the clients that are busy; the caller updates this collection.
     now: the current virtual time in seconds.

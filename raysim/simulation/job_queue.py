@@ -37,12 +37,13 @@ class JobQueue:
     def take_bundle(
         self, accepts: Callable[[Job, bool], bool], max_jobs: int, max_work: float
     ) -> list[Job]:
-        """Remove and return the first jobs that a worker accepts.
+        """Remove and return the first jobs in the queue that a worker accepts.
 
-        accepts: function that returns True if the worker accepts a job. Its second argument is True
-        until a job is accepted.
-        max_jobs: the largest number of jobs.
-        max_work: no more jobs are added when they have this many samples together.
+        accepts: function that returns True if the worker accepts a job. Its arguments are the job,
+        and True if no job was accepted before, else False.
+        max_jobs: the largest number of jobs to return.
+        max_work: a number of samples. When the accepted jobs have this many samples in total, no
+        more jobs are added.
         """
         bundle: list[Job] = []
         passed: list[tuple[int, float, int, int, Job]] = []

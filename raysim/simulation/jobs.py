@@ -69,7 +69,8 @@ class JobTable:
     aggregation after its end.
     planner: the object that plans the aggregations.
     replicas: the models of the server.
-    versions: the published versions, which jobs hold from their dispatch to their end.
+    versions: the published versions. A version is kept as long as a job that starts from it has the
+    state DISPATCHED or IN_FLIGHT.
     dispatcher: the object that sends jobs to workers.
     settings: the settings of the run.
     """
@@ -111,8 +112,9 @@ class JobTable:
     def next_aggregation(self) -> PlannedAggregation:
         """Dispatch the jobs of the next aggregation, and return this aggregation.
 
-        Also plan more aggregations until the end of every dispatched job is known. This is not
-        possible if the selection needs the updates of this aggregation first.
+        Also plan further aggregations, until it is known for every dispatched job whether its
+        update will be aggregated. No further aggregation is planned if the plan depends on the
+        updates of the returned aggregation.
         Raises NoClientsLeftError if no aggregation can be planned.
         """
         if not self._aggregations:
@@ -187,9 +189,11 @@ class JobTable:
                 self._versions.release(version)
 
     def _dispatch(self, aggregation: PlannedAggregation) -> None:
-        """Dispatch planned jobs whose base versions exist now; complete their fields.
+        """Dispatch the jobs that are planned to be dispatched before an aggregation.
 
-        aggregation: the aggregation before which the jobs are dispatched.
+        The base versions of these jobs exist now. Each job also gets the fields that the planner
+        cannot know, such as its weight.
+        aggregation: the next aggregation that the server makes.
         """
         replicas = self._replicas
         probe = self._settings.evaluate.probes(replicas.version + 1)

@@ -53,7 +53,7 @@ class VaryingTensors:
     planned: Mapping[str, PlannedUpload]
 
     def received_floats(self, floats_of: FloatsOf) -> int:
-        """Return how many floats a client receives with these tensors.
+        """Return the total number of floats of the tensors that a client receives.
 
         floats_of: function that returns the number of floats of a tensor, given its full name.
         """
@@ -105,10 +105,12 @@ class Loads:
     """A callable that returns the `Load` of a job: samples, and floats received and sent.
 
     A sample that goes through a forward pass only counts as `FORWARD` samples (less than one).
+    spec: the run.
+    declarations: what the methods of the run declare.
     counts: int64 [clients], the training samples of each client.
-    sent_floats: function that returns the number of floats that a client receives with a tensor of
-    the current version, given the client and the tensor's full name. None counts every tensor with
-    its size in version 0.
+    sent_floats: function that returns the size, in floats, of a tensor that a client receives with
+    the current version. Its arguments are the client and the tensor's full name. With None, every
+    tensor counts with its size in version 0.
     """
 
     def __init__(
@@ -201,9 +203,9 @@ class StepMessages:
         self.received = np.full(clients, -1, np.int32)
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats a client saves by receiving messages instead of parameters.
+        """Return how many floats fewer a client receives with messages than with parameters.
 
-        Also record that the client has this version from now on.
+        Call this once for each job, because it also records that the client now has this version.
         version: the base version of the client's next job.
         """
         previous = self.received.item(client)

@@ -211,9 +211,11 @@ def make_replicas(
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
     """Return the training samples of a replica's clients, and the number of all other clients.
 
-    The samples are an array int64 [clients], which is 0 for a client of another replica. Clients
-    that are never trained (`evaluate.unseen`) count as other clients.
+    The first result is an array int64 [clients] with the number of each client's training samples;
+    it is 0 for clients of other replicas. In the second result, clients that are never trained
+    (`evaluate.unseen`) count as other clients.
     replica_of: int [clients], the replica that serves each client.
+    replica: the number of the replica.
     """
     partition = spec.data.partition
     is_member = replica_of == replica

@@ -152,7 +152,7 @@ class CountingRuntime:
 
 
 def _is_plain(value: object) -> bool:
-    """Return True if a message contains the value itself, False if only a reference to it."""
+    """Return True if `value` is a value, False if it is a reference to a stored value."""
     return isinstance(value, _PLAIN_TYPES) or is_dataclass(value)
 
 

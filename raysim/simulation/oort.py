@@ -15,13 +15,14 @@ Choices and departures:
 - U is scaled to [0, 1] and T is a percentile of known durations, as in the released code.
 - The pacer follows the paper: T grows when the utility of the chosen clients has fallen from one
   window of rounds to the next. The utility of a round is the mean U (not scaled) of its clients.
-- A client that has not reported is explored: it is drawn in proportion to its samples and to the
-  factor (T / D)^penalty, where D is its expected duration. This follows the released code, except
-  that the code draws from a narrower window of clients.
-- A client that has reported is exploited: it is chosen by its utility. If too few clients can be
-  explored, more are exploited, and the other way around.
-- A round is the choice of `concurrency` clients. A schedule that dispatches fewer clients at a time
-  takes them from the last choice, one after another, and leaves out busy clients.
+- Exploration: some of the chosen clients have not reported. They are drawn with a probability in
+  proportion to their samples times the factor (T / D)^penalty, where D is the expected duration.
+  This follows the released code, except that the code draws from fewer clients.
+- Exploitation: the other chosen clients have reported. They are drawn among the clients of large
+  utility, with a probability in proportion to the utility. If there are too few clients that have
+  not reported, more of these clients are drawn, and vice versa.
+- In each round, the rule chooses `concurrency` clients. A schedule that dispatches fewer clients at
+  a time takes them from this choice, one after another, and leaves out busy clients.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 class Oort(Selection):
     """Choose clients by statistical and system utility, and explore clients without a report.
 
-    exploration: the share of clients without a report among the chosen clients of the first round.
-    exploration_decay: the factor by which this share decreases in every round.
+    exploration: the initial share of clients without a report among the chosen clients.
+    exploration_decay: the factor by which this share is multiplied before every round, also before
+    the first one.
     exploration_min: the smallest value of this share.
-    cutoff: if k clients are needed, they are drawn from all clients whose utility is at least this
-    share of the k-th largest utility.
+    cutoff: if k clients that have reported are needed, they are drawn from all whose utility is at
+    least `cutoff` times the k-th largest utility.
     clip: the quantile at which statistical utilities (samples times loss) are clipped.
     preferred: the percentile of all known durations of jobs that is the preferred duration in the
     first round. With 100 every duration is accepted, so that no client is penalised for its speed.
@@ -81,12 +83,17 @@ class Oort(Selection):
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
         """Return the state of this rule before the first round, by name.
 
-        "round": the number of rounds so far. "exploration": the share of clients without a report
-        among the clients of the next round. "preferred": the percentile of the known durations that
-        is the preferred duration. "chosen_in": for each client, the last round that chose it; 0 for
-        none. "exploited": the clients that the last round chose by utility. "utilities": for each
-        of the last rounds, the mean statistical utility (samples times loss) of its clients.
-        "picks": clients that are chosen and not dispatched yet.
+        - "round": the number of rounds so far.
+        - "exploration": the share of clients without a report among the clients of the last round;
+          before the first round, the setting `exploration`.
+        - "preferred": the percentile of the known durations that is the preferred duration.
+        - "chosen_in" [clients]: the last round that chose each client; 0 for none.
+        - "exploited": the clients that the last round chose by their utility.
+        - "utilities": for each of the last rounds, the mean statistical utility (samples times
+          loss) of the clients that the round chose by their utility.
+        - "picks": the clients that are chosen and not dispatched yet.
+
+        clients: the number of clients.
         """
         return {
             "round": np.zeros((), np.int64),

@@ -3,7 +3,8 @@
 The plan is a function of configuration and seed, and does not depend on training results. It can
 therefore be made before the training, so that the end of every job is known before a worker gets
 the job. There are two exceptions: if the selection needs reports of clients, or if messages change
-in size, the plan also depends on earlier aggregations. Such a run is planned one aggregation ahead.
+in size, the plan also depends on earlier aggregations. In such a run, an aggregation is planned
+only after the server has made the previous one.
 """
 
 from __future__ import annotations
@@ -83,15 +84,18 @@ class Messages(Protocol):
 class PlannedAggregation:
     """A planned aggregation, and all events since the previous aggregation.
 
+    If each replica has its own schedule, a site is a replica with its clients (`Site`). Otherwise
+    the whole run is one site.
     version: the number of the run's earlier aggregations.
-    site: the number of the `Site` that aggregates; 0 if the run has a single one.
+    site: the number of the site that aggregates; 0 if the whole run is one site.
     site_version: the number of earlier aggregations of this site.
     site_down, site_up: the floats that this site's clients received and sent since the run's start.
-    meets: True if the replicas exchange after this aggregation.
-    now: the virtual time of the aggregation, in seconds since the run's start.
+    meets: True if the replicas exchange in this aggregation.
+    now: the virtual time of the aggregation, in seconds since the run's start. If the replicas
+    exchange, it is the end of the exchange.
     dispatched, lost, discarded: the jobs that were dispatched, lost or discarded since the previous
     aggregation.
-    aggregated: the jobs that are aggregated now, in the order in which they enter the sum.
+    aggregated: the jobs that are aggregated now, in the order in which their updates are summed.
     down, up: the floats that all clients received and sent since the run's start.
     between: the floats that replicas sent to each other since the run's start.
     costs: the costs of all jobs since the run's start, by column of the history; {} if nothing
@@ -132,11 +136,13 @@ class PlannedAggregation:
 
 
 def _draw_places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
-    """Yield random positions below `clients`, possibly with repetitions.
+    """Yield random positions in an array of clients, possibly with repetitions.
 
-    Each block of draws is twice as large as the previous one. Stop when so many positions were
-    drawn that it is cheaper to draw from a list of all idle clients.
-    count: the number of clients that the caller needs.
+    The positions are drawn in blocks, each twice as large as the previous one. After a limited
+    number of positions nothing more is yielded, because the caller can then draw from a list of all
+    idle clients at a lower cost.
+    clients: the length of the array; all positions are below this number.
+    count: the number of different, idle clients that the caller needs.
     """
     size, left = 2 * count, max(DRAWS_PER_CLIENT * count, clients)
     while left > 0:
@@ -150,11 +156,15 @@ def _draw_places(generator: np.random.Generator, clients: int, count: int) -> It
 
 
 class Site:
-    """The clients and jobs that one schedule sees: those of the whole run, or of one replica.
+    """A part of the run that has a schedule of its own, with its clients and jobs.
 
-    pool: the replica if the site has the clients of one replica; -1 if it has all clients.
-    members: how many of this site's clients have samples (a count).
-    pools: the number of pools into which the schedule divides the clients by speed; 0 for none.
+    If each replica has its own schedule, there is a site for each replica. Otherwise there is one
+    site with all clients of the run.
+    pool: the number of the replica, whose clients are also one pool; -1 for a site with all
+    clients.
+    members: the number of this site's clients that have samples.
+    pools: the number of pools into which the schedule divides the clients by their speed; 0 if it
+    does not divide them.
     """
 
     def __init__(self, pool: int, members: int, pools: int):
@@ -291,7 +301,10 @@ class Planner:
         return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
     def count_contributions(self, floats: int) -> None:
-        """Add floats that clients sent before the first aggregation to the traffic."""
+        """Record traffic before round 0: the arrays that clients send so that methods can start.
+
+        floats: the number of floats that all clients together sent.
+        """
         self._next.up += floats
 
     def count_unplanned(self, aggregation: PlannedAggregation, floats: int) -> None:
@@ -344,9 +357,9 @@ class Planner:
     def _decide(self, site: Site) -> PlannedAggregation | float:
         """Execute the schedule's actions at a site until the site aggregates or waits.
 
-        Return the aggregation, or the latest virtual time until which the site waits. If a dispatch
-        found too few available clients, the site also waits for the next client that becomes
-        available.
+        Return the planned aggregation if the site aggregates. Otherwise return a virtual time: the
+        schedule decides again at this time, or at an earlier event. If a dispatch found too few
+        available clients, such an event is also that a client becomes available.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
         while True:
@@ -544,7 +557,8 @@ class Planner:
     def _take_arrived(self, site: Site, numbers: Sequence[int]) -> list[Job]:
         """Remove arrived jobs from a site; return them in the order of `numbers`.
 
-        Raises RuntimeError if two jobs of one client would change their order.
+        Raises RuntimeError if a job would be aggregated before an earlier job of the same client,
+        or if `numbers` is empty or has a number twice.
         """
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(
@@ -699,7 +713,11 @@ class Planner:
     def _sample_idle(
         self, members: np.ndarray, count: int, generator: np.random.Generator
     ) -> list[int]:
-        """Return up to `count` idle clients of `members`, which are always available."""
+        """Draw up to `count` idle clients of `members`; return them ascending.
+
+        members: the clients to draw from, all of which are always available.
+        generator: the source of the random numbers.
+        """
         if not self._busy:
             size = min(count, len(members))
             return sorted(generator.choice(members, size=size, replace=False).tolist())
@@ -719,12 +737,12 @@ class Planner:
         count: int,
         presence: Availability | None = None,
     ) -> set[int]:
-        """Return the first `count` clients at the given positions that are idle and available.
+        """Return the first `count` different clients that are idle and available.
 
-        Return fewer if `places` ends before.
-        members: the clients.
-        places: positions in `members`, in the order in which they are tried.
-        presence: when clients are available; None means always.
+        The clients are tried in the order of `places`. Return fewer if there are not enough places.
+        members: the clients from which `places` selects.
+        places: positions in `members`; a position may be repeated.
+        presence: the availability of the clients; None means that all are always available.
         """
         busy, now = self._busy, self.now
         drawn: set[int] = set()
@@ -741,11 +759,12 @@ class Planner:
     def _numbers(self, purpose: str, cohort: int, count: int) -> Iterator[float]:
         """Yield uniform random numbers in [0, 1), without end.
 
-        For a small count the numbers are computed one by one, because making a generator costs as
-        much as ten of them.
-        purpose, cohort: the name of the random stream, and the number of the cohort. Together they
-        decide the numbers.
-        count: about how many numbers are needed.
+        If `count` is small, the numbers are computed one by one, without a NumPy generator. Making
+        a generator costs as much as ten such numbers.
+        purpose: the name of the random stream.
+        cohort: the number of the cohort. The purpose, the cohort and the run's seed decide the
+        numbers.
+        count: the approximate number of numbers that the caller needs.
         """
         if count < EXTRA_DRAWS:
             key = self._keys.get(purpose)
@@ -769,9 +788,10 @@ class Planner:
         return idle_clients
 
     def _next_arrival(self) -> float:
-        """Return the virtual time at which a pool with too few clients next gets a client.
+        """Return the virtual time at which a client next becomes available that is needed.
 
-        Return infinity if that never happens.
+        Only pools are considered in which a dispatch at the current time found too few available
+        clients. Return infinity if no client of these pools becomes available again.
         Raises ValueError if the run would wait longer than `patience` for its first client.
         Raises NoClientsLeftError if no client becomes available and no job is in flight.
         """

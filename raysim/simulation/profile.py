@@ -37,7 +37,9 @@ class WatchedRuntime:
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
         """Start a Python method of a worker; return a reference to each value that it returns.
 
-        returns: the number of these values.
+        method: the name of a Python method of `Worker`.
+        args: the arguments of the method, or references to them.
+        returns: the number of values that the method returns.
         """
         self.call_times[worker].append(self.spans.now())
         kind = "waiting" if self.runtime.is_in_process else "messages"
@@ -117,9 +119,9 @@ def add_idle_time(
 ) -> Track:
     """Return the times of a worker, with the time between its calls added.
 
-    Between two calls the worker first waits until the coordinator makes the next call. This time
-    counts as "waiting". Then it waits until the call arrives, which counts as "messages".
-
+    The worker is idle between the end of a call and the beginning of the next one. The time until
+    the coordinator makes the next call counts as "waiting". The time from then until the call
+    begins on the worker counts as "messages".
     worker_track: the times that the worker has measured.
     call_times: the times at which the coordinator made the calls, in the order of the calls.
     start, stop: the beginning and the end of the profile.

@@ -19,10 +19,10 @@ MIN_STEP_BYTES = 2**26
 
 
 class ReplicaMemory:
-    """The object that moves replicas to disk, the one that has been idle longest first.
+    """The object that moves replicas to disk if they need too much memory.
 
-    The vector and the server state of a moved replica become tensors in a memory-mapped file, with
-    the same values.
+    The replica whose last change is longest ago is moved first. The vector and the server state of
+    a moved replica become tensors in a memory-mapped file, with the same values.
     servers: the server of each replica.
     budget: the most bytes of replicas in memory; infinity means no limit.
     folder: the folder of the file; "" is the system's folder for temporary files.
@@ -47,8 +47,8 @@ class ReplicaMemory:
     def note_read(self, replica: int) -> None:
         """Record that the caller reads a replica next.
 
-        If the replica is on disk, the system loads its pages into memory when they are read. If too
-        many bytes of the file were loaded before, remove these from memory first.
+        If the replica is on disk, reading it loads its part of the file into memory. If all loaded
+        parts together would then be too large, this call first removes them from memory.
         """
         if self._file is not None and replica not in self._in_memory:
             self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))
@@ -56,9 +56,10 @@ class ReplicaMemory:
     def keep_within_budget(
         self, changed: Iterable[int], is_busy: Callable[[int], bool]
     ) -> set[int]:
-        """Move idle replicas to disk until those in memory are within the budget.
+        """Move idle replicas to disk until the replicas in memory fit the budget.
 
-        Return the moved replicas.
+        Return the numbers of the moved replicas. If all other replicas are busy, the memory may
+        exceed the budget.
         changed: the replicas that have changed since the last call.
         is_busy: function that returns True for a replica that must stay, because a job in flight
         started from it.

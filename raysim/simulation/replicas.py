@@ -35,11 +35,11 @@ class Replicas:
     - is_single: True if there is one replica.
     - version: the number of aggregations of the run so far, of all replicas together.
     - report: columns for the history's row of the last aggregation.
-    - numbers: for each replica the number of its current version. These numbers count the versions
-      of all replicas together: a replica that changes gets the next number. Replicas with the same
+    - numbers: for each replica, the number that identifies its current version among the versions
+      of all replicas. A replica that changes gets the next unused number. Replicas with the same
       values may have the same number.
     - clients_of: int64 [clients], the replica that serves each client now. If clients choose their
-      replica, it is the one that the client trained last.
+      replica, this is the replica that the client trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.
 
     network: which clients each replica serves, and when replicas exchange.
@@ -191,10 +191,9 @@ class Replicas:
     def _regroup(self, by_replica: Mapping[int, Sequence[Update]]) -> set[int]:
         """Let the cluster rule move clients to unused replicas after an aggregation.
 
-        An unused replica is one without clients. It first gets a copy of the model that its new
-        clients had before. Return the replicas to which clients were moved; without a cluster rule,
-        none.
-
+        An unused replica has no clients. Before clients are moved to it, it gets a copy of the
+        model that served them until now. Return the replicas to which clients were moved. If the
+        topology has no cluster rule, no client is moved.
         by_replica: the updates of each replica, in the order in which they are aggregated.
         """
         rule = self.network.clusters
@@ -320,7 +319,8 @@ class Replicas:
     ) -> set[int]:
         """Let each replica that has jobs aggregate; return the replicas that have changed.
 
-        mixes_first: True if replicas have just exchanged, before this step.
+        mixes_first: True if the replicas have already exchanged in this aggregation, so that their
+        vectors are no longer the versions that the aggregation started with.
         aggregation: the planned aggregation.
         jobs: the jobs of the aggregation, in the order in which they are aggregated.
         updates: one for each job; None for a failed job.
@@ -493,11 +493,11 @@ class Replicas:
 class _Bases(Mapping[int, PublishedVersion]):
     """The versions that the updates of one replica started from.
 
-    The keys are the numbers that count the aggregations of this replica. `Versions` has other
-    numbers for the same versions, which count the versions of all replicas.
+    A key is the number of this replica's aggregations before the version. `Versions` has other
+    numbers for the same versions, each of which identifies a version among those of all replicas.
 
     versions: the stored versions of all replicas.
-    number_of: for each key the number of the version in `versions`.
+    number_of: for each key, the number of the same version in `versions`.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):
