@@ -239,10 +239,10 @@ def _draw_note(ax: Axes, text: str) -> None:
 
 
 def show_dashes(legend: Legend, curves: Sequence[Curve]) -> None:
-    """Give the lines of a legend the dashes of their curves.
+    """Draw each line of the legend with the dashes of its curve.
 
-    In the plot a line may have other dashes, whose gaps show the lines below (`gap_dashes`).
-    curves: one for each line of the legend.
+    In the plot, a line that covers other lines has different dashes (`gap_dashes`).
+    curves: the curves in the order of the legend's lines.
     """
     for line, curve in zip(legend.get_lines(), curves, strict=True):
         line.set(linestyle=DASHES[curve.dash])
@@ -285,12 +285,13 @@ def _draw_lines(
 def gap_dashes(
     points: dict[float, float], drawn: Sequence[dict[float, float]], tolerance: float
 ) -> tuple[float, tuple[float, float]] | None:
-    """Return dashes whose gaps show the lines below; None if the line hides no other line.
+    """Return dashes for a line that covers earlier lines; None if it covers none.
 
-    The result has the form that matplotlib expects: (offset, (length of a dash, length of a gap)).
-    points: the points of the line, as y by x.
-    drawn: the points of the lines below.
-    tolerance: a difference of y that is too small to be seen.
+    The earlier lines can be seen through the gaps between the dashes. The result is matplotlib's
+    pair (offset, (length of a dash, length of a gap)), with lengths in multiples of the line width.
+    points: the points of the new line, a dict from x to y.
+    drawn: for each earlier line, a dict from x to y.
+    tolerance: the largest difference of two y values that cannot be seen.
     """
     below = sum(_overlap(points, other, tolerance) for other in drawn)
     return (0.0, (6 / below, 6.0)) if below else None
@@ -299,8 +300,8 @@ def gap_dashes(
 def _overlap(one: dict[float, float], other: dict[float, float], tolerance: float) -> bool:
     """Return True if a large part of the shorter line lies on the longer line.
 
-    one, other: the points of both lines, as y by x.
-    tolerance: a difference of y that is too small to be seen.
+    one, other: the points of each line, a dict from x to y.
+    tolerance: the largest difference of two y values that cannot be seen.
     """
     shorter, longer = sorted((one, other), key=len)
     same = [x in longer and abs(y - longer[x]) <= tolerance for x, y in shorter.items()]
@@ -311,7 +312,10 @@ def _overlap(one: dict[float, float], other: dict[float, float], tolerance: floa
 
 
 def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
-    """Return True if the curves are losses that fall by more than a factor of 50."""
+    """Return True if the curves are losses and the largest is over 50 times the smallest.
+
+    ylabel: the label of the vertical axis; curves of losses have the word "loss" in it.
+    """
     values = [y for curve in curves for _, y in curve.points]
     if "loss" not in ylabel or not values:
         return False
@@ -321,8 +325,9 @@ def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
 def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
     """Return True if a plot against this axis shows more than the plot against the rounds.
 
-    This is the case if the curves differ in what a round costs on the axis. For wall time the
-    result is always False, because wall time depends on the machine and on other processes.
+    This is the case if the curves have different values of the axis, such as traffic, in the same
+    round. For the rounds themselves the result is True. For wall time it is always False, because
+    wall time depends on the machine and on other processes.
     """
     if axis.title in ("round", "wall time"):
         return axis.title == "round"
@@ -370,7 +375,8 @@ def _draw_png(
     """Draw curves as a PNG, with a panel for each axis; return the PNG.
 
     ylabel: the label of the vertical axis.
-    axes_shown: the axes; () takes the usual ones, and the others on which some curve is not 0.
+    axes_shown: the horizontal axes. () takes the first `USUAL_AXES` entries of `AXES`, and each
+    later entry of `AXES` for which some curve has a value that is not 0.
     title: the figure's title.
     """
     import matplotlib

@@ -83,12 +83,12 @@ def _draw_sentence(ax: Axes, sentence: str) -> None:
 
 # --- features -------------------------------------------------------------------------------------
 def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write a picture of the features that received and trained models have for the same samples.
+    """Write a picture that compares the features of trained models with those of their start.
 
-    One t-SNE maps the features of all models to the plane.
-
-    The picture shows up to 10 classes, about 150 samples, and up to 4 clients that received the
-    same version, like Figures 2 and 15 of the FedBR paper.
+    All chosen clients trained the same received version of the model. The received model and the
+    trained models compute features of the same samples. One t-SNE maps all these features to the
+    plane. The picture shows up to 10 classes, about 150 samples and up to 4 clients, like
+    Figures 2 and 15 of the FedBR paper.
     """
     chosen = _comparable_probes(probes)
     with figure_file(path, title, (12.0, 6.9 if chosen else 3.0)) as figure:
@@ -110,10 +110,11 @@ def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
 
 
 def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
-    """Return probes that can be compared: of one version, and measured on the same samples.
+    """Return probes of clients that received the same version, measured on the same samples.
 
-    The version is the one with most probes; if several have as many, the newest of them. At most
-    `_MAX_FEATURE_CLIENTS` probes are returned, and only such with finite features.
+    Probes with infinite or nan features are left out. The version with the most probes is chosen;
+    if several versions have equally many, the newest of these. At most `_MAX_FEATURE_CLIENTS`
+    probes are returned.
     """
     finite = []
     for probe in probes:
@@ -130,6 +131,7 @@ def _shown_rows(labels: Ints) -> Ints:
     """Return the positions of the rows to plot: the first rows of each of up to 10 classes.
 
     Each class gets equally many rows if it has enough. The result has about `_FEATURE_ROWS` rows.
+    labels: int [rows], the class of each row of the probes.
     """
     classes = np.unique(labels)[: len(MANY_COLOURS)]
     rows_per_class = max(1, _FEATURE_ROWS // len(classes))
@@ -137,9 +139,10 @@ def _shown_rows(labels: Ints) -> Ints:
 
 
 def _embed(features: Floats) -> Floats:
-    """Map features of m rows, [m, F], to points [m, 2] by t-SNE, for m >= 2.
+    """Map feature vectors to points in the plane by t-SNE.
 
-    Equal features always give equal points.
+    A second call with the same array returns the same points.
+    features: [vectors, length of a vector], at least two vectors. The result is [vectors, 2].
     """
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
@@ -280,8 +283,9 @@ _PROBE_COLUMNS = (
 def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write a picture of how much local training biases features and classifiers, by round.
 
-    Its panels are the accuracy of local models, the change of their features from the received
-    model's, and their output on classes that the client lacks (`raysim/training/probe.py`).
+    One panel shows the accuracy of the local models. The second shows how far their features are
+    from the features of the received model. The third shows their output on samples of classes that
+    the client lacks. `raysim/training/probe.py` computes these numbers.
 
     Returns False, and writes nothing, if the history has no probes.
     """
@@ -379,9 +383,9 @@ _TERMS = {
 
 
 def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write a picture of the signed parts of the loss over the rounds.
+    """Write a picture of the loss over the rounds, and of the three parts that add up to it.
 
-    `raysim/methods/loss_decomposition.py` defines the parts.
+    A part may be negative. `raysim/methods/loss_decomposition.py` defines the parts.
 
     Returns False, and writes nothing, if there are no such columns.
     """
@@ -401,8 +405,8 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
 def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write a picture of each domain's score over the rounds.
 
-    There is a panel for each kind of scored model: the clients' models, the shared model and
-    fine-tuned models, as far as the history has their scores.
+    There is one panel for the clients' models, one for the shared model and one for fine-tuned
+    models. A panel is left out if the history has no scores of these models.
 
     Returns False, and writes nothing, if there are no domains.
     """

@@ -132,8 +132,8 @@ def last_round(path: Path) -> int:
 def lower_metrics(config: Mapping[str, object]) -> frozenset[str]:
     """Return the metrics for which a lower score is better.
 
-    config: the configuration of a run; its key `evaluate.lower` lists metrics of the user's own for
-    which a lower score is better.
+    config: the configuration of a run. Its key `evaluate.lower` lists metrics that the user has
+    defined and for which a lower score is better.
     """
     evaluate = config.get("evaluate")
     names = evaluate.get("lower") if isinstance(evaluate, Mapping) else None
@@ -223,15 +223,18 @@ def summarise(
 ) -> dict[str, object]:
     """Return the content of `summary.json`: last value of each column, scores, and `facts`.
 
-    The scores ("final", "best5_mean", ...) are computed from the main metric, such as `accuracy`,
-    on the clients' test sets; without these, from `accuracy_global`, which is measured on the
-    central test set. If both exist, scores of the central test set get the suffix `_global`.
-    `failures` and `worker_deaths` count the last round, `failures_total` and `worker_deaths_total`
-    the whole run. `worker_busy_mean` is the share of the run's wall time in which workers worked.
+    The scores ("best5_mean", "last10_mean", ...) are computed from the column of the main metric,
+    such as `accuracy`, which is measured on the clients' test sets. If this column is empty, they
+    are computed from `accuracy_global`, which is measured on the central test set. If both columns
+    have values, the scores are computed from both; those from `accuracy_global` get the suffix
+    `_global`.
+    `failures` and `worker_deaths` are the numbers of the last round; `failures_total` and
+    `worker_deaths_total` are those of the whole run. `worker_busy_mean` is the share of the run's
+    wall time in which workers worked.
 
     thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     lower: the metrics for which a lower score is better.
-    facts: further entries.
+    facts: entries of the summary that do not come from the history.
     """
     metric = metric_of(rows)
     higher = metric not in lower
@@ -270,8 +273,9 @@ def mean_worker_busy(rows: Sequence[Row]) -> float | None:
 def score(summary: Mapping[str, object], metric: str) -> float | None:
     """Return a number of a finished run's summary, or None if it has no such number.
 
-    metric: a key of the summary. "final" takes the last score of the main metric (usually
-    `accuracy`) on the clients' test sets; without these, on the central test set.
+    metric: a key of the summary, or "final" for the last score of the main metric (usually
+    `accuracy`). This score is measured on the clients' test sets, or on the central test set if
+    the run has no scores on the clients' test sets.
     """
     if metric == "final":
         usual = summary.get("metric", "accuracy")

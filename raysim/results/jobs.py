@@ -1,6 +1,7 @@
-"""Store every job of a run on virtual time in jobs.parquet, a folder of Parquet files.
+"""Store the jobs of a run, with their virtual times, in the folder jobs.parquet.
 
-Columns are the fields of `JobRecord`. Rows are in the order of the rounds in which the jobs ended.
+The folder has one or more Parquet files. Their columns are the fields of `JobRecord`. Their rows
+are in the order of the rounds in which the jobs ended.
 """
 
 from __future__ import annotations
@@ -130,11 +131,12 @@ class JobWriter:
 
     @classmethod
     def open(cls, folder: Path, rounds: int) -> JobWriter | None:
-        """Return a writer that continues after `rounds` rounds and keeps the jobs of these rounds.
+        """Return a writer for a new run, or for a run that continues after `rounds` rounds.
 
-        Returns None if a resumed run has done rounds, but its folder has no file of jobs.
+        The stored jobs of later rounds are removed. Returns None if `rounds` is not 0 and the
+        folder has no file of jobs.
         folder: the run's folder.
-        rounds: the number of rounds that a resumed run has done; 0 for a new run.
+        rounds: the number of rounds that the run had finished at its checkpoint; 0 for a new run.
         """
         paths = _job_files(folder)
         writer = cls(folder / JOBS)

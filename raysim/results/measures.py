@@ -24,8 +24,9 @@ def better_direction(
     """Return +1 if a higher value is better, -1 if a lower one is better, 0 if it is unknown.
 
     metric: a key of the summary.
-    is_error: True if a lower score of the main metric is better.
-    lower, higher: the metrics of the runs for which a lower or a higher score is better.
+    is_error: True if a lower score of the runs' main metric is better.
+    lower: the names of the metrics for which a lower score is better.
+    higher: the names of the metrics for which a higher score is better.
     """
     if "loss" in metric or metric.startswith(LOWER_PREFIXES):
         return -1

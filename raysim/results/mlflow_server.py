@@ -1,12 +1,13 @@
 """Send runs to an MLflow server or database.
 
-MLflow knows which rows were sent: each new connection asks for the last step, and only later rows
-follow. Therefore no step is missing or repeated, even if a run is resumed, sent again or
-interrupted during a call.
+MLflow stores the round of a row as the step of its metrics. Each new connection asks MLflow for the
+last round that it has, and sends only the rows of later rounds. Therefore no round is missing or
+repeated, even if a run is resumed, sent again or interrupted during a call.
 
-Studies and sweeps are MLflow runs, too: they are the parents of their runs. The data set is an
-input of a run, its model an output: `mlflow.pyfunc.load_model("runs:/ID/model")` predicts on inputs
-as the data set stores them.
+A study or a sweep is also a run in MLflow, and the parent of its runs. MLflow shows the data set as
+an input of a run, and the trained model as an output. The model that
+`mlflow.pyfunc.load_model("runs:/ID/model")` returns takes inputs as the data set stores them,
+because it normalises them itself.
 """
 
 from __future__ import annotations
@@ -288,7 +289,11 @@ class Mlflow:
             self._log(batch)
 
     def _time(self, row: Mapping[str, object]) -> int:
-        """Return the wall time of a row in ms; the time is the same if the row is sent again."""
+        """Return the wall time of a row as Unix time in milliseconds.
+
+        It depends only on the row and the start of the run in MLflow. Therefore a row that is sent
+        twice has the same time.
+        """
         return int(self._started + 1000 * numbers_in(row).get("wall_seconds", 0.0))
 
     def _log(self, batch: Sequence[Metric]) -> None:
@@ -378,7 +383,10 @@ def short_reason(problem: BaseException) -> str:
 
 
 def make_experiment(uri: str) -> str:
-    """Return the id of raysim's experiment in a database; create whatever is missing."""
+    """Return the id of raysim's experiment in a database.
+
+    Create the database and the experiment if they do not exist.
+    """
     return Mlflow(uri).experiment(EXPERIMENT)
 
 
@@ -410,7 +418,9 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
     """Write a model for MLflow: a traced program and its weights, without pickled code.
 
     model: module that maps inputs [B, ...] to scores [B, outputs] for any B >= 1.
-    example: two inputs [2, ...]. Raises the error of PyTorch if it cannot trace the model.
+    example: a batch of two inputs, [2, ...], with which PyTorch traces the model.
+    folder: the folder of the run, in which the folder of the model is made.
+    Raises PyTorch's error if the model cannot be traced.
     """
     set_mlflow_environment()
     import mlflow.pyfunc

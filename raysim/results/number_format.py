@@ -1,8 +1,8 @@
 """Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
 
-Every function for one number takes `like`: if `value` is a deviation, `like` is its mean, and the
-deviation gets the unit and the decimals of the mean. `like=None` means that the value is no
-deviation. A missing value (None) becomes a dash.
+Every function that formats one number has the argument `like`. If `value` is a deviation, `like` is
+the mean to which it belongs, and the text has the unit and the decimals of this mean. If `value` is
+no deviation, `like` is None. A missing value (None) becomes a dash.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def format_percent(value: float | None, *, like: float | None = None) -> str:
 def format_number(value: float | None, *, like: float | None = None) -> str:
     """Return a number of any size with at least four digits: 12.3456 becomes "12.35".
 
-    Below 10 there are four decimals.
-    like: the mean, if `value` is its deviation, which gets as many decimals.
+    Numbers below 10 get four decimals.
+    like: the mean if `value` is a deviation. The text then has as many decimals as the mean.
     """
     if value is None:
         return MISSING
@@ -66,9 +66,9 @@ class UnitFormat:
     ) -> str:
         """Return a number with this unit and a prefix k, M, G or T.
 
-        like: the mean, if `value` is its deviation, which gets the same prefix and decimals.
-        unit_of: a number whose prefix is used. None uses the prefix of `like`, or else of the
-        value.
+        like: the mean if `value` is a deviation. The text then has the decimals of the mean.
+        unit_of: a number that chooses the prefix: 1000000 chooses "M". If it is None, `like`
+        chooses the prefix; if `like` is None, too, the value itself does.
         """
         text = format_count(value, like=like, unit_of=unit_of)
         if text == MISSING:
@@ -86,8 +86,9 @@ def format_count(
 ) -> str:
     """Return a number with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
-    like: the mean, if `value` is its deviation, which gets the same prefix and decimals.
-    unit_of: a number whose prefix is used. None uses the prefix of `like`, or else of the value.
+    like: the mean if `value` is a deviation. The text then has the decimals of the mean.
+    unit_of: a number that chooses the prefix: 1000000 chooses "M". If it is None, `like` chooses
+    the prefix; if `like` is None, too, the value itself does.
     """
     if value is None:
         return MISSING
@@ -100,7 +101,7 @@ def format_count(
 def format_rounds(value: float | None, *, like: float | None = None) -> str:
     """Return a number of rounds: a whole number without decimals, any other with one decimal.
 
-    like: the mean, if `value` is its deviation, which always has one decimal.
+    like: the mean if `value` is a deviation. A deviation always has one decimal.
     """
     if value is None:
         return MISSING
@@ -113,8 +114,9 @@ def format_seconds(
     """Return a time in the unit that suits it: seconds, minutes, hours or days.
 
     value: the time in seconds.
-    like: the mean, if `value` is its deviation, which gets the same unit and decimals.
-    unit_of: a time whose unit is used. None uses the unit of `like`, or else of the value.
+    like: the mean in seconds if `value` is a deviation. The text then has the mean's decimals.
+    unit_of: a time in seconds that chooses the unit: 7200 chooses hours. If it is None, `like`
+    chooses the unit; if `like` is None, too, the value itself does.
     """
     if value is None:
         return MISSING
@@ -138,9 +140,10 @@ def _first(*numbers: float | None) -> float:
 def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> FormatNumber:
     """Return a function that formats all numbers of a column with the same unit.
 
-    It formats like `show`, and the unit is the one that suits the number of smallest magnitude.
-    `show` itself is returned, so that each number gets its own unit, if the largest magnitude is
-    more than `MAX_UNIT_RATIO` times the smallest. It is also returned if it writes no unit.
+    The function calls `show` with the unit that suits the number of smallest magnitude. If the
+    largest magnitude is more than `MAX_UNIT_RATIO` times the smallest, `show` itself is returned,
+    so that each number gets its own unit. It is also returned if its texts have no unit.
+    show: function that formats one number.
     values: the numbers of the column; None, nan and 0 are ignored.
     """
     sizes = [abs(value) for value in finite_values(values) if value]
@@ -153,9 +156,10 @@ FORMATS_WITH_UNIT = (format_bytes, format_watt_hours, format_grams, format_count
 
 
 def _format_digits(value: float, like: float | None, size: float) -> str:
-    """Return value / size as text with three digits, or with as many decimals as the mean gets.
+    """Return value / size as text.
 
-    like: the mean, if `value` is its deviation; otherwise None.
+    A value that is no deviation gets three digits. A deviation gets as many decimals as its mean.
+    like: the mean if `value` is a deviation; otherwise None.
     size: the size of the unit, such as 1000 for k.
     """
     if like is None:

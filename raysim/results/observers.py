@@ -90,7 +90,7 @@ class CurrentRun:
     folder: the run's folder on this machine.
     rounds: the planned number of rounds.
     title: the title of the run's pictures.
-    facts: the entries of the summary that do not come from the history.
+    facts: the entries of the summary that are not computed from the history.
     thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     rows: the history so far, a row per round, with the earlier rounds of a resumed run.
     finished: the event `Finished`, the last one of the run; None before the end.
@@ -98,7 +98,8 @@ class CurrentRun:
     `profile=true`; otherwise it stays None.
     pictures: the paths of the pictures that were drawn at the end.
     config: the configuration of the run, by key.
-    url: where the folder is sent, without a password; "" if it stays on this machine.
+    url: the address to which the run's folder is copied, without a password; "" if the folder
+    stays on this machine.
     """
 
     folder: Path
@@ -162,7 +163,10 @@ class Observer:
         """Act after the last round, when the workers have ended."""
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Act when the run ended early; `KeyboardInterrupt` if the user stopped it."""
+        """Act when the run has ended early.
+
+        error: what ended the run. It is a `KeyboardInterrupt` if the user stopped the run.
+        """
 
 
 # --- screen ---------------------------------------------------------------------------------------
@@ -494,7 +498,7 @@ class ClientFiles(Observer):
     The samples are in split.parquet, the scores of the last evaluation in clients.parquet, and the
     scores of all rounds in client_scores.parquet.
     data: the clients' data.
-    network: the replicas of the run. It says which replica serves each client.
+    network: the server's models (replicas), and which of them serves each client.
     """
 
     def __init__(self, data: FederatedData, network: Network):
@@ -612,7 +616,8 @@ class Pictures(Observer):
     """An observer that draws the history, the jobs, the reports of methods and the probes.
 
     activity: function that shows a text while pictures are drawn.
-    network: the replicas of the run; if there are several, a picture shows them and their links.
+    network: the server's models (replicas); if there are several, a picture shows them and their
+    links.
     only_rounds: True draws the history only with the number of the round as the x axis; False also
     draws it with other x axes, such as virtual time. A run of a study uses True, because the
     study's report has all axes.
@@ -685,7 +690,7 @@ class ProfileFiles(Observer):
 class SummaryFile(Observer):
     """An observer that writes summary.json.
 
-    It comes last, because this file marks a complete run.
+    It is called after all observers that write files, because summary.json marks a complete run.
     """
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
@@ -700,8 +705,8 @@ class TrackingObserver(Observer):
     If all clients share one model, the observer also saves the model in MLflow's format.
     tracker: the object that sends the run or, with `tracking=none`, does nothing.
     config: the configuration of the run, by key; MLflow shows it as parameters.
-    tags: the tags that MLflow shows for the run.
-    spec: the run, from which the model is built.
+    tags: MLflow's tags of the run: texts by name.
+    spec: the description of the run, with which the observer builds the model.
     note: function that prints a line.
     activity: function that shows a text while the model is saved.
     study: the folder of the study or sweep to which the run belongs; None if there is none.

@@ -115,9 +115,9 @@ class PagePart:
     text: a paragraph below the heading; "" for none.
     tables: tables, made by `_table`.
     pictures: PNGs.
-    plots: rows of SVGs, each with a heading.
-    folded: more rows of SVGs, which the page hides until the reader clicks on a title. The keys are
-    these titles. They show the curves of `plots` with other x axes.
+    plots: rows of SVGs, made by `_row_of_plots`.
+    folded: more rows of SVGs, by title. The page shows only the title until the reader clicks on
+    it. These SVGs show the same curves as `plots`, with other x axes.
     notes: sentences at the end of the part.
     texts: configurations as text, shown unchanged.
     """
@@ -140,15 +140,16 @@ def write_report(
     results: ReportSection | None = None,
     view: TableView = USUAL_VIEW,
 ) -> Path:
-    """Write `report.html` and one PNG for each metric; return the path of the page.
+    """Write `report.html` and one PNG for each metric and loss; return the path of the page.
 
-    groups: one group of runs for each setting. A group has one row of the table and one curve.
+    groups: one group of runs for each setting. A group is one row of the table of results, and one
+    curve in each plot.
     out_folder: the folder of the page and the pictures.
     title: the heading of the page; "" uses the name of the only run, or the number of runs.
-    sections: additional sections after the results.
-    results: a table with one row for each group, in place of the usual table; None for the usual
-    one.
-    view: the choice of columns and units.
+    sections: additional sections after the table of results.
+    results: a section that replaces the usual table of results, with one row for each group. None
+    keeps the usual table.
+    view: which columns the tables have, and whether scores are shown in percent.
 
     Raises `ValueError`, before it writes anything, if there is no run or a file of a run is broken.
     """
@@ -313,10 +314,12 @@ def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
 def setting_curves(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW
 ) -> dict[str, tuple[str, str, list[Curve]]]:
-    """Map each measured column to its title, the label of its axis, and one curve per setting.
+    """Map each drawn column of the histories to a title, a label and one curve for each setting.
 
+    The title names the column. The label belongs to the vertical axis. Only metrics and losses that
+    some run has measured are in the result.
     groups: one group of runs for each setting.
-    view: the choice of columns and units.
+    view: which columns the tables have, and whether scores are shown in percent.
     """
     runs = [run for group in groups for run in group.runs]
     is_percent = share_factor(runs, view.percent) != 1.0
@@ -336,11 +339,13 @@ def setting_curves(
 
 
 def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePart:
-    """Return the page's part with the curves: a row for each metric, a panel for each axis.
+    """Return the page's part with the curves, and write the curves as PNGs.
 
+    The part has a row of plots for each metric and loss. A row has a plot for each horizontal axis,
+    such as rounds or traffic.
     groups: one group of runs for each setting.
     folder: where the PNGs are written.
-    view: the choice of columns and units.
+    view: which columns the tables have, and whether scores are shown in percent.
     """
     rows: list[Shown] = []
     folded_rows: list[Shown] = []
@@ -398,8 +403,8 @@ def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
 def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> PagePart:
     """Return the page's part about the clients' scores at the last evaluation.
 
-    Its plot has a curve for each setting: the share of clients up to each score, where the clients
-    of all seeds count together.
+    The part's plot has one curve for each setting. The curve shows for each score the share of
+    clients that have this score or a lower one. The clients of all seeds are counted together.
     """
     factor = share_factor([run for group in groups for run in group.runs], view.percent)
     unit = "" if factor == 1.0 else PERCENT
@@ -476,10 +481,11 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
 
 
 def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
-    """Return a table of the clients with the lowest scores and the names of their users.
+    """Return a list with a table of the clients with the lowest scores and their users' names.
 
-    It has some clients of the first seed of each setting. If no run stores the names of users (the
-    persons whose data the clients have), there is no table: return [].
+    A user is the person whose data a client has. From each setting, the table shows up to
+    `LOWEST_USERS` clients of the run with the first seed. If no run stores the names of users,
+    return [].
     factor: scores are multiplied by this: 100 for scores in percent, else 1.
     """
     labels: list[str] = []

@@ -1,10 +1,11 @@
 """Store probes of local models: one safetensors file for each probed round.
 
-A probe is taken before averaging. It has the outputs and features of a local model, and the
-features of the model that the client received, on rows of the central test set with equally many of
-each class. Source:
-Guo, Tang and Lin, "FedBR" (ICML 2023), Figure 2 (features), Figure 3 (classifier) and Table 6
-(accuracy of local models).
+A probe is made before the aggregation. It has the outputs and features of a local model, and the
+features of the model that the client received. Both models get the same samples of the central test
+set, equally many of each class.
+
+Source: Guo, Tang and Lin, "FedBR" (ICML 2023), Figure 2 (features), Figure 3 (classifier) and
+Table 6 (accuracy of local models).
 """
 
 from __future__ import annotations

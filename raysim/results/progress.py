@@ -186,10 +186,10 @@ class Progress:
         clients: the names of the clients that the worker trains.
         seconds: the time since the worker's last answer.
         node: name and address of the worker's node; "" if unknown.
-        replaced_after: the seconds without an answer after which another worker replaces this one;
-        infinite if the run waits forever.
-        node_timeout: None if the node answers; otherwise the seconds without an answer after which
-        the node counts as lost.
+        replaced_after: if the worker does not answer for so many seconds, another worker replaces
+        it. Infinity means that the run waits forever.
+        node_timeout: None if the worker's node answers. Otherwise, if the node does not answer for
+        so many seconds, it counts as lost.
         stacks: the file that shows which code the worker's threads are executing; "" without one.
         ray_messages: the file for Ray's own messages; "" without one.
         """

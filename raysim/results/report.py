@@ -77,8 +77,9 @@ class TableView:
 
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
     percent: True shows shares such as accuracy in percent.
-    thresholds: the scores in the table of costs. () shows up to four: the highest scores that any
-    run reached, of the scores of `rounds_to` in its summary.
+    thresholds: the scores in the table of costs. With (), a candidate is each score that
+    `rounds_to` in some run's summary lists and that the run reached. The table then shows the four
+    highest candidates.
     bold: the rule by which a value is marked as the best, a name in `BOLD_RULES`.
     """
 
@@ -341,10 +342,11 @@ def _data_settings(run: Run) -> dict[str, str]:
 
 
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
-    """Return the kinds of the runs' main scores as keys of a dictionary.
+    """Map a description of each run's main score to a bool; equal descriptions are one key.
 
-    A kind is a text such as "accuracy on the clients' test sets". Its value is True if at least one
-    run with this kind has scores on the clients' test sets and also on the central test set.
+    A description names the metric and the test samples, such as "accuracy on the central test set".
+    Its value is True if at least one run with this description has scores on the clients' test sets
+    and also on the central test set.
     """
     kinds: dict[str, bool] = {}
     for run in runs:
@@ -510,10 +512,11 @@ def arrange_groups(
 ) -> list[RunGroup]:
     """Return settings with new labels and in a new order.
 
-    labels: the new label for each old one.
-    order: the labels of some settings, old or new, in the wanted order. A setting that is not in
-    `order` comes after the settings with the same data and split; if there are none, it comes last.
-    Raises `ValueError` for a setting that does not exist.
+    labels: a dict from old to new labels; a setting that is not in it keeps its label.
+    order: the labels of some settings, old or new, in the wanted order. A setting that `order`
+    omits is placed after the last placed setting with the same data and split. If there is no such
+    setting, it is placed at the end.
+    Raises `ValueError` for a label of a setting that does not exist.
     """
     known = [group.label for group in groups]
     for name in labels:
@@ -615,9 +618,10 @@ def _compare_with_first(
 ) -> list[Difference | None]:
     """Compare each row with the first row of its block, over the seeds that both rows have.
 
-    The result has an entry for each row: None for the first row of a block, and for a row that has
-    no seed in common with it. Holm's correction covers the comparisons of all blocks together.
-    by_seed: for each row, its scores by seed.
+    The result has an entry for each row. The entry is None for the first row of a block, and for a
+    row that shares no seed with the first row of its block. Holm's correction covers the
+    comparisons of all blocks together.
+    by_seed: for each row, a dict from seed to score.
     blocks: for each row, a value that is equal for the rows of the same block.
     """
     tests: list[Difference | None] = []
@@ -644,7 +648,8 @@ def _compare_with_first(
 def describe_tests(columns: Sequence[Column], groups: Sequence[RunGroup]) -> str:
     """Explain the marks of a table in one line, or why the table has no marks.
 
-    Returns "" if there is only one setting.
+    Returns "" if no setting was tested for another reason than missing seeds, for example because
+    there is only one setting.
     """
     if any(column.is_tested for column in columns):
         return MARK_RULE

@@ -10,11 +10,13 @@ TARGET = "_target_"  # Hydra's key for the path of a class
 
 
 def rerun_command(config: object, path: str | Path, *overrides: str) -> str:
-    """Return `raysim run --config PATH` with --allow for all packages that the run needs.
+    """Return the command that repeats a run: `raysim run --config PATH --allow PACKAGE ...`.
 
-    config: the stored configuration, which names the classes of these packages.
+    The command has one --allow for each package, except raysim, whose classes the configuration
+    names.
+    config: the stored configuration.
     path: the file of the configuration.
-    overrides: more arguments of the command.
+    overrides: further arguments, which are put at the end of the command.
     """
     packages = dict.fromkeys(name for name in _packages(config) if name != "raysim")
     parts = ["raysim run --config", shlex.quote(str(path))]

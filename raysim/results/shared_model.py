@@ -35,9 +35,9 @@ def load_shared_model(spec: RunSpec, weights: Path) -> tuple[SharedModel, np.nda
     """Load weights on the CPU; return the model in eval mode and an example of its inputs.
 
     The example has two inputs of zeros, from which MLflow learns the shape and dtype of inputs.
-    Return None if a part of the model is personal (stays with each client), or if a method trains
-    something else than parameters of a model.
-    spec: the run, which has the networks and the data set.
+    Return None if a part of the model is personal (it stays with each client). Also return None if
+    a method trains something that has no parameters, such as boosted trees.
+    spec: the description of the run, with its networks and data set.
     weights: the run's file of weights, such as model.safetensors.
     """
     declarations = declare_run(spec)

@@ -53,8 +53,8 @@ class Run:
 def is_result_file(name: str) -> bool:
     """Return True for a file that belongs to a run's results.
 
-    Files of checkpoints do not. Nor do files and folders whose name starts with a dot, which are
-    locks and files that are still being written.
+    Files of checkpoints are no results. Locks and unfinished files are no results either; their
+    names, or the names of their folders, start with a dot.
 
     name: the file's path inside a folder of runs.
     """
@@ -216,10 +216,11 @@ def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, s
 
 
 def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the options of the groups in `GROUPS`, by group.
+    """Map each group in `GROUPS` to its option.
 
+    The group "loss" is added if its option is not "usual", because an option of this group may set
+    no key. The keys of the configuration would not show such an option.
     config: the configuration of a run.
-    The loss is included unless it is the usual one, because a loss may have no keys that show it.
     """
     has_own_loss = chosen_option(config, "loss") not in (MISSING, "usual")
     groups = (*GROUPS, "loss") if has_own_loss else GROUPS
@@ -245,10 +246,10 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
     """Return the settings that differ between runs, and how many of them were left out.
 
-    The settings are a dict from a key, such as "local.lr", to the value of each run. A key is left
-    out if it belongs to an option that only some of the runs have (such as `partition.alpha` of
-    `partition=dirichlet`), and if all these runs use the default value of the key. Keys of methods,
-    and the keys that choose an option, are never left out.
+    The settings are a dict from a key, such as "local.lr", to the values of all runs. Some keys
+    belong to an option that only some of the runs have, such as `partition.alpha` to
+    `partition=dirichlet`. Such a key is left out if all runs with the option use the key's default
+    value. Keys of methods, and keys that choose an option, are never left out.
     """
     differing = differing_settings(runs)
     shown = {}

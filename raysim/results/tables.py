@@ -45,16 +45,17 @@ class Column:
 
     scores: the numbers; empty for a column of texts.
     better: +1 if the highest score is the best, -1 if the lowest is, 0 if none is.
-    deviations: the deviations of the scores. With the rule "clear" (see `bold`) they decide whether
-    the highest score is marked as the best.
+    deviations: the deviation of each score over seeds, used by the rule "clear" of `bold`; None if
+    the scores are no means over seeds.
     groups: the group of each row; only rows of the same group are compared. None compares all rows.
     show: function that formats a number of this column; None uses four decimals.
     key: name of the number in a summary; "" for a column that has none.
     tests: for each row, the paired test against the reference row of its group; None for the
     reference.
-    bold: the rule by which a score is marked as the best: "best" marks it in any case, "clear" only
-    if its lead is larger than the deviations of both scores.
-    incomplete: the rows whose mean lacks a seed; they are never marked as the best.
+    bold: the rule by which the best score is marked. "best" always marks it. "clear" marks it only
+    if its difference to the second-best score is larger than the deviations of both scores; without
+    `deviations` the rule is the same as "best".
+    incomplete: the numbers of the rows whose mean lacks a seed; they are never marked as the best.
     """
 
     title: str
@@ -89,7 +90,8 @@ class Column:
     def best(self) -> set[int]:
         """Return the numbers of the rows that are marked as the best of their group.
 
-        A group has none if all its scores are equal, or if only one of its rows has a score.
+        In some groups no row is marked: if all scores of the group are equal, if only one row has a
+        score, or if the rule `bold` allows no mark.
         """
         groups = self.groups or [None] * len(self.scores)
         best: set[int] = set()
@@ -318,8 +320,9 @@ def to_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def to_frame(columns: Sequence[Column]) -> pd.DataFrame:
     """Return a DataFrame with the numbers of a table; the columns are named by their keys.
 
-    A column of scores is followed by its deviations ("final_std") and its marks ("final_mark"), if
-    it has any.
+    A column of scores may be followed by a column of deviations, such as "final_std", and by a
+    column of marks, such as "final_mark". These are left out if the scores have no deviations, or
+    were not tested.
     """
     import pandas as pd
 

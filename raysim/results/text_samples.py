@@ -36,9 +36,10 @@ def continue_text(
     """Return a prompt followed by the text that a model writes after it.
 
     The text ends at the end of a document, or after `generate.tokens` new tokens.
-    model: function from tokens [B, T] to logits of the next tokens [B, C, T].
-    length: the largest T that the model accepts.
-    generate: the number of new tokens and the temperature.
+    model: the language model. It maps tokens, int [batch, positions], to logits of the next token
+    at each position, [batch, tokens of the vocabulary, positions].
+    length: the number of positions that the model takes.
+    generate: the number of new tokens, and the temperature with which they are drawn.
     rng: the generator with which tokens are drawn.
     """
     written = [vocabulary.end, *vocabulary.encode(prompt).tolist()]
@@ -68,10 +69,11 @@ def write_texts(spec: RunSpec, model: nn.Module, generate: Generation) -> list[s
     """Return a text for each prompt.
 
     Equal models, settings and seeds give equal texts.
-    spec: the run, which has the vocabulary, the seed and the number of threads.
-    model: function from tokens [B, T] to logits of the next tokens [B, C, T].
-    generate: the prompts (without any, one empty prompt), the number of new tokens, and the
-    temperature.
+    spec: the description of the run, with its data set, its seed and its number of threads.
+    model: the language model. It maps tokens, int [batch, positions], to logits of the next token
+    at each position, [batch, tokens of the vocabulary, positions].
+    generate: the prompts, the number of new tokens, and the temperature with which they are drawn.
+    If there are no prompts, one text is written after an empty prompt.
     """
     dataset = spec.data.open()
     vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)
@@ -101,7 +103,8 @@ def _torch_threads(count: int) -> Iterator[None]:
 class TextSamples(Observer):
     """An observer that writes samples.txt, if the data is text and clients share a model.
 
-    If each client has its own model, the observer prints how to get texts from these models.
+    It writes nothing if `evaluate.generate` asks for 0 tokens. If each client has its own model, it
+    prints how to get texts from these models.
     spec: the run.
     note: function that prints a line.
     """

@@ -55,10 +55,10 @@ def theme(ink: str) -> dict[Any, object]:
 
 
 def print_theme() -> dict[Any, object]:
-    """Return the settings of a figure for print in a two-column paper, without scaling.
+    """Return the settings of a figure that a two-column paper includes in its original size.
 
     The font looks like Times, which such papers use, and has the size of a caption. A PDF stores
-    its text in TrueType fonts, because publishers refuse Type 3.
+    its text in TrueType fonts, because publishers refuse Type 3 fonts.
     """
     return theme("#000000") | {
         "font.family": "serif",
@@ -135,8 +135,9 @@ def draw_svg(
     draw: function that draws on given axes.
     about: a description for readers who cannot see the drawing.
     size: width and height in inches; the page may scale the drawing.
-    has_plain_labels: True if the axes have numbers at their ticks and a label below, which fit into
-    fixed margins. With False, matplotlib measures all texts, which takes as long as the drawing.
+    has_plain_labels: True if the axes have only numbers at the ticks and a label on the horizontal
+    axis. Then margins of a fixed width are used. With False, matplotlib measures all texts, which
+    takes as long as the drawing.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -37,10 +37,10 @@ _UNUSED = {
 
 
 def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write the picture of a run's timeline; return False, and write nothing, if it is dull.
+    """Write the picture of a run's timeline; return True if it was written.
 
-    It is dull if all rounds look alike: no job was stale, lost, discarded or failed, and clients
-    did not wait long for each other (`has_events`).
+    Write nothing if all rounds look alike (`has_events`): no job was stale, lost, discarded or
+    failed, and clients did not wait long for each other.
     jobs: the jobs of the run.
     rows: the history.
     path: the file to write.
@@ -139,9 +139,9 @@ def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
 def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
     """Choose the clients to draw: the fastest, some random ones, and the slowest.
 
-    Return pairs of a name and an array of clients, one pair for each of these three kinds. The
-    clients of a kind are in the order of their speed, the fastest first. If there are few clients,
-    there is one pair with the name "" and all clients. Each call chooses the same random clients.
+    Return three pairs of a name and an array of clients. The names are "fastest", "random" and
+    "slowest". In each array, faster clients come first. If there are few clients, return one pair
+    with the name "" and all clients. Each call with the same jobs chooses the same random clients.
     jobs: the jobs of the run, from which the speed of each client is computed.
     """
     clients, members = np.unique(jobs.client, return_inverse=True)
@@ -195,8 +195,8 @@ def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: fl
 
     A job that starts to the right of a number starts from this version or a later one.
     ends: the times of all aggregations in virtual seconds.
-    low, high: the shown period in virtual seconds.
-    size: how many seconds the unit of the axis has, such as 60 if the axis shows minutes.
+    low, high: the start and the end of the shown period in virtual seconds.
+    size: the virtual seconds of one unit of the horizontal axis, such as 60 if it shows minutes.
     """
     step = (high - low) / 12
     places = np.unique(np.searchsorted(ends, np.arange(low + step, high, step)))
@@ -248,11 +248,11 @@ def _name_clients(ax: Axes, kinds: Sequence[tuple[str, np.ndarray]]) -> None:
 def _draw_bars(ax: Axes, jobs: Jobs, y: np.ndarray, size: float, low: float, high: float) -> None:
     """Draw a bar for each job.
 
-    The bar of an aggregated job has the colour of the job's staleness. The bars of other jobs are
-    pale, and a marker at the end shows what became of the job.
+    The bar of an aggregated job has a colour that shows the staleness. The bar of another job is
+    pale, and the marker at its end shows how the job ended: lost, discarded or failed.
     y: for each job, the position of its client on the vertical axis.
-    size: how many seconds the unit of the axis has, such as 60 if the axis shows minutes.
-    low, high: the shown period in virtual seconds.
+    size: the virtual seconds of one unit of the horizontal axis, such as 60 if it shows minutes.
+    low, high: the start and the end of the shown period in virtual seconds.
     """
     from matplotlib.collections import PolyCollection
 
@@ -327,7 +327,7 @@ def active_clients(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
     """Return the mean number of active clients between neighbouring times in `edges`.
 
     A client is active while it has a job in flight.
-    edges: ascending times in virtual seconds. The result has one value less.
+    edges: ascending times in virtual seconds. The result has len(edges) - 1 values.
     """
     seconds = _summed_time_since(jobs.start, edges) - _summed_time_since(jobs.finish, edges)
     return np.asarray(np.diff(seconds) / np.diff(edges))

@@ -73,9 +73,11 @@ def draw_topology(
 
 
 def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:
-    """Return the megabytes between each replica and its clients, [replicas, 2]: down and up.
+    """Return the traffic between each replica and its clients in megabytes, [replicas, 2].
 
-    rows: the history. The values are from each replica's last aggregation.
+    The two columns are the traffic down (to the clients) and up (to the replica) for the last
+    aggregation of the replica; 0 if the replica made no aggregation.
+    rows: the history.
     replicas: the number of replicas.
     """
     megabytes = np.zeros((replicas, 2))
@@ -145,8 +147,9 @@ def _draw_servers(
 ) -> None:
     """Draw each replica's links to clients, its name, and its traffic in megabytes.
 
-    replicas, positions: the positions of the replicas and of the clients, [..., 2].
     network: the replicas, and which of them serves each client.
+    replicas: the position of each replica in the picture, [replicas, 2].
+    positions: the position of each client in the picture, [clients, 2].
     rows: the history, from which the traffic is read.
     """
     from matplotlib.collections import LineCollection

@@ -1,9 +1,10 @@
 """Store runs for MLflow, and send them to a server or, on request, to a local database.
 
-Without `tracking.uri`, a run only stores in its folder what MLflow needs. `raysim ui` sends it to
-the database next to the folder when the user wants to see it, because a short run takes less time
-than importing MLflow, making its database and tracing the model. With `tracking.uri`, a thread
-sends each row at once; rows that a server does not accept are sent later.
+Without `tracking.uri`, a run only stores in its folder what MLflow needs. When the user calls
+`raysim ui`, this command sends the run to an SQLite file in the folder that contains the run's
+folder. The run itself does not do this, because importing MLflow, making its database and tracing
+the model take longer than a short run. With `tracking.uri`, a thread of the run sends each row at
+once; rows that a server does not accept are sent later.
 """
 
 from __future__ import annotations
@@ -170,11 +171,15 @@ class StoredTracker:
     def wait_until_known(self) -> None:
         """Do nothing, because `raysim ui` sends a study before the runs of the study.
 
-        A `Tracker` waits here until the server has the study.
+        The class `Tracker`, which sends runs itself, waits in this method until the server has the
+        study.
         """
 
     def log(self, row: Row) -> None:
-        """Add a row of the history; skip a round that was added before the run was resumed."""
+        """Add a row of the history, unless the tracker already has the row's round.
+
+        This happens in a resumed run, which trains some rounds a second time.
+        """
         if round_of(row) <= self._last_round:
             return
         self._last_round = round_of(row)
@@ -199,8 +204,9 @@ class StoredTracker:
 
         artifacts: the files to upload.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if the model is not saved in MLflow's format yet; `raysim ui` then builds
-        it from the folder. None if it is already saved in the folder, or if there is no model.
+        model: `PENDING` if the run's folder has no model in MLflow's format; `raysim ui` then makes
+        it from the other files of the folder. None if the folder has this model, or if the run has
+        no shared model.
         """
         self.end(summary, artifacts, status, model)
         self.wait()
@@ -217,8 +223,8 @@ class StoredTracker:
         `finish` calls `end`, then `wait`.
         artifacts: the files to upload.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if the model is not saved in MLflow's format yet; None if it is, or if
-        there is no model.
+        model: `PENDING` if `raysim ui` must make the model in MLflow's format from the other files
+        of the run's folder. None if the folder has this model, or if the run has no shared model.
         """
         self._store()
         self._write_end(summary, artifacts, status, model)
@@ -272,7 +278,8 @@ class Tracker(StoredTracker):
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: function that prints one sentence. It is called from another thread.
     patience: the most seconds to wait for MLflow at the end of the run.
-    command: the command of the run, which a message repeats as the way to send unsent rows.
+    command: the start of the command in a message to the user, which tells how to send rows that
+    were not sent.
     connect: function that returns a connected server, given its address.
 
     No method raises an error because of MLflow, its server or its database.
@@ -336,9 +343,9 @@ class Tracker(StoredTracker):
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Give a row of the history to the thread, which sends it.
+        """Give a row of the history to the sending thread, unless it already has the row's round.
 
-        Skip a round that was added before the run was resumed.
+        This happens in a resumed run, which trains some rounds a second time.
         """
         with self._wake:
             if round_of(row) > self._last_round:
@@ -357,8 +364,8 @@ class Tracker(StoredTracker):
 
         artifacts: the files to send.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if the model is not saved in MLflow's format yet; None if it is, or if
-        there is no model.
+        model: `PENDING` if `raysim ui` must make the model in MLflow's format from the other files
+        of the run's folder. None if the folder has this model, or if the run has no shared model.
         """
         with self._wake:
             self._write_end(summary, artifacts, status, model)
@@ -414,8 +421,10 @@ class Tracker(StoredTracker):
         return server
 
     def _mark_sent(self, sent: int, ended: bool) -> None:
-        """Remove the first `sent` rows from memory and from the backlog file: the server has them.
+        """Forget the first `sent` rows, because the server has them.
 
+        The rows are removed from memory. The backlog file is removed when the server has all of its
+        rows.
         ended: True if the server also has the end of the run.
         """
         with self._wake:
@@ -465,7 +474,8 @@ def make_tracker(
     uri: the address of MLflow's server or database; None or "" only stores the run.
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: function that prints one sentence.
-    command: the command of the run, which a message repeats as the way to send unsent rows.
+    command: the start of the command in a message to the user, which tells how to send rows that
+    were not sent.
     """
     if not uri:
         return StoredTracker(folder, name=name, say=say)
@@ -481,9 +491,10 @@ def replay(
 ) -> bool:
     """Send the missing rows of the run in a folder; return True if nothing is left to send.
 
-    If the server never had the run (another server, or a new database), it gets all rows from the
-    history. Nothing is sent if the run was not tracked or was sent completely.
-    uri: the address of the server; "" takes the SQLite file next to the folder.
+    A server that does not have the run yet gets all rows of the history. Nothing is sent if the run
+    was not tracked, or if its record says that everything was sent.
+    folder: the run's folder.
+    uri: the address of the server; "" takes the SQLite file next to the run's folder.
     say: function that prints one sentence.
     connect: function that returns a connected server.
     """

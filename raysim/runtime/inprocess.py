@@ -54,14 +54,17 @@ class InProcess:
         """Return the total of several sums of updates.
 
         node: has no effect, because all workers are on one node.
-        parts: for each sum, the positions of its updates in the aggregation. They are one part of
-        the tree in which updates are added up (`tree_sum`).
+        parts: for each sum, which updates it contains, as positions in the order of aggregation.
+        Each range is one part of the summation tree (`tree_sum`).
         refs: the sums, in the same order; in this process they are the values themselves.
         """
         return add_up(parts, *refs)
 
     def get(self, ref: Any) -> Any:
-        """Return the value itself; if it is a client state, copy it from its device first."""
+        """Return the value that a reference stands for; in this process this is `ref` itself.
+
+        If `ref` is the handle of a client state, copy the state from the device to the CPU first.
+        """
         return ref.read() if isinstance(ref, StateHandle) else ref
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int:
@@ -72,7 +75,7 @@ class InProcess:
         """Do nothing, because a worker in this process ends only with the process."""
 
     def explain_death(self, worker: int, death: WorkerDiedError) -> str:
-        """Return the text of the error: a worker in this process never dies."""
+        """Return the text of the error, because a worker in this process never dies."""
         return str(death)
 
     def silent_node_timeout(self, worker: int) -> float | None:
@@ -88,14 +91,14 @@ class InProcess:
         return {}
 
     def release(self, worker: int, may_return: bool = True) -> None:
-        """Do nothing: a worker in this process is never lost."""
+        """Do nothing, because a worker in this process is never lost."""
 
     def take_new_workers(self) -> Sequence[int]:
         """Return no worker, because none joins a run in this process."""
         return ()
 
     def take_notices(self) -> Sequence[str]:
-        """Return no notice: they are about workers that fail to join."""
+        """Return no notices, because no worker can fail to join a run in this process."""
         return ()
 
 
@@ -103,7 +106,7 @@ class InProcess:
 def preserve_torch_settings() -> Iterator[None]:
     """When the context ends, restore settings of torch and NumPy that workers change.
 
-    These are the numbers of threads and torch's determinism.
+    These are the numbers of threads, and whether torch uses only deterministic algorithms.
     """
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     numpy_threads = openblas_threads().limit(limits=None)

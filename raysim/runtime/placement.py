@@ -38,12 +38,13 @@ class RayOptions:
     address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins a cluster.
     strategy: PACK fills one node after another, SPREAD alternates between nodes, STRICT_PACK uses
     one node only.
-    wait: the most seconds to wait for resources that other runs use, and for nodes that are
-    starting if there are too few. None waits forever for other runs, and does not wait for nodes.
-    preflight: True measures the memory of one job before the run. None measures it only to decide
-    how many workers share a GPU.
+    wait: the most seconds to wait until other runs release resources, and until more nodes join a
+    cluster that is too small. None waits forever for other runs, and does not wait for nodes.
+    preflight: True measures the memory of one job before the run; False never does. None measures
+    it only if raysim must choose how many workers share a GPU.
     combine: True lets each node add up the sums of its workers before it sends them, which changes
-    no bit of a result. None does this for models of 1 MiB or more.
+    no bit of a result; False never does. None does this for models of at least 262,144 floats
+    (1 MiB of float32).
     mixed: True allows processes with different hardware or software, so that a repetition may not
     be bit-identical.
     """
@@ -198,7 +199,8 @@ def choose_size(
     per_worker: the resources that a worker reserves.
     nodes: the resources of each node.
     most: the number of clients in flight at once.
-    Raises NoRoomError, which says how many workers fit, if `runtime.workers` do not.
+    Raises NoRoomError if fewer workers fit than `runtime.workers`, or not even one worker. The text
+    of the error says how many workers fit.
     """
     capacity = worker_capacity(nodes, per_worker, options.strategy)
     requested = options.workers or 1

@@ -59,10 +59,11 @@ def memory_use(device: str) -> tuple[int, int]:
 def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) -> MemoryNeed:
     """Train and score the largest client in this process; return the memory that this needs.
 
-    With several lanes, that many clients of this size are trained at the same time.
-    spec: the run, of which only a round or two are made.
-    read: function that returns this process's peak memory and the memory that workers can use, both
-    in bytes, given the device.
+    With several lanes, a copy of this client is trained in each lane. One round is made, or two
+    rounds if the run records steps (`runtime.graph`).
+    spec: the description of the run.
+    read: function from the name of the device to two numbers of bytes: the peak memory of this
+    process, and the memory that workers can use.
     """
     counts = spec.data.partition.train.counts
     largest = int(np.argmax(counts))
@@ -87,10 +88,10 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
 
 
 def restrict_data(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
-    """Return data in which only these clients have samples.
+    """Return a copy of the data in which only the clients in `clients` have samples.
 
-    clients: the clients. Each of them gets the samples that the first of them has in `data`.
-    central: the number of rows of the central test set that are kept.
+    clients: the numbers of the clients. All of them get the samples of `clients[0]`.
+    central: the number of samples at the start of the central test set that the copy has.
     """
     train = _repeat_samples(data.partition.train, clients)
     partition = Partition(train, _repeat_samples(data.partition.test, clients))
@@ -108,11 +109,11 @@ def _repeat_samples(part: CSR, clients: Sequence[int]) -> CSR:
 
 
 def workers_per_gpu(need: MemoryNeed, clients: int, gpus: int) -> int:
-    """Return how many workers fit on a GPU, which also has its share of the client states.
+    """Return how many workers fit on a GPU that also stores client states.
 
-    need: the memory that workers need.
+    need: the memory of a job, of the GPU and of one client's state.
     clients: the number of clients that have states.
-    gpus: the number of GPUs that share the states.
+    gpus: the number of GPUs. Each of them stores an equal share of the states.
     """
     states = math.ceil(clients / max(1, gpus)) * need.state
     return max(0, int((USABLE_SHARE * need.room - states) // max(1, need.job)))

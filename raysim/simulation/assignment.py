@@ -61,13 +61,18 @@ def assign_units(
 ) -> list[int]:
     """Return the worker of each unit: the one with the client's state, or the least loaded.
 
-    A unit goes to the worker that has the client's state, or will have it after a job that has not
-    ended. If the state exists and this worker would have more than `MAX_SLOWDOWN` times the mean
-    load, the unit goes to the least loaded worker of the same node. If that worker would be too
-    busy as well, the unit goes to the least loaded worker of all.
-    units: one unit for each client, the units with the most work first.
+    A unit is a sequence of jobs of one client. It goes to a worker by the following rules:
+
+    - If the client's state is still being made by a job, the unit goes to the worker of this job.
+    - If a worker has the state, the unit goes to this worker, unless it would be too busy. Too busy
+      means that its load is more than `MAX_SLOWDOWN` times the mean load of all workers.
+    - Otherwise the unit goes to the least loaded worker of the same node, unless this worker would
+      be too busy.
+    - Otherwise, or if no worker has the state, the unit goes to the least loaded worker of all.
+
+    units: one unit for each client, the units with the most samples first.
     loads: for each worker, the number of samples that it must already train.
-    nodes: the node of each worker.
+    nodes: the number of each worker's node.
     home_of: function that returns the `StateHome` of a client, or None if no worker has the state.
     """
     loads = list(loads)
@@ -100,15 +105,15 @@ def assign_groups(
 ) -> list[list[Job]]:
     """Assign groups of jobs to workers; return the jobs of each worker.
 
-    A worker that trains a whole group returns one sum of its updates, so groups are split as rarely
-    as possible. They are split in half until the busiest worker has at most `MAX_SLOWDOWN` times
-    the load that it would have if jobs were assigned one by one.
-    groups: the jobs below some parts of the tree in which the updates of an aggregation are added
-    up. The jobs of a group are in the order in which they are aggregated.
+    A worker that trains a whole group returns one sum of the group's updates, so groups are split
+    as rarely as possible. They are split in half until the load of the busiest worker is low
+    enough: at most `MAX_SLOWDOWN` times the highest load if jobs were assigned one by one.
+    groups: sequences of jobs. The updates of a group are below one part of the summation tree, and
+    its jobs are in the order in which they are aggregated.
     loads: for each worker, the number of samples that it must already train.
-    nodes: the node of each worker.
-    keeps_nodes: True splits groups among nodes before workers, so that a node can add up the sums
-    of its workers.
+    nodes: the number of each worker's node.
+    keeps_nodes: True first divides the groups among nodes, and then those of each node among its
+    workers. Then a node can add up the sums of its workers.
     """
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:
@@ -126,10 +131,10 @@ def assign_groups(
 
 
 def _longest_load(jobs: Sequence[Job], loads: Sequence[float]) -> float:
-    """Return the load of the busiest worker if jobs are assigned one by one.
+    """Return the load of the busiest worker, in samples, if jobs are assigned one by one.
 
-    The longest job comes first, and each job goes to the least loaded worker.
-    loads: the initial load of each worker.
+    The jobs with the most samples come first, and each job goes to the least loaded worker.
+    loads: for each worker, the number of samples that it must already train.
     """
     queue = list(loads)
     heapq.heapify(queue)
@@ -158,8 +163,8 @@ class _Unit(NamedTuple):
 class _Shares(NamedTuple):
     """A division of jobs among places; a place is a worker or a node.
 
-    units: for each place, the groups of jobs that it trains.
-    loads: for each place, the samples that it then must train, divided by its number of workers.
+    units: for each place, the units that it trains.
+    loads: for each place, the mean number of samples that each of its workers must then train.
     """
 
     units: list[list[_Unit]]
@@ -173,12 +178,11 @@ def _jobs_of(units: Sequence[_Unit]) -> list[Job]:
 def _distribute(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int]
 ) -> _Shares:
-    """Distribute units over places: the longest unit first, always to the place with least load.
+    """Distribute units over places; a place is a worker or a node.
 
-    A unit is a set of jobs that are trained together; a place is a worker or a node.
-    loads: the initial load of each place: the samples that its workers must already train, divided
-    by its number of workers.
-    capacities: the number of workers of each place: 1 for a worker.
+    The unit with the most samples comes first. Each unit goes to the place with the lowest load.
+    loads: for each place, the mean number of samples that each of its workers must already train.
+    capacities: the number of workers of each place; 1 if the place is a worker.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
     heapq.heapify(queue)
@@ -198,9 +202,9 @@ def _split_until_balanced(
 
     A unit is a set of jobs below one part of the summation tree; a place is a worker or a node.
     Return None if a load is still above the limit after the largest number of splits.
-    loads: the initial load of each place (a worker or a node): the samples that its workers must
-    already train, divided by its number of workers.
-    capacities: the number of workers of each place.
+    loads: for each place, the mean number of samples that each of its workers must already train.
+    capacities: the number of workers of each place; 1 if the place is a worker.
+    limit: the largest allowed load of a place, in samples for each worker.
     """
     longest = (limit - min(loads)) * max(capacities)
     remaining = _split_long_units(units, longest)
@@ -238,8 +242,9 @@ def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
     """Return the unit of an overloaded place to split next; None if all units are single jobs.
 
-    It is the shortest unit whose half has at least `excess` samples, so that longer units stay
-    whole and fewer sums are made. If all units are too short, it is the longest one.
+    The result is the smallest unit with at least twice `excess` samples, because half of it is
+    enough. Larger units stay whole, so that fewer sums are made. If all units have fewer samples,
+    the result is the largest unit.
     units: the units of the place.
     excess: the number of samples by which the place is above the limit.
     """

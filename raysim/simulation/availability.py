@@ -85,10 +85,11 @@ class Availability(ABC):
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
         """Yield all changes of these clients after the virtual time `now`, the earliest first.
 
-        The time of each client's next change is stored. Only the earliest sixteenth of these times
-        is sorted; when these changes are yielded, the next sixteenth is sorted. Therefore one
-        change costs about the same for any number of clients.
-        clients: ascending.
+        The time of each client's next change is stored. Only a block of the earliest times is
+        sorted: a sixteenth of them, but at least 1,024. When the changes of this block have been
+        yielded, the next block is sorted. Therefore one change costs about the same for any number
+        of clients.
+        clients: the numbers of the clients, ascending.
         """
         times = np.empty(len(clients))  # float64 [clients], the time of each client's next change
         for place in _blocks(len(clients)):
@@ -181,10 +182,10 @@ def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
 
 
 class Diurnal(Availability):
-    """Clients that are available for `hours` hours of each day, from their local midnight on.
+    """Clients that are available each day for some hours after their local midnight.
 
-    zones: int [clients], hours from the start of the virtual clock to the client's midnight.
-    hours: the hours of each day in which a client is available, at most 24.
+    zones: int [clients], the virtual time in hours at which each client has its first midnight.
+    hours: the number of hours for which a client is available each day, at most 24.
     """
 
     def __init__(self, zones: np.ndarray, hours: float):

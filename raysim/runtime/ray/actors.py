@@ -96,7 +96,8 @@ def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.Objec
 def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
     """Return the run with the path of a data set that this node can read.
 
-    If the file is missing on this node, the first process writes it, and the others map it.
+    If the file is missing on this node, the first process of the node that calls this function
+    writes the file. The other processes of the node use this file.
     content: a list with a reference to the content of the file, as `store_dataset` returned it; []
     if all processes of the run are on one node.
     """
@@ -120,16 +121,17 @@ class RayWorker(Worker):
         super().__init__(with_local_dataset(spec, content), name)
 
     def identity(self) -> Identity:
-        """Return the facts about this process on which the bits of its results depend."""
+        """Return the hardware and software of this process, on which its results' bits depend."""
         return identify_process(self.name, self.spec.packages, self.spec.device)
 
 
 def identify_process(name: str, packages: Sequence[str] = (), device: str = "") -> Identity:
-    """Return the facts about this process on which bits depend, and the address of its node.
+    """Return the identity of this process: its name, its node, its hardware and its software.
 
-    name: the name of the process.
-    packages: packages whose versions belong to the facts.
-    device: the device of the process; "" means none.
+    The bits of the results depend on the hardware and the software.
+    name: the name of the process in messages, such as "worker-3".
+    packages: the names of further packages whose versions are part of the identity.
+    device: the device on which the process trains, such as "cuda"; "" means none.
     """
     return identify(name, packages, device, f"{platform.node()} ({ray.util.get_node_ip_address()})")
 
@@ -138,10 +140,10 @@ def identify_process(name: str, packages: Sequence[str] = (), device: str = "") 
 def actor_class(kind: type) -> Any:
     """Return a class of actors that hold an object of the class `kind`.
 
-    An actor has the methods of the object, and the method `become`, which replaces the object by a
-    new one. Ray looks up the methods of an actor in its class. With `profile=true` the object has
-    methods that measure their own time and replace those of its class. So the actor must hold the
-    object, and call the methods of the object.
+    The class has the public methods of `kind`; each of them calls the same method of the object.
+    The class does not inherit from `kind`, because of `profile=true`. This setting replaces methods
+    of the object by methods that measure their time, and Ray would call those of the class.
+    The method `become` replaces the object by a new one.
     """
 
     def __init__(self: Any, *args: Any) -> None:
@@ -169,8 +171,8 @@ def actor_class(kind: type) -> Any:
     def stack_source(self: Any) -> StackSource | None:
         """Let processes on this node read which code the threads of this process execute.
 
-        Return the description of the process that the function `read_stacks` needs; None if the
-        operating system does not allow it.
+        Return a `StackSource`, with which `read_stacks` reads this process in another process.
+        Return None if the operating system does not allow it.
         """
         return open_stack_source()
 
@@ -192,8 +194,8 @@ class NodeAdder:
     def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
         """Return the total of some sums; None if all sums are None.
 
-        parts: for each sum, the positions of its updates in the aggregation. They are one part of
-        the tree in which updates are added up (`tree_sum`).
+        parts: for each sum, which updates it contains, as positions in the order of aggregation.
+        Each range is one part of the summation tree (`tree_sum`).
         sums: the sums in the same order; None for a part whose jobs all failed.
         """
         return add_up(parts, *sums)
@@ -237,7 +239,7 @@ class RayCoordinator:
     def begin(self) -> Iterator[list[Event]]:
         """Yield the events of the run up to `Started`, when all workers are ready.
 
-        Call `events` only when the run's folder exists.
+        The method `events` yields the later events. Make the run's folder before you call it.
         Raises UnequalWorkersError if the results of a worker would not be bit-identical to results
         that the driver (the process that the user has started) would compute.
         """
@@ -293,15 +295,15 @@ class RayRuntime:
     start: function that starts the actor of a worker, given its number.
     node_ids: Ray's identifier of each worker's node.
     coordinator_node: Ray's identifier of the coordinator's node, which has number 0.
-    combine_from: the number of floats of the smallest model for which each node adds up the sums of
-    its workers; infinity means that nodes never do.
-    actors: the actors of the workers; without any, `start` starts them.
-    participants: the processes of the run. Each worker that becomes ready is added to them, which
-    raises an error if its results would not be bit-identical to the driver's. None compares
-    nothing.
-    identify: function that starts a Ray task in the bundle of a dead worker, given the worker's
-    number. The task returns the identity of its process, because a worker with other versions of
-    libraries may die before it reports its own identity.
+    combine_from: if the model has at least so many floats, each node adds up the sums of its
+    workers. Infinity means that nodes never do.
+    actors: the running actors of the workers; if it is empty, `start` starts them.
+    participants: the identities of the run's processes. Each worker that becomes ready is compared
+    with the driver, the process that the user has started. An error is raised if the results of the
+    worker and the driver would not be bit-identical. None compares nothing.
+    identify: function from the number of a dead worker to a reference to an identity. It starts a
+    Ray task in the worker's bundle, which returns the identity of its own process. It is used if a
+    worker dies before it reports its identity, for example because of other versions of libraries.
     growth: the facts that decide which workers are started during the run; None starts none.
     """
 
@@ -355,9 +357,10 @@ class RayRuntime:
         return ""
 
     def put(self, value: object) -> object:
-        """Store a value once; the workers of a node share its memory.
+        """Put a value into Ray's object store, where a node has one copy for all its workers.
 
-        A small model is not stored. It is returned unchanged and is sent with each call.
+        Return a reference to the value. A version of a model with at most `MAX_INLINE_BYTES` bytes
+        is not put there. It is returned unchanged, and each call sends it to the worker.
         """
         if isinstance(value, PublishedVersion) and value.nbytes <= MAX_INLINE_BYTES:
             return value
@@ -377,8 +380,8 @@ class RayRuntime:
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
         """Let a process of the node add up sums of updates; return a reference to the total.
 
-        parts: for each sum, the positions of its updates in the aggregation. They are one part of
-        the tree in which updates are added up (`tree_sum`).
+        parts: for each sum, which updates it contains, as positions in the order of aggregation.
+        Each range is one part of the summation tree (`tree_sum`).
         refs: references to the sums.
         """
         return self._adder(node).add_up.remote(parts, *refs)
@@ -461,10 +464,10 @@ class RayRuntime:
         return self._watch.timeout_s
 
     def stacks(self, worker: int) -> str:
-        """Return which code the threads of a worker execute: their stacks, as text.
+        """Return the stacks of a worker's threads as text: which code each thread executes.
 
-        Each call starts a task on the worker's node that reads the current stacks, and returns the
-        stacks that the task of an earlier call has read; "" if there are none yet.
+        A call does not wait. It starts a task on the worker's node that reads the stacks, and the
+        next call returns them. Return "" if no stacks have been read yet.
         """
         text = ""
         request = self._stacks.get(worker)
@@ -577,7 +580,10 @@ class RayRuntime:
 
     # --- workers that die -----------------------------------------------------------------------
     def _forget_process(self, worker: int) -> None:
-        """Forget the methods and the stacks of the process that a worker had before."""
+        """Forget the methods and the stacks of a worker's last process, which a new one replaces.
+
+        Ask the new process for the source of its stacks and the memory of its node.
+        """
         self._methods.clear()
         self._stack_sources[worker] = self.actors[worker].stack_source.remote()
         self._stacks.pop(worker, None)
@@ -586,8 +592,8 @@ class RayRuntime:
     def explain_death(self, worker: int, death: WorkerDiedError) -> str:
         """Return why a worker died, as text without a full stop.
 
-        Find out whether the kernel of the worker's node has ended processes since the worker
-        started, because memory ran out.
+        The reason is missing memory if the kernel of the worker's node has ended processes for this
+        reason since the worker started. Otherwise it is the text of the error.
         death: the error that says that the worker is dead.
         """
         text = str(death).rstrip(".")
@@ -647,8 +653,8 @@ class RayRuntime:
     def _wait_in_place(self, worker: int, ref: ray.ObjectRef[Any]) -> bool:
         """Wait until a process in a worker's bundle has made a result.
 
-        Return False if it does not exist after `REPLACEMENT_TIMEOUT_S` seconds, or as soon as a
-        bundle of this run is on a lost node.
+        Return True when the result exists. Return False after `REPLACEMENT_TIMEOUT_S` seconds
+        without a result, or as soon as a bundle of this run is on a lost node.
         ref: a reference to the result.
         Raises WorkerDiedError if the worker's node is lost.
         """
@@ -796,11 +802,12 @@ def start_workers_in(
     content: a list with a reference to the content of the data set's file; [] if all processes of
     the run are on one node.
     actors: running actors that become the workers; without any, new actors are started.
-    participants: the processes of the run, with which each worker is compared; None compares
-    nothing.
-    packages: the packages whose versions are compared.
-    device: the device of the workers, which is compared; "" means none.
-    most: the most workers that the run may have after nodes join; 0 never starts more.
+    participants: the identities of the run's processes. The identity of each worker is compared
+    with the driver's (the process that the user has started). None compares nothing.
+    packages: the packages whose versions are part of an identity.
+    device: the device of the workers, which is part of an identity; "" means none.
+    most: the most workers that the run may have at a time, with those that start during the run. 0
+    starts none during the run.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)

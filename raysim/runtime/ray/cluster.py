@@ -90,7 +90,8 @@ def _ensure_token() -> None:
 def connection(options: RayOptions) -> Iterator[None]:
     """Connect to a cluster; at the end of the context, disconnect.
 
-    If this process was already connected, do neither. Raises the errors of `connect`.
+    If this process was already connected, it stays connected, also at the end of the context.
+    Raises the errors of `connect`.
     """
     if not connect(options):
         yield
@@ -143,7 +144,8 @@ def has_gpus() -> bool:
 def run_bundles(size: Size) -> list[dict[str, float]]:
     """Return the bundles that a run reserves: first the coordinator's, then one per worker.
 
-    The coordinator reserves a minimal amount of this node, so that it runs where its files are.
+    The coordinator's bundle has a tiny amount of the resource that stands for this node
+    (`node:ADDRESS`). Therefore the coordinator runs on this node, which has the run's files.
     """
     this_node = next(
         name

@@ -70,9 +70,10 @@ def plan_workers(
 ) -> Size:
     """Choose the number of workers and their resources; wait for nodes if there are too few.
 
-    Wait up to `runtime.wait` seconds for nodes that are starting; without this setting do not wait.
-    Meanwhile Ray's autoscaler, which starts nodes on demand, is told which resources are missing.
-    `plan_now` chooses the number.
+    `plan_now` chooses the number. If it raises NoRoomError, it is called again and again for up to
+    `runtime.wait` seconds. In this time, Ray's autoscaler is told which resources are missing, so
+    that it starts nodes. Without `runtime.wait`, and for a cluster on this machine only, the error
+    is raised at once.
     options: the settings `runtime.*`.
     spec: the run.
     concurrency: the number of clients in flight.
@@ -107,15 +108,16 @@ def plan_now(
 ) -> Size:
     """Choose the number of workers, and the resources that each of them reserves.
 
-    If `runtime.workers` is set, it is that number. Otherwise it is the largest number that the
-    CPUs, GPUs and memory of the nodes allow and that can have work. Inside a placement group (a
-    trial of a sweep) the bundles of the group decide.
+    If `runtime.workers` is set, this is the number of workers. Otherwise as many workers are chosen
+    as fit on the nodes' CPUs, GPUs and memory, but not more than there are clients in flight. In a
+    cluster that raysim has joined, resources that other runs use are not counted. Inside a trial of
+    a sweep, the bundles of the trial's placement group decide.
     options: the settings `runtime.*`.
     spec: the run.
     concurrency: the number of clients in flight.
     say: function that gets texts for the user.
     measure: function that trains one job and returns the memory that it needs.
-    Raises ValueError, which says how many workers would fit, if the cluster is too small.
+    Raises ValueError if the cluster is too small; the text of the error says how many workers fit.
     """
     per_worker = worker_resources(options, spec.device, spec.threads)
     group = ray.util.get_current_placement_group()
@@ -307,9 +309,9 @@ def run(
     open_files = ExitStack()
 
     def write_coordinator_stacks() -> Path | None:
-        """Write the stacks of the coordinator's threads into a file; return it, or None.
+        """Write the stacks of the coordinator's threads into a file; return its path.
 
-        Return None if the coordinator has not said where it runs.
+        Return None if the stacks cannot be read, for example because the coordinator is starting.
         """
         if not ray.wait([stack_source], timeout=0)[0]:
             return None
@@ -366,12 +368,13 @@ def _receive(
 
     The coordinator sends a message every few seconds, except while it waits for Ray to start a
     worker.
-    messages: the generator of messages.
-    timeout: `faults.timeout`; None waits forever.
-    extra_s: additional seconds for the first message.
+    messages: Ray's generator of references to messages.
+    timeout: the most seconds to wait for a message (`faults.timeout`); None waits forever.
+    extra_s: seconds that are added to `timeout` for the first message. For each later message,
+    `REPLACEMENT_TIMEOUT_S` seconds are added.
     say: function that prints a text for the user.
     write_coordinator_stacks: function that writes the stacks of the coordinator into a file, and
-    returns the file.
+    returns the path of the file, or None if there are no stacks.
     Raises ProcessLostError if no message comes in time.
     """
     limit_s = math.inf if timeout is None else timeout + extra_s

@@ -90,7 +90,8 @@ _CAUSES = (
 def describe_failed_start(address: str, error: BaseException) -> str:
     """Return the text for an error that Ray raised when a cluster was started or joined.
 
-    It names the setting or the environment variable at fault, the problem and what to do.
+    The text names the setting or the environment variable that is wrong. It says what the problem
+    is and what to do.
     address: "local" for a cluster that this process starts; otherwise the address of the cluster to
     join.
     """

@@ -105,7 +105,7 @@ class ClusterState(NamedTuple):
 def cluster_state(address: str) -> ClusterState:
     """Return what the head of a cluster knows about its nodes.
 
-    The result knows no node if the installed version of Ray cannot report this.
+    The result is empty if the installed version of Ray cannot report this.
     address: the address of the cluster's head.
     """
     try:
@@ -202,7 +202,11 @@ class NodeWatch:
         return self._usable
 
     def free_resources(self, node: str) -> Resources:
-        """Return the unreserved resources of a node; {} if something waits for resources."""
+        """Return the unreserved resources of a node, as amounts by name.
+
+        Return {} if a task, an actor or a placement group of the cluster waits for resources,
+        because Ray may give the resources to it.
+        """
         state = self._state
         return {} if state.has_demand else state.free.get(node, {})
 

@@ -25,15 +25,16 @@ from raysim.runtime.ray.cluster import (
 def object_workers(
     kind: type, spec: object, options: RayOptions, device: str, threads: int, most: int, say: Say
 ) -> Iterator[RayRuntime]:
-    """Start actors that each hold an object `kind(spec)`; end them when the context ends.
+    """Start workers on Ray, each with an object `kind(spec)`; end them when the context ends.
 
-    kind: a class with a method `ready`.
-    spec: the argument of the class.
+    Yield the runtime with which the caller calls methods of these objects.
+    kind: the class of the objects. It needs a method `ready`.
+    spec: the argument with which each object is made.
     options: the settings `runtime.*`.
     device: the device of each worker, for example "cuda".
     threads: the threads of each worker.
     most: the largest number of workers that can have work.
-    say: function that gets a text about what the workers wait for.
+    say: function that gets a text if the workers must wait for resources.
     Raises ValueError if Ray does not start or the cluster is too small.
     """
     with connection(options):

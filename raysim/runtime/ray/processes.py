@@ -104,9 +104,10 @@ _waiting: _WaitingProcesses | None = None  # of this process, which has one Ray 
 def keep_processes(name: str) -> Iterator[None]:
     """Let all runs in this context use the same processes, which saves seconds for each run.
 
-    A run with another number or size of workers gets new processes. So does the run after a failed
-    run. Inside another such context this one changes nothing.
-    name: the name of the processes in Ray's dashboard.
+    Some runs get new processes: a run after a failed run, and a run with another number of workers,
+    other resources for each worker or another `runtime.strategy`. If this context is entered inside
+    another `keep_processes`, only the outer context has an effect.
+    name: the beginning of the names of the processes in Ray's dashboard.
     """
     global _waiting
     if _waiting is not None:
@@ -137,7 +138,8 @@ def waiting_workers(per_worker: Resources) -> int:
 def release_processes(processes: RunProcesses, has_succeeded: bool) -> None:
     """Keep the processes of a run for the next run, or end them.
 
-    They are kept if the run has succeeded and the context `keep_processes` is active.
+    They are kept if the run has succeeded, all its workers are idle, the context `keep_processes`
+    is active, and no other processes wait for the next run.
     """
     can_wait = _waiting is not None and _waiting.processes is None
     if has_succeeded and can_wait and processes.are_idle:
@@ -158,11 +160,13 @@ def start_processes(
     """Return the workers and the coordinator of a run.
 
     Processes that wait for the next run are used if they fit; otherwise new ones are started.
-    parts: the schedule and the fleet.
+    spec: the description of the run.
+    parts: the schedule and the fleet of the run.
     size: the number of workers and their resources.
-    say: function that gets a text about what the run waits for.
-    places: two texts: the folder for the model and the checkpoints ("" writes none), and the
-    address of the checkpoint to continue from ("" starts a new run).
+    options: the settings `runtime.*`.
+    say: function that gets a text if the run must wait for resources.
+    places: a folder and an address. The run writes its model and its checkpoints into the folder;
+    "" writes none. It continues from the checkpoint at the address; "" starts a new run.
     """
     spec = share_frozen_weights(spec)
     request, shared = (run_bundles(size), options.strategy), ray.put(spec)

@@ -86,9 +86,10 @@ class RayMessages:
 
 
 class RoutedStream:
-    """A text stream that passes on what it gets, but keeps text of Ray's threads as messages.
+    """A text stream that separates the text of Ray's threads from all other text.
 
-    It has all attributes of the stream.
+    Text that a thread of Ray writes is added to `messages`. All other text is written to `stream`.
+    Attributes other than `write` are those of `stream`.
     """
 
     def __init__(self, stream: Any, messages: RayMessages):
@@ -134,8 +135,9 @@ def separate_messages() -> Iterator[None]:
 def messages_written_to(folder: Path) -> Iterator[MessageFile | None]:
     """Write Ray's messages into the folder of a run, until the end of the context.
 
-    Yield the file; None if raysim has not connected this process to Ray, so that nothing is
-    written. A progress bar that starts later would get the messages: begin this context after it.
+    Yield the file. If raysim has not connected this process to Ray, yield None and write nothing.
+    This context and a progress bar both replace `sys.stdout`. Begin the context after the progress
+    bar has started; otherwise the bar would get the messages.
     """
     if _messages is None:
         yield None

@@ -105,9 +105,9 @@ class Recruiter:
     ) -> list[tuple[int, WorkerPlace]]:
         """Return the workers that can start now, each as a pair of its number and its place.
 
-        A worker that was lost starts again under its number; -1 stands for a new worker.
-        free_workers: the numbers of the lost workers whose resources the run's placement group
-        still reserves.
+        A lost worker keeps its number, and starts in its bundle of the run's placement group. A new
+        worker has the number -1; this function reserves resources for it on a usable node.
+        free_workers: the numbers of the lost workers whose bundles may be used again.
         active: the number of workers in use.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
