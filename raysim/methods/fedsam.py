@@ -17,8 +17,8 @@ Departures from the paper
 - Norms are over all parameters that the step trains, including BatchNorm's weight and bias and
   personal parameters.
 - F is the task loss with all methods' terms. Corrections of the gradient (FedProx, SCAFFOLD,
-  FedCM), weight decay and momentum follow, at theta. Steps with another loss (FedBR's projector,
-  FRAug's generator) use the gradient at theta.
+  FedCM), weight decay and momentum are applied afterwards, at theta. Stages with another loss
+  (FedBR's projector, FRAug's generator) use the gradient at theta.
 - Both passes share dropout masks and Mixup's draws, and BatchNorm's running statistics move in the
   first pass only.
 - Weights are by samples, as in FedAvg; T is the same for all parameters (some codes leave out

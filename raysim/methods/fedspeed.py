@@ -17,8 +17,8 @@ Departures from the paper
 - F is the task loss with the terms that other methods add to it, in both gradients. The proximal
   term, c_k, other corrections of the gradient, weight decay and momentum are added afterwards.
 - x^t is the model with which training starts; under PartialFed it is a mixture of the received and
-  the client's own model. Networks that other methods add have a c_k, too, but steps with another
-  loss than F do not go uphill.
+  the client's own model. Networks that other methods add have a c_k, too, but stages with
+  another loss than F do not go uphill.
 - The upload replaces the trained vector, so a method that keeps the trained model (pfedavg, moon)
   must come before fedspeed in the list. Buffers are averaged without a correction. BatchNorm's
   running statistics move in the first pass only.

@@ -132,7 +132,7 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return models with shares: P is the sum of the products B A of the models times the shares.
+    """Return models and their shares, which give P: the sum of share * (B A of the model).
 
     The current model has the share 1. Each trained model has the share of its update, and the model
     that the client received has the negative of that share. If no update is stale, the current and

@@ -173,9 +173,10 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
 
 
 def _other_layers(run: Setup, left_out: Adapter) -> str:
-    """Return the override, for an error, that gives adapters to all layers but that of `left_out`.
+    """Return an override that gives adapters to all layers except the layer of `left_out`.
 
-    Its form is "model.lora.layers=c_attn+c_proj", with the last part of each layer's name.
+    An error suggests this override, such as "model.lora.layers=c_attn+c_proj". It has the last part
+    of each layer's name.
     left_out: an adapter of the model.
     """
     layers = [adapter.layer for adapter in find_adapters(run.model) if adapter != left_out]

@@ -26,8 +26,8 @@ D is the squared maximum mean discrepancy with five Gaussian kernels.
 
 Departures from the paper
 - Noise is normal, as in the paper; noise="uniform" on [0, 1) is what the authors' code has.
-- mu is constant, as in the authors' code; prototype_ramp=True multiplies it by exp(-5 (1 - t/T)^2),
-  which the paper refers to.
+- mu is constant, as in the authors' code. prototype_ramp=True multiplies it by the ramp of the
+  paper's reference for mu, exp(-5 (1 - t/T)^2).
 - A class that is not in the batch keeps its prototype, and a new one starts at mu times its mean,
   as in the authors' code.
 - The paper's weights of the three cross-entropies are illegible; the weights here are those of the
@@ -372,9 +372,9 @@ class FRAug(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a forward pass in eval mode and of the passes of generator and RTNet.
 
-        A forward pass of a sample costs a third of a trained sample. The cost of both networks is
-        estimated by their share of parameters. Compared with convolutions, which use a parameter
-        many times, this is too high.
+        A forward pass of a sample costs a third of a trained sample. The cost of generator and
+        RTNet is estimated by their share of the parameters. This estimate is too high if the model
+        has convolutions, because they use each parameter many times.
         """
         layout = job.run.layout
         generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)
@@ -408,8 +408,8 @@ class FRAug(Method):
     def begin(self, job: LocalJob) -> None:
         """Set the sums to 0 from which `end` computes what the job reports.
 
-        They are the norms of real features, the norms of generated features, the shares of correct
-        predictions, and the number of steps.
+        The sums are over the job's batches: the norms of real features, the norms of generated
+        features, the shares of correct predictions, and the number of batches.
         """
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
 
@@ -486,7 +486,7 @@ class FRAug(Method):
     def end(self, job: LocalJob) -> None:
         """Report three means over the job's steps, which become columns of the history.
 
-        They are the norm of real features, the norm of generated features, and the share of
+        The first two are the norms of real and of generated features. The third one is the share of
         synthetic features that the head classifies correctly. A job without a step reports nothing.
         """
         real, generated, correct, steps = job.scratch["sums"].tolist()

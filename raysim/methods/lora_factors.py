@@ -138,7 +138,7 @@ def check_ranks(key: str, ranks: Ranks) -> Ranks:
 def require_sharing(run: Setup) -> None:
     """Declare that the method cannot be combined with the methods local and fedproto.
 
-    Their clients share no adapters.
+    The clients of these methods share no adapters.
     """
     for other in ("local", "fedproto"):
         run.excludes(other, "its clients share no adapters")

@@ -98,7 +98,7 @@ class PseudoData:
     def declare(self, run: Setup) -> None:
         """Declare what clients send before round 0 and what they receive.
 
-        With `fresh` jobs make the means, but traffic counts them as if the server sent them.
+        If `fresh` is True, jobs make the means, but traffic counts them as sent by the server.
         """
         self._check(run)
         floats = self.rows * math.prod(run.task.shape)

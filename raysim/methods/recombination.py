@@ -24,7 +24,7 @@ def parameters_of(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
 def weighted_rows(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
     """Return the trainable parameters [trained] of each update whose weight is not 0, as views.
 
-    Raises ValueError if there is none.
+    Raises ValueError if all weights are 0.
     """
     rows = parameters_of(aggregation, server)
     weighted = [row for row, weight in zip(rows, aggregation.weights, strict=True) if weight]

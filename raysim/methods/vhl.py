@@ -199,7 +199,7 @@ class Vhl(Method):
 
     # --- before the run ------------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """Add, for "extra" labels, an output for the virtual images of each class."""
+        """With label_mode="extra", add an output for the virtual images of each class."""
         base = cast(Classifier, model)
         if self.label_mode == "shared":
             return base
@@ -242,10 +242,10 @@ class Vhl(Method):
         return ()
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of one pass over virtual samples; two if another method changes inputs.
+        """Return the cost of training on the virtual samples, in trained samples.
 
-        A pass is a forward and a backward pass; each batch is assumed to have as many virtual as
-        real samples.
+        Each batch is assumed to have as many virtual as real samples. If another method changes the
+        inputs, the cost is double, because the real samples also have a second pass.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0

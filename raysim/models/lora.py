@@ -79,7 +79,7 @@ class Adapter:
 def find_adapters(model: nn.Module) -> tuple[Adapter, ...]:
     """Return the adapters of a model, in the order of its modules.
 
-    `with_adapters` added them, or the user did with peft.
+    The adapters were added by `with_adapters`, or by the user with peft.
     """
     tuners = sys.modules.get("peft.tuners.lora")
     if tuners is None:

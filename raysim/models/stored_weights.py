@@ -197,8 +197,8 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 def _frozen_layers(model: nn.Module) -> Iterator[Any]:
     """Yield the linear, convolution and embedding layers whose weight is frozen.
 
-    Left out are layers of derived classes, which may use the weight in another way. Left out are
-    also layers whose weight is used by a module that is not such a layer.
+    Leave out layers of derived classes and embeddings with max_norm, which may use it in
+    another way. Leave out a layer, too, if a module of another type also uses its weight.
     """
     transformers = sys.modules.get("transformers.pytorch_utils")
     types = LAYERS if transformers is None else (*LAYERS, transformers.Conv1D)

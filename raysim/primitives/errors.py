@@ -30,8 +30,8 @@ Refused = RefusedError  # the name in version 0.1
 def errors_as_refusals() -> Iterator[None]:
     """Raise `RefusedError` in place of an error inside `with` that a wrong setting can cause.
 
-    These are `ValueError`, `OSError`, `OverflowError` and errors about missing memory. Other errors
-    pass unchanged.
+    The replaced errors are `ValueError`, `OSError`, `OverflowError` and errors about missing
+    memory. Other errors pass unchanged.
     """
     try:
         yield

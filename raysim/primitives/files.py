@@ -176,7 +176,7 @@ def regular_file(path: Path) -> Path:
 
 
 def existing_file(path: Path) -> list[Path]:
-    """Return a list with the path if there is a regular file, else an empty list.
+    """Return a list with the path if a regular file exists there, else an empty list.
 
     Raise `RefusedError` if the path is something else, such as a folder.
     """

@@ -16,9 +16,9 @@ _interrupted = threading.Event()
 def notice_interrupts() -> None:
     """Remember from now on that Ctrl-C was pressed. It still raises `KeyboardInterrupt`.
 
-    If Python cannot raise it at that place, for example in the callback of a weak reference, it is
-    raised a moment later. If the process ignores Ctrl-C, as background commands of a shell do, it
-    continues to ignore it.
+    Some code cannot raise errors, for example the callback of a weak reference. If Ctrl-C is
+    pressed in such code, the error is raised a moment later. A process that ignores Ctrl-C, as
+    background commands of a shell do, continues to ignore it.
     """
     sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

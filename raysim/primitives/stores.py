@@ -205,7 +205,7 @@ def is_url(address: str | Path) -> bool:
 
 
 def fetch_files(store: Store, folder: Path, is_needed: Callable[[str], bool]) -> list[str]:
-    """Copy files of a store into a folder on this machine; return their names, ascending.
+    """Copy files of a store into a folder on this machine; return their names, sorted.
 
     is_needed: a function from a file's name ("folder/file") to True if it is to be copied.
     """
@@ -221,8 +221,8 @@ def fetch_files(store: Store, folder: Path, is_needed: Callable[[str], bool]) ->
 def temporary_copy(url: str, is_needed: Callable[[str], bool]) -> Path:
     """Return a folder on this machine with copies of the needed files of a URL.
 
-    The folder is called like the last part of the URL, "mine" for s3://bucket/mine, and is removed
-    when this process ends. For the URL of a folder on this machine, nothing is copied, and that
+    The folder has the name of the last part of the URL, "mine" for s3://bucket/mine. It is removed
+    when this process ends. If the URL is a folder on this machine, nothing is copied, and that
     folder is returned.
     is_needed: a function from a file's name ("folder/file") to True if it is to be copied.
     """
