@@ -23,7 +23,8 @@ class PendingRound:
     failures: the failed jobs of the aggregation.
     probes: the probes of local models, if `evaluate.probe` is set.
     jobs: the jobs that ended in this round.
-    scorings: the evaluations of this round; their scores may not have arrived yet.
+    scorings: the calls that score models of this round (`Scoring`); the scores may not have arrived
+    yet.
     scored: the vector and the integer buffers of the scored model; None if this round is not
     scored.
     """

@@ -88,11 +88,13 @@ class Runtime(Protocol):
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
         """Start to add up sums of updates on a node; return a reference to the total.
 
-        The node's workers do not add up, so they can train meanwhile.
+        On a Ray cluster, a separate process of the node does this, so that its workers can train
+        meanwhile.
 
-        parts: for each sum, the positions of its updates in the aggregation. Each is one part of
-        the tree in which updates are summed (`tree_sum`).
-        refs: references to the sums.
+        node: the number of the node.
+        parts: for each sum, the positions of its updates in the aggregation. These positions are
+        one part of the tree in which updates are summed (`tree_sum`).
+        refs: references to the sums, in the same order.
         """
         ...
 
@@ -151,8 +153,8 @@ class Runtime(Protocol):
     def release(self, worker: int, may_return: bool = True) -> None:
         """Stop using a worker; its node may be unreachable.
 
-        may_return: True means that a worker with this number may be started again later, and
-        `take_new_workers` then returns it; False means that it never is.
+        may_return: True if a worker with the same number may be started later; `take_new_workers`
+        then returns this number. False if the number will never be used again.
         """
         ...
 

@@ -62,7 +62,8 @@ class RunSaver:
     def has_folder(self) -> bool:
         """True if the run has a folder, so that `save` can write a checkpoint.
 
-        This is possible even with `checkpoint.every=0`.
+        With `checkpoint.every=0`, no checkpoints are written regularly, but `save` can still write
+        one.
         """
         return bool(self._folder)
 

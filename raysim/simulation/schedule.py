@@ -19,9 +19,10 @@ from raysim.primitives.checks import above, at_least, one_of
 
 
 class View(NamedTuple):
-    """What a schedule knows when it decides, after all events of one instant; read-only.
+    """What a schedule knows when it decides.
 
-    A pool is a group of clients with similar speed; only `schedule=tiered` has pools.
+    The schedule decides after all events that happen at the same virtual time, and must not change
+    the values. A pool is a group of clients with similar speed; only `schedule=tiered` has pools.
 
     now: the current virtual time in seconds.
     version: the number of aggregations so far.
@@ -31,12 +32,13 @@ class View(NamedTuple):
     together are in the order of their clients' numbers.
     idle: the number of clients with samples that are not busy with a job; some of them may be
     unavailable.
-    sent: the number of jobs that were dispatched since the last aggregation, from the current
-    version.
-    since: the virtual time at which the first of these jobs was dispatched.
+    sent: the number of jobs that were dispatched since the last aggregation; they start from the
+    current version.
+    since: the virtual time at which the first job since the last aggregation was dispatched. If
+    `sent` is 0, it is the time of that aggregation.
     in_pool: for each pool, the number of its jobs in `running`.
-    short: the pools in which a dispatch at this instant found fewer available clients than it
-    requested.
+    short: the pools that have too few available clients now: a dispatch at this virtual time found
+    fewer clients than it requested.
     """
 
     now: float = 0.0
@@ -232,7 +234,8 @@ class Oversample(_Policy):
     def decide(self, view: View) -> Action:
         """Dispatch a round; when `cohort` updates have arrived, discard late jobs and aggregate.
 
-        If all jobs have ended before, aggregate the updates that have arrived.
+        If all jobs of the round have ended and fewer than `cohort` updates have arrived, aggregate
+        these updates.
         """
         if len(view.arrived) >= self.cohort:
             late = [*view.running, *_numbers(view.arrived[self.cohort :])]
@@ -288,8 +291,8 @@ class Deadline(_Policy):
         """Dispatch a round, and aggregate what has arrived when its time limit is reached.
 
         Aggregate earlier if all jobs have ended. If no update has arrived at the limit, aggregate
-        when the first one arrives. With late="discard", the jobs that are in flight at this moment
-        are discarded before the aggregation.
+        when the first one arrives. With late="discard", first discard the jobs that are still in
+        flight, and then aggregate.
         """
         if not view.sent or not (view.running or view.arrived):
             if view.idle:
@@ -396,9 +399,11 @@ class Tiered(_Policy):
         return self.cohort
 
     def decide(self, view: View) -> Action:
-        """Aggregate or dispatch the first tier that has no job in flight; otherwise wait.
+        """Aggregate or dispatch for the first tier that can go on; wait if no tier can.
 
-        If updates of this tier have arrived, they are aggregated; else a cohort is dispatched.
+        A tier can go on if it has no job in flight and does not lack available clients, that is, if
+        it is not in `view.short`. If updates of this tier have arrived, aggregate them; else
+        dispatch a cohort of the tier.
         """
         for tier, running in enumerate(view.in_pool):
             if running or tier in view.short:
@@ -413,21 +418,23 @@ def _numbers(jobs: Sequence[Job]) -> list[int]:
 
 
 def _refill(view: View, concurrency: int) -> Action:
-    """Return a dispatch after which at most `concurrency` jobs are in flight.
+    """Return a dispatch of as many clients as are missing to `concurrency` jobs in flight.
 
-    Return `Wait` if so many jobs are in flight already, or if no client is idle.
+    Dispatch fewer if there are fewer idle clients. Return `Wait` if `concurrency` jobs are already
+    in flight, or if no client is idle.
     """
     free = min(concurrency - len(view.running), view.idle)
     return Dispatch(free) if free > 0 else Wait()
 
 
 def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> None:
-    """Raise ValueError if a schedule needs more clients than there are, or cannot be used here.
+    """Raise ValueError if a schedule does not fit the clients or the topology of a run.
 
-    If every replica has its own schedule, the clients of each replica must suffice. A schedule that
-    divides clients by their speed cannot be used then.
+    A schedule needs at least `concurrency` clients with samples. If every replica has its own
+    schedule, this holds for the clients of each replica. A schedule that divides clients by their
+    speed is then an error, too.
 
-    counts: int [clients], training samples.
+    counts: int [clients], the training samples of each client.
     network: the replicas of the run, and the clients that each of them serves.
     """
     if not network.own_schedules:
@@ -446,7 +453,8 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
 def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> None:
     """Raise ValueError if a schedule needs more clients at once than there are with samples.
 
-    counts: int [clients], training samples.
+    Also raise it if `schedule=buffered` waits for more updates than it keeps jobs in flight.
+    counts: int [clients], the training samples of each client.
     of: text that follows the word "clients" in the error, such as " of edge server 2".
     """
     able = int(np.count_nonzero(counts))

@@ -29,7 +29,7 @@ def mean_score(values: np.ndarray) -> float:
 
 
 class ScoredClients(Protocol):
-    """The clients whose models an evaluation scores, and their scores.
+    """The clients whose models are scored in a round, and their scores.
 
     clients: the scored clients that take part in the training.
     unseen: the scored clients that never take part in the training.
@@ -47,12 +47,14 @@ class ScoredClients(Protocol):
 class ScoreColumns:
     """The object that makes the columns of the history for one metric.
 
-    The "values" in the arguments of its functions are arrays with one entry for each sample, which
-    the metric has computed. `metric.summarise` makes the score of a set of samples from its values.
+    For each sample the metric has computed a value, for example 1 if the prediction is correct,
+    else 0. `metric.summarise` computes the score of a set of samples from their values, for example
+    the accuracy. The methods of this class get arrays of values, with one entry for each sample.
 
     The best round of a client is the round with its best validation score. Best rounds are kept
     only for the main metric, which is the first of `evaluate.metrics`.
 
+    metric: the metric.
     place: the position of this metric's values in `ScoringReport.scores`.
     data: the clients' data and the central test set.
     personal: True if each client is scored with a model of its own.
@@ -108,7 +110,7 @@ class ScoreColumns:
         tested: for each client the values of its test samples.
         validated: for each client the values of its validation samples.
         suffix: the end of the columns' names: "_finetuned" for models after fine-tuning, "" for
-        other own models. Best rounds are kept for the latter only.
+        models before it. Best rounds are kept only for models before fine-tuning.
         scoring: the scored clients; their scores are added to `scoring.client_scores`.
         """
         clients = scoring.clients
@@ -128,12 +130,12 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the scores of replicas on the central test set.
 
-        The columns are the score of the mean model (the mean of all replicas), its worst score over
-        the domains, the mean and the worst of the replicas' scores, and the best round of the mean
-        model.
+        Some columns are about the mean model, which is the mean of all replicas: its score, its
+        score in the domain where the score is worst, its best round, and its score in that round.
+        Two more columns have the mean and the worst of the replicas' scores.
 
-        mean: the values of the mean model.
-        replicas: the values of each replica.
+        mean: the mean model's value for each sample of the central test set.
+        replicas: for each replica, its value for each sample of the central test set.
         scoring: the scored clients.
         own: the columns of the clients' own models; their validation score decides the best round.
         """
@@ -150,13 +152,15 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the mean and the worst of the clients' test scores.
 
-        If the test samples of clients come from 2 to `MAX_DOMAIN_COLUMNS` domains, there is also a
-        column with the score of each domain. Domains are groups of samples, for example those with
-        the same rotation.
+        If the test samples of these clients come from at least 2 and at most `MAX_DOMAIN_COLUMNS`
+        domains, there is also one column for each domain, with the score of all samples of the
+        domain. Domains are groups of samples, for example those with the same rotation.
 
-        suffix: the end of the columns' names.
-        scores: the values of all test samples, client after client.
-        clients: the scored clients.
+        suffix: the end of the columns' names, such as "_best".
+        scores: the values of the clients' test samples. The samples of the first client come first,
+        then those of the second one, and so on.
+        clients: the scored clients, in the same order.
+        scoring: the scores of each client are added to `scoring.client_scores`.
         """
         clients = clients[self._test_counts[clients] > 0]
         if not len(clients):
@@ -187,9 +191,12 @@ class ScoreColumns:
     def _score_clients(
         self, name: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
     ) -> np.ndarray:
-        """Return the score of each client; also store the scores under the column's name.
+        """Return the score of each client; also add them to `scoring.client_scores[name]`.
 
-        scores: a value for each test sample, client after client.
+        name: the name of the column that has the mean of these scores.
+        scores: the values of the clients' test samples. The samples of the first client come first,
+        then those of the second one, and so on.
+        clients: the scored clients, in the same order.
         """
         ends = np.cumsum(self._test_counts[clients], dtype=np.int64)[:-1]
         values = np.array([self.metric.summarise(part) for part in np.split(scores, ends)])

@@ -1,6 +1,7 @@
 """Selection rules: by samples, in turns, by participation, by loss, and by a deadline.
 
-A rule that uses no reports of clients knows only facts of the plan: jobs, durations and staleness.
+A rule may use what the planner knows about each client: jobs, durations and staleness. Some rules
+also use training results that clients report, such as losses.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class PowerOfChoice(Selection):
     `samples` it is pi_cpow-d). "last": the mean training loss of the client's last aggregated job
     (pi_rpow-d). It is infinite for a client without such a job, as in the paper, so that this
     client is chosen first.
-    samples: the most samples of each client in the pass; None uses all.
+    samples: only for "measured": the largest number of a client's samples on which its loss is
+    computed; None uses all.
     """
 
     candidates: int = 20
@@ -126,15 +128,16 @@ class FedCS(Selection):
 
     Source: Nishio, Yonetani, "Client Selection for Federated Learning with Heterogeneous Resources
     in Mobile Edge" (ICC 2019), Algorithm 3. Repeatedly add the client that prolongs the round
-    least, until the next client would miss the deadline. Durations are those without drop-outs. If
-    no client meets the deadline, the client that prolongs the round least is chosen alone.
+    least, until the next client would miss the deadline. If no client meets the deadline, only the
+    client that prolongs the round least is chosen. The expected durations assume that no client
+    drops out.
 
-    deadline: the virtual seconds of a round.
-    candidates: the number of clients that are drawn and asked for their durations; None asks all
-    idle clients.
-    uplink: "shared": all clients send over one link, one after another, as in the paper. "own":
-    each client has a separate link, as on the virtual clock, so every client that meets the
-    deadline alone can be chosen.
+    deadline: the time limit of a round, in virtual seconds.
+    candidates: the number of idle clients that are drawn, and from which the rule chooses; None
+    uses all idle clients.
+    uplink: how clients send their updates. "shared": over one link, one client after another, as in
+    the paper. "own": each client over a separate link, as on the virtual clock. Clients then do not
+    delay each other, and the fastest clients that meet the deadline are chosen.
     """
 
     deadline: float = 60.0

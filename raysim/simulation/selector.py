@@ -28,13 +28,15 @@ class SelectionError(RunStoppedError):
 
 @dataclass(frozen=True)
 class LossPass:
-    """A pass in which some clients compute the loss of the current model, before jobs start.
+    """A forward pass in which some clients compute their loss of the current model.
 
-    A selection rule can request it, to choose clients by their losses.
+    A selection rule can request it, to choose clients by their losses. The jobs of the chosen
+    clients start after it.
 
-    seconds: the virtual seconds until the slowest of these clients has answered.
-    work: by client, the work of its pass. The unit is the work of training on one sample once.
-    down: by client, the floats that it received. Each client sends one float.
+    seconds: the virtual seconds until the slowest of these clients has sent its loss.
+    work: by client, the work of the pass, as a number of trained samples. A sample without training
+    counts as `FORWARD` samples.
+    down: by client, the floats that the client received. Each client sends one float.
     """
 
     seconds: float
@@ -51,11 +53,12 @@ class LossPass:
     ) -> Trip:
         """Return the virtual time at which a job ends, and whether its update arrives.
 
-        The job is dispatched at `now`, but its training starts `seconds` later, when all losses are
-        known. The update does not arrive if the client becomes unavailable before that, or if the
-        device loses the job.
+        The job is dispatched at `now`, but its training starts `self.seconds` later, when all
+        losses are known. If the client becomes unavailable before its training starts, the job
+        ends then and its update does not arrive. Otherwise the device decides.
 
         devices: the simulated devices of the clients.
+        client: the client of the job.
         participation: the number of the client's earlier jobs; random numbers depend on it.
         now: the virtual time of the dispatch in seconds.
         load: the work of the job in samples, and the floats that its client receives and sends.
@@ -71,10 +74,11 @@ class LossPass:
 class IdleMask:
     """A bool mask [clients]: True for the clients that are idle and available.
 
-    The mask depends only on the current time and the busy clients, and not on when this object was
-    made. Therefore checkpoints do not contain it. One change costs the same for any number of
-    clients. The sorted array of `IdleClients` cannot achieve that if most clients are available.
-    presence: when each client is available; None means always.
+    The mask depends only on the current time and the busy clients. It can be made again at any
+    time, so checkpoints do not contain it. The cost to add or remove a client does not depend on
+    the number of all clients. In contrast, `IdleClients` keeps a sorted array, in which a change
+    costs more if more clients are available.
+    presence: the availability of the clients; None means that all are always available.
     eligible: the clients that have samples.
     busy: bool [clients], True for a busy client; the caller updates this array.
     now: the current virtual time in seconds.
@@ -225,9 +229,10 @@ class Selector:
     ) -> list[int]:
         """Return the clients that a rule chose, as a list of numbers, if the choice is allowed.
 
-        count: the most clients that are allowed.
+        chosen: what the rule returned, or passed to `view.measure`; it may have any type.
+        count: the largest number of clients that may be chosen.
         mask: bool [clients], True for a client that may be chosen.
-        start: the first words of the error, after the rule's name.
+        start: the words after the rule's name in the error, such as "select returned".
         Raises SelectionError if the choice is not allowed.
         """
         text = f"{self.name}: {start}"
@@ -301,10 +306,14 @@ class Selector:
         return np.array([self._devices.phases(*load)[2] for load in loads])
 
     def _measure(self, clients: Sequence[int], samples: int | None, version: int) -> Floats:
-        """Measure the losses of some clients, and record the cost in `loss_pass`.
+        """Return the loss of each of these clients, and record the cost in `loss_pass`.
 
-        samples: the most samples of each client; None uses all.
-        Raises SelectionError if the rule does not declare `measures`, or measures twice.
+        All losses are nan if no workers can compute them, as in a forecast.
+        samples: the largest number of a client's samples on which its loss is computed; None uses
+        all.
+        version: the number of the current version.
+        Raises SelectionError if the rule's attribute `measures` is False, or if the rule has
+        already measured losses in this decision.
         """
         if not self.rule.measures or self.loss_pass is not None:
             raise SelectionError(
