@@ -57,12 +57,12 @@ class Server:
     declarations: what the run's methods have declared.
     vector: float [layout.shared], the initial shared vector.
     counters: int [layout.shared_counters], the initial integer buffers.
-    counts: int64 [clients], training samples; 0 for clients that are never trained.
+    counts: int64 [clients], training samples; 0 for clients that this model never trains.
     weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all
     updates by 1.
-    size: the most updates in one aggregation.
+    size: the largest number of updates in one aggregation.
     format_client: function that returns the name of a client for errors.
-    unseen: the number of clients that are never trained (`evaluate.unseen`).
+    unseen: the number of clients that this model never trains, such as those of other models.
     replica: the number of this model, if the run has several; `counts` is then 0 for clients of
     other models.
     local: the settings of local training.
@@ -128,7 +128,7 @@ class Server:
         """Change the clients of this model.
 
         counts: int64 [clients], training samples; 0 for clients that this model does not serve.
-        unseen: the number of clients that are never trained.
+        unseen: the number of clients that this model never trains, such as those of other replicas.
         """
         self.counts = counts
         self.population = len(counts) - unseen
@@ -148,15 +148,21 @@ class Server:
 
     @functools.cached_property
     def sample_ends(self) -> np.ndarray:
-        """The cumulative sum of the clients' shares of all samples; the last entry is about 1.
+        """The cumulative shares of the samples, for drawing clients in proportion to their samples.
 
-        float64, with an entry for each client that has samples. Clients are drawn by their samples
-        with it: a random number between 0 and 1 is looked up among the entries.
+        float64, with an entry for each client that has samples, in the order of the clients'
+        numbers. An entry is the share of all samples that this client and the clients before it
+        have together. The last entry is about 1. A random number between 0 and 1 selects the first
+        entry above it.
         """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """Return a random generator that depends on purpose, replica and version."""
+        """Return a random generator for one purpose in the current version of this model.
+
+        Other purposes, versions and replicas get independent generators.
+        purpose: the name of the use, such as "compression".
+        """
         if self.replica:
             purpose = f"{purpose}.replica{self.replica}"
         return stream(self.seed, purpose, self.version)
@@ -169,9 +175,10 @@ class Server:
         return float(self.counts.item(client)) if self.weighting == "samples" else 1.0
 
     def scored(self) -> Tensor:
-        """Return the vector [layout.shared] with which this model is scored.
+        """Return the vector [layout.shared] on which the scores of this model are computed.
 
-        It is the shared vector, unless a method declares another one, such as an average.
+        This is the shared vector. A method may declare a function that returns another vector, for
+        example the average of earlier versions.
         """
         declared = self._scored
         if declared is None or declared.scored is None:
@@ -197,15 +204,19 @@ class Server:
 
     # --- what clients receive ---------------------------------------------------------------------
     def published(self, number: int = 0) -> PublishedVersion:
-        """Return the current version, as all clients that start from it receive it.
+        """Return the current version as a message for the clients that start from it.
 
-        number: the number of this version among the versions of all replicas.
+        number: the position of this version in the order in which the versions of all replicas are
+        published.
         """
         vector, counters, extras = self.vector.numpy(), self.counters.numpy(), self._sent("all")
         return PublishedVersion(self.version, vector, counters, extras, number=number)
 
     def sent_once(self) -> Arrays:
-        """Return the tensors that every client receives with its first job, by "method.name"."""
+        """Return the tensors that each client receives only once in a run, with its first job.
+
+        The keys are "method.name".
+        """
         return self._sent("once")
 
     def sent_to(self, client: int) -> Arrays:
@@ -213,10 +224,11 @@ class Server:
         return self._sent("client", client)
 
     def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
-        """Return the tensors that methods send to clients now, by "method.name".
+        """Return the tensors that methods now send to some receivers, by "method.name".
 
-        to: the receivers: "all", "once" or "client".
-        client: the client, if `to` is "client".
+        to: "all" for all clients, "once" for each client with its first job, "client" for one
+        client.
+        client: the number of this client if `to` is "client"; otherwise it is left out.
         """
         arrays: dict[str, np.ndarray] = {}
         for declared, send in self._sends.get(to, ()):
@@ -266,12 +278,15 @@ class Server:
         staleness: Sequence[int],
         bases: Mapping[int, PublishedVersion],
     ) -> None:
-        """Make the next version.
+        """Aggregate updates into the next version, and increase `version` by 1.
 
-        updates: one for each job, in the order in which they are aggregated; None for a failed job.
-        sums: the sums of updates that workers have computed.
-        staleness: the staleness of each update.
-        bases: the versions that the updates started from, by number.
+        If all jobs failed, the next version has the same vector as the current one.
+
+        updates: an entry for each job, in the order of aggregation. It is None if the job failed.
+        sums: the sums that workers have made of some of these updates, by the numbers of the jobs.
+        staleness: for each entry of `updates` its staleness; the value for a failed job is not
+        used.
+        bases: by number, the versions from which the jobs started.
         Raises AggregationError if the next version cannot be made.
         """
         self.report = {}
@@ -366,9 +381,14 @@ class Server:
     def _combine(
         self, aggregation: Aggregation, updates: Sequence[Update | None], sums: GroupSums
     ) -> tuple[Tensor, Tensor]:
-        """Combine the updates into a direction of the parameters and a step of the float buffers.
+        """Combine the updates into a step of the parameters and a step of the float buffers.
 
-        The direction is [layout.trained].
+        The step of the parameters is called the direction and is [layout.trained]. The step of the
+        buffers is [layout.shared - layout.trained].
+
+        aggregation: the updates that did not fail, with their weights.
+        updates: an entry for each job, in the order of aggregation. It is None if the job failed.
+        sums: the sums that workers have made of some of these updates, by the numbers of the jobs.
         """
         trained = self.layout.trained
         if self._combiner is None:
@@ -432,8 +452,12 @@ class Server:
     def _average_buffers(self, total: Tensor, aggregation: Aggregation) -> Tensor:
         """Return the step that makes the server's float buffers the mean of the clients' buffers.
 
-        The mean change is not simply added, because a stale change could make a variance negative.
+        A client's change is relative to the buffers of its base version. If the server's buffers
+        have changed since, the difference is added to the client's change. Otherwise a stale change
+        could make a variance negative.
+
         total: the weighted sum of the changes of the clients' buffers. It is changed in place.
+        aggregation: the updates that did not fail, with their weights.
         """
         trained = self.layout.trained
         if len(total) == 0:
@@ -519,12 +543,13 @@ def make_server(
 ) -> Server:
     """Return the server of a replica, for a run that has not begun.
 
-    vector, counters: the initial shared vector and integer buffers; several replicas may share
+    vector, counters: the initial shared vector and integer buffers. Several replicas may share
     these tensors.
-    size: the most updates in one aggregation.
-    counts: int64 [clients], training samples, 0 for clients of other replicas; None takes all
-    clients of the run.
-    unseen: the number of clients that are never trained; None takes that of the run.
+    size: the largest number of updates in one aggregation.
+    counts: int64 [clients], the training samples of each client; 0 for clients of other replicas.
+    None uses the counts of all clients of the run.
+    unseen: the number of clients that this replica never trains. With `counts`, it includes the
+    clients of other replicas. None uses the number of the run's unseen clients.
     replica: the number of the replica.
     """
     settings, partition = spec.settings, spec.data.partition

@@ -101,9 +101,11 @@ class SetScores:
     def columns(
         self, reports: Sequence[SetReport], scoring: ScoredSets, best: BestRounds | None
     ) -> Row:
-        """Return the columns of the history.
+        """Return the columns of the history that are computed from the reports.
 
         reports: the reports of the tasks that `tasks` returned.
+        scoring: the scored clients and the scored version. The clients' scores are added to
+        `scoring.client_scores`.
         best: the best rounds so far; None without validation samples.
         """
         by_name: dict[str, list[SetReport]] = {}
@@ -152,11 +154,15 @@ class SetScores:
     def _best_columns(
         self, reports: Sequence[SetReport], scoring: ScoredSets, best: BestRounds, row: Row
     ) -> Row:
-        """Return columns with the validation score, and with the best round's central score.
+        """Return columns with the validation score of this round, and with the best round so far.
 
-        The best round is the one with the best validation score.
+        The validation score is the mean over the clients. The best round is the one with the best
+        validation score; its columns are its number and its score on the central test set.
+
         reports: the reports on the clients' validation samples.
-        row: the columns of the current round.
+        scoring: the scored clients and the scored version.
+        best: the best rounds before this one. The scores of this round are recorded in it.
+        row: the columns of this round so far, with the score on the central test set.
         """
         values = _by_metric(reports).get(self.metric, {})
         if not values:

@@ -1,7 +1,8 @@
 """Keep arrays on disk instead of in memory, in unnamed files.
 
-`SpillFile` has a region for each client and returns copies of its arrays. `MappedFile` returns
-arrays that are mapped from the file, for arrays that are used in place.
+A `SpillFile` stores the arrays of each client; `read` returns copies of them. A `MappedFile` stores
+arrays that the program then uses and changes like arrays in memory. The system loads their pages
+from the file when they are used.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class SpillFile:
     def read(self, client: int) -> dict[str, np.ndarray]:
         """Return a copy of a client's arrays, read-only.
 
-        Arrays in a memory map would count as memory of this process.
+        The arrays are not mapped from the file, because the pages of a map stay in the memory of
+        this process after their use.
         """
         pieces = self._pieces[client]
         if not pieces:

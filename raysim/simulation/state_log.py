@@ -1,13 +1,14 @@
-"""Store the client states of checkpoints as a log: changed states go to new files.
+"""Store the client states of checkpoints as a log of files; changed states go to new files.
 
-A file of the log is written once. The manifest of every checkpoint that needs the file lists it. An
-index says which file has the state of each client. A file is abandoned in two cases: when less than
-half of its bytes are still in use, or when there are very many small files. The states of an
-abandoned file that are still in use are written again, together with the changed states.
+A file of the log is never changed. An index says which file contains the current state of each
+client. The manifest of a checkpoint lists all files that this checkpoint needs.
 
-A checkpoint writes the changed states, and those of abandoned files. Over a long run this is at
-most about twice the size of the changed states. The log needs at most twice the space of all
-states.
+A file is abandoned in two cases. In the first case, less than half of its bytes belong to current
+states. In the second case, the file is small and there are very many small files. The current
+states in an abandoned file are written again, into new files, together with the changed states.
+
+Over a long run, a checkpoint writes at most about twice the size of the changed states. The log
+needs at most about twice the space of all current states.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ class StateIndex:
     """The index of a checkpoint: it says which file contains each client's committed state.
 
     states: int64 [clients, 4], with a row for each client that has a committed state. The columns
-    are the number of the client, the number of the job that made its state, the number of the file,
-    and the bytes of the state. A client whose state is committed for the first time comes last.
-    files: int64 [files, 2], with the columns number of the file and bytes written into it.
+    are the numbers of the client, of the job that made its state, and of the file, and the bytes of
+    the state. The rows are in the order in which clients had a first committed state.
+    files: int64 [files, 2]. The columns are the number of the file and the bytes that were written
+    into it.
     """
 
     states: np.ndarray = field(default_factory=lambda: _empty_table(4))
@@ -75,10 +77,13 @@ class StateIndex:
         return dict(self.states[:, [CLIENT, JOB]].tolist())
 
     def update(self, jobs: Mapping[int, int]) -> StateIndex:
-        """Return the index after more jobs were aggregated.
+        """Return the index for the next checkpoint, after more jobs were aggregated.
 
-        Changed states, and states in abandoned files, get the file number `UNWRITTEN`.
-        jobs: for each client, the job that made its committed state.
+        Changed states, and states in abandoned files, get the file number `UNWRITTEN`. If the run
+        continues from an earlier checkpoint, all states get it.
+
+        jobs: for every client with a committed state, the number of the job that made it. The
+        clients are in the order in which they had a first committed state.
         """
         states = np.zeros((len(jobs), 4), np.int64)
         states[:, CLIENT] = np.fromiter(jobs.keys(), np.int64, len(jobs))
@@ -110,10 +115,12 @@ class StateIndex:
     def write_files(
         self, clients: Mapping[int, Arrays], number: int
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Yield the number and the tensors of each new file, until all states have a file.
+        """Divide the unwritten states among new files; yield the number and tensors of each file.
 
-        The index records the file and the size of each of these states.
-        clients: the named tensors of each client's state.
+        The caller writes the files. The index records the file and the size of each of these
+        states.
+
+        clients: for each client the named tensors of its state.
         number: the number of the first new file.
         """
         tensors: dict[str, np.ndarray] = {}

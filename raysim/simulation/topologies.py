@@ -187,9 +187,9 @@ class Clustered(Topology):
         at_least("topology.min_size", self.min_size, 1)
 
     def connect(self, federation: Federation) -> Network:
-        """Return the network of models; at the start the first model serves all clients.
+        """Return the network of the models; at the start all clients belong to the first model.
 
-        Raises ValueError if there are more models than clients with samples.
+        Raises ValueError if `clusters` is more than the number of clients with samples.
         """
         able = int(np.count_nonzero(federation.counts))
         if self.clusters > able:
@@ -244,8 +244,8 @@ class Gossip(Topology):
     weights: "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)),
     where d_i is the number of neighbours of i (Metropolis-Hastings; symmetric). "uniform" gives 1 /
     (1 + d_i).
-    mix: "after" exchanges the trained models; "before" exchanges the models that clients trained
-    from, and then adds the updates.
+    mix: "after" exchanges the trained models. "before" exchanges the models from which the clients
+    started their training, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
     probability: for graph="erdos_renyi".
     degree: for graph="expander", the number of neighbours of each client.
@@ -338,9 +338,14 @@ class Gossip(Topology):
 def _read_edges(
     edges: Sequence[Sequence[float]], clients: int, neighbours: Sequence[set[int]]
 ) -> dict[tuple[int, int], float]:
-    """Add the user's edges to `neighbours`, in place; return the weights of the edges.
+    """Add the user's edges to `neighbours`, and return the weights of the edges.
 
-    edges: [i, j] or [i, j, weight] each.
+    The weight of an edge between clients i and j is returned twice, by (i, j) and by (j, i). The
+    result is {} if no edge has a weight.
+
+    edges: the edges, each [i, j] or [i, j, weight].
+    clients: the number of clients.
+    neighbours: for each client the set of its neighbours, which is changed in place.
     Raises ValueError for an edge that is not valid, and if only some edges have weights.
     """
     weights: dict[tuple[int, int], float] = {}
@@ -367,10 +372,14 @@ def _read_edges(
 def _rows_of_edges(
     weights: Mapping[tuple[int, int], float], clients: int
 ) -> list[dict[int, float]]:
-    """Return for each client the weights of the mean that becomes its replica, by client.
+    """Return for each client the weights of the mean that becomes its replica.
 
-    The user gives the weights of the neighbours; the client's own weight is 1 minus their sum.
+    Each dictionary has the weights of the neighbours' replicas and of the client's own replica, by
+    the number of the client. The user gives the weights of the neighbours. The client's own weight
+    is 1 minus their sum.
+
     weights: the weight of each edge, in both directions.
+    clients: the number of clients.
     Raises ValueError if the weights of a client's neighbours sum to more than 1.
     """
     rows: list[dict[int, float]] = [{} for _ in range(clients)]
@@ -463,10 +472,11 @@ def _clients_first(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _deal(order: np.ndarray, groups: int) -> np.ndarray:
-    """Give the first client to group 0, the next one to group 1, and so on in turn.
+    """Assign the first client to group 0, the second one to group 1, and so on in a cycle.
 
     Return the group of each client, int64 [clients].
-    order: the clients in the order in which they are given to groups.
+    order: the numbers of all clients; the first one in this order goes to group 0.
+    groups: the number of groups.
     """
     group_of = np.empty(len(order), np.int64)
     group_of[order] = np.arange(len(order)) % groups

@@ -2,20 +2,21 @@
 
 | column       | type              | content                                                       |
 | ------------ | ----------------- | ------------------------------------------------------------- |
-| `client`     | integer or string | the client; each in one row                                   |
+| `client`     | integer or string | the number or name of the client, different in each row       |
 | `start`      | list of numbers   | when the client becomes available, in seconds from the start  |
 |              |                   | of its trace, ascending                                       |
 | `end`        | list of numbers   | when it stops being available: one for each start, after it   |
 |              |                   | and not after the next start                                  |
 | `period`     | number            | the length of the trace in seconds; no end is after it        |
-| `speed`      | number            | samples a second in training; or, in its place:               |
-| `flops`      | number            | floating-point operations a second in training, for any model |
-| `down`, `up` | number            | bytes a second                                                |
+| `speed`      | number            | samples that the device trains on in a second                 |
+| `flops`      | number            | floating-point operations in a second of training             |
+| `down`, `up` | number            | bytes that the device receives and sends in a second          |
 
-A client is available from each `start` to the `end` at the same position of the list, and not
-between these intervals. Other columns are ignored. The file is read in pieces. Afterwards the
-trace occupies 28 bytes for each client of the run, 40 for each row and 16 for each interval.
-`raysim fleet check FILE` checks a file.
+A file has the column `speed` or, for any model, the column `flops`. A client is available from each
+`start` to the `end` at the same position of the list, and not between these intervals. Other
+columns are ignored. The file is read in pieces. Afterwards the trace occupies 28 bytes for each
+client of the run, 40 for each row and 16 for each interval. `raysim fleet check FILE` checks a
+file.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Trace(Fleet):
     it has more, rows are used several times: each row equally often, or once more.
     file: the path of the trace.
     wrap: True repeats a client's trace after its period; False makes the client unavailable then.
-    availability: "trace" takes the intervals of the file. With any other value, only the speeds
-    come from the file, and availability is as in other fleets.
+    availability: "trace" uses the intervals of the file. Any other value means the same as in other
+    fleets. The file then decides only the clients' speed and bandwidth.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("trace", *Fleet.AVAILABILITIES)

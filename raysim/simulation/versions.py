@@ -10,12 +10,12 @@ from raysim.simulation.runtime import Ref, Runtime
 
 
 class Versions(Mapping[int, PublishedVersion]):
-    """The published versions, by number, in the runtime's store.
+    """The published versions of all replicas, by number, in the runtime's store.
 
-    If the server or a checkpoint needs a version, the coordinator reads it from the store without a
-    copy. A job holds its base version from its dispatch to its end. A version is dropped when it is
-    not the current version of any replica and no job holds it. The current version of a replica on
-    disk is in the store only while a job holds it.
+    A job holds its base version from its dispatch to its end. A version stays in the store while a
+    job holds it. So does the current version of each replica in memory. If a replica is on disk,
+    its current version is read from the disk as soon as a job needs it. The coordinator reads a
+    version from the store without a copy, for the server or for a checkpoint.
     """
 
     def __init__(self, runtime: Runtime):
@@ -129,7 +129,7 @@ class Versions(Mapping[int, PublishedVersion]):
 
     @property
     def held_versions(self) -> list[int]:
-        """The numbers of the versions from which at least one job starts that has not ended."""
+        """The numbers of the base versions of all jobs that have not ended."""
         return [version for version, holders in self._holders.items() if holders > 0]
 
     @property

@@ -81,8 +81,12 @@ class Attack:
 def largest_z(updates: int, attackers: int) -> float:
     """Return ALIE's largest z for an aggregation, at least 0.
 
-    With n updates, m of them from attackers, it is the normal quantile of (n - m - s) / (n - m)
-    with s = floor(n / 2 + 1) - m.
+    Let n be the number of updates, m the number of attackers among them, and s = floor(n / 2 + 1) -
+    m. Then z is the quantile of the standard normal distribution at p = (n - m - s) / (n - m). To
+    keep z finite, p is at most 1 - 0.5 / (n - m).
+
+    updates: the number n.
+    attackers: the number m.
     """
     honest = updates - attackers
     share = (honest - (updates // 2 + 1 - attackers)) / honest

@@ -39,9 +39,9 @@ def make_plan(
 
     local: the settings of local training, such as the batch size.
     samples: the number of the client's training samples.
-    selected: for each epoch, the ascending positions of the samples to train on, from 0 to
-    `samples` - 1. With `local.steps`, the steps are divided into equal parts, and `selected` has an
-    entry for each part.
+    selected: for each part of the training, the ascending positions of the samples to train on,
+    from 0 to `samples` - 1. A part is an epoch. With `local.steps`, it is an equal share of the
+    steps.
     generator: the source of random numbers for the shuffle.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
@@ -64,11 +64,12 @@ def make_plan(
 
 
 def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
-    """Return the number of batches in one of the equal parts of a job's training.
+    """Return the number of batches in one part of a job's training.
 
-    A part is an epoch; with `local.steps` it is an equal share of the steps.
-    part, parts: the number of the part, from 0, and the number of parts.
-    positions: the number of samples that the part trains on.
+    A part is an epoch. With `local.steps`, it is an equal share of the steps.
+    part: the number of the part, from 0.
+    parts: the number of parts.
+    positions: how many samples are selected for this part.
     """
     if local.epochs is not None:
         return -(-positions // local.batch)
@@ -87,10 +88,10 @@ def layer_needing_two_rows(declarations: Declarations) -> str:
 
 
 def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
-    """Return the batch sizes that occur often.
+    """Return the batch sizes for which steps are recorded if a worker has several lanes.
 
-    These are the full batch size, and the size of the last batch if it is the same for most
-    clients. With several lanes, only steps on batches of these sizes are recorded.
+    These are the full batch size, and the size of the last, smaller batch if most clients have the
+    same one.
     counts: the number of samples of each client.
     batch: the full batch size.
     """
@@ -158,11 +159,16 @@ class BatchPlanner:
         return make_plan(local, samples, selected, generator, self.drop_single)
 
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
-        """Return the positions that a method selects for each epoch; [] if it selects all samples.
+        """Return the positions that a method selects for each part of the training.
 
-        The positions are sorted, so that the shuffle does not depend on the order in which the
-        method selects samples. Epochs with a single sample are left out if the model cannot train
-        on it.
+        A part is an epoch. With `local.steps`, it is an equal share of the steps. The result is []
+        if the method selects all samples. Positions are sorted, so that the shuffle does not depend
+        on the order in which the method selects samples. If the model cannot train on one sample,
+        parts with one sample are left out.
+
+        selector: the method that selects samples.
+        ctx: the context of the job.
+        Raises ValueError if the method selects samples for some parts only, or too few samples.
         """
         assert selector.select is not None, "only methods that select are asked"
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)

@@ -40,7 +40,10 @@ _TASK = Stage()
 
 
 def step_methods(declarations: Declarations) -> list[str]:
-    """Return the names of the methods that take part in a step."""
+    """Return the names of the methods that take part in a training step.
+
+    These methods have a hook of the step (`STEP_HOOKS`), stages, or a training function.
+    """
     methods = []
     for declared in declarations.methods:
         fills_step_hook = any(declared.has_hook(hook) for hook in STEP_HOOKS)
@@ -141,8 +144,10 @@ class BatchedLanes(LaneLoop[Lane]):
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Return the lanes' parameters, and the list of tensors that the optimizer changes.
 
-        The parameters are a dict from the id of a network's parameter to its values in all lanes,
-        [K, ...].
+        The parameters are a dictionary. A key is the id of a network's parameter, and its value [K,
+        ...] contains the values of this parameter in all lanes. The optimizer changes these
+        tensors. With `local.clip` it changes slices [K, n] of the lanes' vectors instead, one for
+        each contiguous slice of n trained parameters.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}
@@ -191,7 +196,8 @@ class BatchedLanes(LaneLoop[Lane]):
     def _step(self, busy: Sequence[Lane]) -> Sequence[Tensor]:
         """Make one training step; return the losses of all K lanes, a scalar for each.
 
-        Lanes without a job do not change; their samples have weight 0 and their loss is 0.
+        Lanes without a job are computed, too. Their samples have weight 0 and their loss is 0.
+        Their parameters may change, but are never used.
         busy: the lanes that have a job.
         """
         inputs, targets, weights = self._stack(busy)
@@ -222,8 +228,9 @@ class BatchedLanes(LaneLoop[Lane]):
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
         """Scale down each lane's gradient if its norm is above `local.clip`.
 
-        Return the gradients of all lanes as flat tensors [K, n], one for each contiguous slice of n
-        trained parameters in the vector. If `local.clip` is 0, return `gradients` unchanged.
+        The trained parameters cover one or more contiguous slices of the vector. Return one tensor
+        [K, n] for each slice, where n is the length of the slice. If `local.clip` is 0, return
+        `gradients` unchanged.
         gradients: one tensor [K, ...] for each trained parameter.
         """
         clip = self.trainer.step.clip
@@ -252,9 +259,10 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
-        """Return the weight of each sample in its lane's loss: [K, B].
+        """Return the weight of each sample in the loss of its lane, [K, B].
 
-        The weight is 1 / (size of the lane's batch); it is 0 for samples that only pad the batch.
+        The weight is 1 / (size of the lane's batch). It is 0 for samples that only pad a smaller
+        batch, and for all samples of lanes without a job.
         batches: the batch of each lane that has a job, by the lane's number.
         """
         weights = torch.zeros_like(self.weights)

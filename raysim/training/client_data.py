@@ -118,11 +118,14 @@ class PreparedBatches:
         return self._prepared.pop(job.number, None)
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Prepare the batches of the first jobs, as many jobs as fit into one chunk together.
+        """Prepare the batches of the first jobs; they are gathered in one call.
 
-        A chunk is the amount of data that is gathered at once. Nothing is prepared if fewer than
-        two jobs fit, if a method selects the samples, or if inputs are augmented: selection and
-        augmentation need the running job.
+        A chunk is the amount of data that is gathered at once. Jobs are prepared until the chunk is
+        full. If fewer than two jobs fit into it, nothing is prepared. Nothing is prepared either if
+        a method selects samples or if inputs are augmented. Both are possible only after a job has
+        begun.
+
+        jobs: the next jobs, in the order in which they will begin.
         """
         if self.planner.selector is not None or self.data.pipeline.augment:
             return

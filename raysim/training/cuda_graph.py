@@ -83,9 +83,9 @@ class Branches:
     def branch(self, place: int) -> Iterator[None]:
         """Run the work inside `with` in a branch.
 
-        It starts after the work that was issued outside of branches so far, and does not wait for
-        other branches.
-        place: the number of the branch: 0 for the first branch, 1 for the next one, and so on.
+        The branch starts after all work that was issued outside of branches so far. It does not
+        wait for other branches.
+        place: the number of the branch, from 0.
         """
         is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not is_capturing:  # without a capture, streams would only occupy memory

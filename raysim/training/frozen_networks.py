@@ -20,8 +20,8 @@ from raysim.vectors.layout import Vector
 class FrozenNetworks:
     """Sets of networks in eval mode without gradients, by name.
 
-    A set is a copy of all networks of the run, with other values. It is made when it is first
-    requested; later jobs load their values into it.
+    A set is a copy of all networks of the run. It is made when it is first requested. Each job
+    loads its values into the set, for example those of the received model.
 
     vector: the vector of the networks that are trained.
     """
@@ -46,7 +46,11 @@ class FrozenNetworks:
         return self._vectors[name].networks
 
     def vector(self, name: str) -> Vector:
-        """Return the vector of a set of frozen networks, with the values loaded last."""
+        """Return the vector of a set of frozen networks; make the set if it does not exist.
+
+        The vector contains the values that were last loaded into the set.
+        name: the name of the set.
+        """
         if name not in self._vectors:
             trained = self._trained
             # Weights that nobody trains are the same in all sets.

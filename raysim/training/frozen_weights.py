@@ -52,7 +52,7 @@ def frozen_parameters(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, 
 def collect_arrays(networks: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, np.ndarray]:
     """Return the parameters that are not trained as arrays, by full name.
 
-    dtype: the type of the arrays of floats; other arrays keep their type.
+    dtype: arrays of floats are converted to this type; other arrays keep their type.
     """
     arrays = {}
     for name, parameter in frozen_parameters(networks):
@@ -64,9 +64,10 @@ def collect_arrays(networks: Mapping[str, nn.Module], dtype: torch.dtype) -> dic
 
 
 def base_sha256(model: nn.Module) -> str:
-    """Return a checksum of the frozen weights of a model, without factors of adapters.
+    """Return a checksum of the frozen weights of a model.
 
-    It does not depend on which layers have an adapter.
+    The weights of adapters are left out. The checksum does not depend on which layers have an
+    adapter.
     """
     digest = hashlib.sha256()
     values = {}

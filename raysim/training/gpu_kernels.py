@@ -49,7 +49,12 @@ def _align_argument(argument: Any) -> Any:
 
 
 def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a layer's function with aligned tensors; copy back changed running statistics."""
+    """Call a layer's function with aligned tensors.
+
+    Tensors at unaligned addresses are replaced by copies. If `func` changes copies of running means
+    or variances, the new values are written into the original tensors.
+    args, kwargs: the arguments of `func`.
+    """
     aligned = [_align_argument(argument) for argument in args]
     aligned_by_name = {name: _align_argument(argument) for name, argument in kwargs.items()}
     result = func(*aligned, **aligned_by_name)

@@ -172,8 +172,8 @@ class Participants:
     def add(self, *identities: Identity) -> None:
         """Add processes to the run.
 
-        Raises UnequalWorkersError if `mixed` is False and one has other facts than the processes
-        before it.
+        Raises UnequalWorkersError if `mixed` is False and a new process has another value of a fact
+        than an earlier process.
         """
         new = [identity for identity in identities if identity not in self.all]
         reference = self._reference(new)
@@ -187,9 +187,10 @@ class Participants:
         return [self.driver, *self.joined]
 
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
-        """Return the first value of each fact, with the process that has it.
+        """Return for each fact its first value, and the first process that has this fact.
 
-        new: processes that will be added; they come after the processes of the run.
+        The processes of the run come first, then the new ones.
+        new: processes that will be added to the run.
         """
         first: dict[str, tuple[str, Identity]] = {}
         for identity in [*self.all, *new]:

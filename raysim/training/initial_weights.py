@@ -164,11 +164,14 @@ class InitialWeights:
     ) -> None:
         """Raise ValueError if the file lacks a tensor that the run needs.
 
-        used: names of the tensors that `init.only` and `init.redraw` allow to start from the file.
-        chosen: by name, the arrays of the file for these tensors.
-        is_partial: True if `init.only` names the parts that the file must have. Otherwise it must
-        have the whole model, and the whole of each other network of which it has a tensor.
+        If `init.only` names parts, the file must have all tensors in these parts. Otherwise it must
+        have all tensors of the model. Of another network it must then have all tensors or none. A
+        file without adapters must have the frozen weights of the adapted layers instead.
+
         targets: the tensors of the run.
+        used: full names of the tensors that start from the file, by `init.only` and `init.redraw`.
+        chosen: by full name, the arrays that the file has for these tensors.
+        is_partial: True if `init.only` names parts.
         """
         present = {name.partition(".")[0] for name in chosen} | {"model"}
         needed = [name for name in targets.needed if name in used]
@@ -281,9 +284,10 @@ class _Targets:
 
 
 def _without_adapters(scheme: Mapping[str, str]) -> dict[str, str]:
-    """Map names in a file of the model without adapters to full names of the run's tensors.
+    """Return the table of names for a file of the model without adapters.
 
-    scheme: the same map for a file of the model with adapters.
+    The table maps a name in the file to the full name of the run's tensor.
+    scheme: the same table for a file of the model with adapters.
     """
     return {
         name.replace(ADAPTED, "."): full for name, full in scheme.items() if ADAPTER not in name

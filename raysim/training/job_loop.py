@@ -9,7 +9,7 @@ from raysim.training.trainer import RunningJob, Trainer
 
 
 class JobHandler(Protocol):
-    """The interface with which a loop begins and ends the jobs of one call of a worker.
+    """The interface with which a loop begins and ends the jobs that it trains.
 
     In all functions, `place` is the position of a job in `numbers`.
     """
@@ -46,6 +46,7 @@ class JobHandler(Protocol):
         """Record the error that a job raised; the job's result is then a failure.
 
         place: the position of the job in `numbers`.
+        error: the error.
         """
         ...
 

@@ -5,9 +5,9 @@ Subclasses compute the steps. `batched_lanes.py` computes one matrix product for
 GPU, and repeats them without running Python code.
 
 For a given number of lanes, a client's result does not depend on the clients in the other lanes.
-The last bit of a result may depend on the lane, because kernels may compute the last entries of a
-tensor in another way than its other entries. Therefore the number of the job decides the lane, on
-every worker.
+The last bit of a result may depend on the lane. The reason is that kernels may compute the last
+entries of a tensor in another way than its other entries. Therefore the lane of a job follows from
+the job's number, and is the same on every worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Lane:
     """A vector, and the job that trains in it.
 
     row: the number of the lane, and its row in tensors that contain all lanes.
-    home: the memory of the lane's vector.
+    home: the flat tensors that contain this lane's parameters and buffers.
     place: the position of the lane's job in the list of jobs to train.
     running: the lane's job; None if it has none.
     batch: the next batch; None if the job is finished.
@@ -87,8 +87,10 @@ L = TypeVar("L", bound=Lane)
 class LaneLoop(ABC, Generic[L]):
     """A loop that trains jobs in K lanes.
 
-    data: [K, D], the vectors of the lanes.
-    counters: [K, C], the integer buffers of the lanes.
+    trainer: the worker's trainer, whose networks train the jobs of all lanes.
+    data: [K, layout.total], the vectors of the lanes.
+    counters: [K, layout.total_counters], the integer buffers of the lanes.
+    lane_type: the class of the lanes.
     """
 
     def __init__(self, trainer: Trainer, data: Tensor, counters: Tensor, lane_type: type[L]):
@@ -112,7 +114,7 @@ class LaneLoop(ABC, Generic[L]):
 
     @abstractmethod
     def finish(self, lane: L) -> None:
-        """Hand over what the end of the lane's job needs, such as the optimizers of the lane."""
+        """Give the job in a lane what its end needs, such as the lane's optimizers."""
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return the approximate order in which jobs will begin.
@@ -159,9 +161,10 @@ class LaneLoop(ABC, Generic[L]):
         return places
 
     def _fill(self, lane: L, waiting: list[int], jobs: JobHandler) -> None:
-        """End a lane's job if it is finished, and begin the next job that is ready.
+        """End a lane's job if it is finished, and begin the lane's next job that is ready.
 
-        waiting: the positions of the lane's jobs that have not begun; begun ones are removed.
+        waiting: the positions of the lane's jobs that have not begun. A job that begins is removed
+        from this list.
         """
         while lane.batch is None:
             try:

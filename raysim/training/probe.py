@@ -63,9 +63,10 @@ def feature_similarity(local: Reals, received: Reals) -> float:
 def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean cosine between a row of a seen class and a row of an unseen class.
 
-    The mean is over all such pairs of rows. A row of zeros has the cosine 0. Figure 2 of the FedBR
-    paper shows this measure. Return None if there are no rows of seen classes, or no rows of unseen
-    classes.
+    A class is seen if the client's training data has samples of it. The mean is over all pairs of a
+    row of a seen class and a row of an unseen class. A row of zeros has the cosine 0. Figure 2 of
+    the FedBR paper shows this measure. Return None if there are no rows of seen classes, or no rows
+    of unseen classes.
     features: [rows, features], the features of the local model.
     labels: [rows], the true class of each row.
     seen: bool [classes], True for a class in the client's training data.
@@ -95,7 +96,7 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
 
 
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Return the probability of all seen classes together, as a mean over unseen rows.
+    """Return the sum of the probabilities of all seen classes, as a mean over unseen rows.
 
     Unseen rows are rows of classes that the client's training data does not have, so every such
     probability is wrong. A larger value means a stronger bias to seen classes. Return None if there

@@ -1,10 +1,10 @@
-"""Give hooks a client's job in a recorded step, and note the values that they read.
+"""Give hooks the context of a job in a recorded step, and note which values they read.
 
 With `runtime.graph=true` the operations of a training step are recorded once, on a GPU as a CUDA
 graph. A replay repeats them on the same tensors, at fixed addresses, without running Python code.
-Therefore each tensor that a step reads from its client is an input of the recording: before a
-replay, the client's values are copied into it. A Python value that a step reads cannot be replaced
-in this way: a recording is replayed only for steps for which the value is the same.
+Therefore each tensor that a step reads from its client is an input of the recording. Before a
+replay, the client's values are copied into it. A Python value that a step reads is fixed in the
+recording. Therefore a recording is replayed only for steps in which this value is the same.
 """
 
 from __future__ import annotations
@@ -56,7 +56,14 @@ class Reads:
 
 
 class TrackedTable(UserDict[str, Tensor]):
-    """A table of tensors that records which tensors a step reads before it replaces them."""
+    """A table of tensors that records which of its first tensors a step reads.
+
+    If the step replaces a tensor and then reads the new one, this is not recorded.
+
+    name: the name of the table, such as "state".
+    values: the first tensors.
+    reads: the object in which the reads are recorded.
+    """
 
     def __init__(self, name: str, values: Mapping[str, Tensor], reads: Reads):
         self.name, self.reads, self.initial = name, reads, dict(values)
@@ -88,8 +95,8 @@ class TrackedTable(UserDict[str, Tensor]):
 class RecordedLane(Lane):
     """A lane whose steps are recorded.
 
-    modes: the train mode (True) or eval mode (False) of each network or module for which earlier
-    stages of the lane's job have set it, by name. The mode that was set last comes last.
+    modes: True (train mode) or False (eval mode), by the name of a network or module. It contains
+    the modes that earlier steps of the lane's job have set. The mode that was set last comes last.
     """
 
     modes: dict[str, bool] = field(default_factory=dict)
@@ -110,8 +117,8 @@ class RecordedLane(Lane):
 def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
     """Return a tensor of a lane's client, or None if the client does not have it.
 
-    table, key: the name of a table of `tables_of`, such as "state", and the name of the tensor in
-    this table, such as "scaffold.control".
+    table: the name of a table: "state", "kept", "download", "draws" or `VECTORS`.
+    key: the name of the tensor in this table, such as "scaffold.control".
     """
     ctx = lane.ctx
     if table == VECTORS:
@@ -165,14 +172,16 @@ class Sizes:
 
 
 class RecordedContext(Context):
-    """A `Context` that notes which values hooks read; its tensors are inputs of a recording.
+    """The context of a job in a recorded step; it notes which values hooks read.
 
-    ctx: the job's own context.
-    tables: the tensors that a step may read, as `tables_of` returns them.
+    Its tensors are inputs of the recording.
+
+    ctx: the context of the job outside of the recording.
+    tables: the tensors that the step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
-    reads: gets the names of the tensors and Python values that hooks read.
-    frozen_vector: a function from a name to the vector of the frozen networks with this name.
-    iteration: an exit stack that is closed at the end of the step.
+    reads: the object to which the names of read tensors and Python values are added.
+    frozen_vector: a function from the name of a set of frozen networks to its vector.
+    iteration: an exit stack that the caller closes at the end of the step.
     """
 
     __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")
@@ -227,9 +236,10 @@ class RecordedContext(Context):
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return further sets of all networks, by name, in eval mode and without gradients.
+        """Return one more set of all networks, in eval mode and without gradients.
 
-        Until the step ends, these networks use the tensor `values` itself and not a copy of it.
+        The result is a dictionary of the networks by their names. Until the step ends, they use the
+        tensor `values` itself and not a copy of it.
 
         name: a name for the set. Only the first call of a step with this name uses `values`.
         values: the parameters and buffers of the set [layout.total]; None means the model from

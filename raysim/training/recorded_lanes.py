@@ -1,16 +1,17 @@
 """Record `Step` once for each lane and kind of step, and replay it from then on.
 
 Two steps are of the same kind if one recording fits both. They have the same stages, batch size and
-train or eval modes, and they read tensors of equal form and equal Python values from their clients.
+train or eval modes. From their clients they read tensors of equal shapes and dtypes, and equal
+Python values.
 
-If the jobs of all lanes are at the same kind of step, one recording has a branch for each
-lane, and a GPU computes the branches in parallel. Otherwise each lane has its own recording. A
-lane's vector, the buffers of its optimizers and the inputs of its step are tensors at fixed
-addresses. Before a replay, changed values are copied into the inputs. After the replay, the losses
-and the tensors that hooks have changed are copied out.
+If the jobs of all lanes are at the same kind of step, one recording has a branch for each lane, and
+a GPU computes the branches in parallel. Otherwise each lane has its own recording. A lane's vector,
+the buffers of its optimizers and the inputs of its step are tensors at fixed addresses. Before a
+replay, changed values are copied into the inputs. After the replay, the losses and the tensors that
+hooks have changed are copied out.
 
-The first step of a kind is computed without a recording, because libraries then choose kernels
-and allocate memory. It also shows which values the step reads from its client.
+The first step of a kind is computed without a recording, because libraries then choose kernels and
+allocate memory. It also shows which values the step reads from its client.
 """
 
 from __future__ import annotations
@@ -106,17 +107,17 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def finish(self, lane: RecordedLane) -> None:
         """Put the networks into the train or eval modes that the lane's job has set.
 
-        Nothing must be copied: `prepare` has already given the job its optimizers.
+        The job already has its optimizers, from `prepare`.
         """
         if self.trainer.declarations.methods:
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Give a job the lane's optimizers for those stages of its next step that are new in it.
+        """Give a job the lane's optimizers that its next step is the first to use.
 
-        A stage is one of the optimizer steps on a batch. The lane has an optimizer for each stage.
-        When a job first uses it, its buffers get the values that the client kept from an earlier
-        job, or 0.
+        The lane has an optimizer for each stage. A stage is one of the optimizer steps on a batch.
+        When a job first uses an optimizer, its buffers get the values from an earlier job of the
+        client, or 0.
         """
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
@@ -158,9 +159,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
                 self._iterate(keys[lanes[0].row], lanes)
 
     def _is_recorded(self, lane: RecordedLane) -> bool:
-        """Return True if a lane's next batch has a size for which steps are recorded.
+        """Return True if steps on batches of the size of the lane's next batch are recorded.
 
-        A single lane records steps for all sizes.
+        A single lane records steps for all sizes, several lanes only for usual sizes.
         """
         return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
 
@@ -173,10 +174,13 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return stages, tuple(lane.modes.items()), batch, facts, entries
 
     def _iterate(self, key: Key, lanes: Sequence[RecordedLane]) -> None:
-        """Make a step of lanes whose steps have the same key.
+        """Make the next step of some lanes, whose steps are of the same kind.
 
-        The first step of a key is computed without a recording, the second step is recorded, and
+        The first step of a kind is computed without a recording, the second step is recorded, and
         later steps replay this recording.
+
+        key: the kind of the step, as `_key` returns it.
+        lanes: the lanes that make the step.
         """
         inputs = self._inputs(lanes)
         key = key, tuple(lane.row for lane in lanes), tuple(inputs)
@@ -198,7 +202,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self._advance(lane, loss, changed)
 
     def _compute_unrecorded(self, lane: RecordedLane) -> None:
-        """Compute a step as a recording would, but on the client's own tensors."""
+        """Make a lane's next step without a recording, on the client's own tensors."""
         loss, changed = self.compute(lane, lane.next_batch, tables_of(lane), self.rate(lane))
         self._advance(lane, loss, changed)
 
@@ -265,10 +269,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return self._rates[value]
 
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
-        """Return the tensors that the next steps of lanes read.
+        """Return the tensors that the next steps of some lanes read, by lane, table and key.
 
-        The first part of a key is the position of the lane in `lanes`. A tensor that all lanes read
-        is returned only once, with `SHARED` in place of the position.
+        The lane is its position in `lanes`. A tensor that all lanes read is returned only once,
+        with `SHARED` in place of the position.
         """
         inputs: dict[InputPath, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for place, lane in enumerate(lanes):
@@ -287,12 +291,14 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
 
 class Recording:
-    """The recorded step of some lanes: its operations, which `replay` repeats on other inputs.
+    """The recorded step of some lanes, which `replay` repeats on other inputs.
 
-    The operations read fixed input tensors, into which `replay` copies the given values.
+    The recorded operations read input tensors at fixed addresses. A replay first copies the current
+    values into them.
 
+    loop: the loop that makes the steps.
     lanes: the lanes that make the step at the same time.
-    inputs: the tensors that the step reads, from which the input tensors are made.
+    inputs: the tensors that the step reads. The input tensors are copies of them.
     """
 
     def __init__(
@@ -323,7 +329,11 @@ class Recording:
         return results
 
     def _compute(self) -> Sequence[Tensor]:
-        """Compute a step of each lane in a branch of its own; return losses and changed tensors."""
+        """Compute the step of each lane in a separate branch.
+
+        Return for each lane its loss, if it has one, followed by the tensors that its hooks have
+        changed. All of them are in one list, whose content `_outputs` describes.
+        """
         loop, outputs = self.loop, list[Tensor]()
         self._outputs = []
         for place, lane in enumerate(self._lanes):
@@ -338,7 +348,10 @@ class Recording:
         return outputs
 
     def _lane_inputs(self, place: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
-        """Return the inputs of a lane: its batch, and its tables as `tables_of` returns them."""
+        """Return the inputs of a lane: its batch, and its tables as `tables_of` returns them.
+
+        place: the position of the lane among the lanes of this recording.
+        """
         tables: dict[str, dict[str, Tensor]] = {
             name: {} for name in ("state", "kept", "download", "draws", VECTORS)
         }

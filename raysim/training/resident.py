@@ -58,9 +58,10 @@ def _unpickle(state: StoredState) -> StoredState:
 
 
 class ResidentStates:
-    """The final client state of the last job of each client that a worker has trained.
+    """The client states of the clients that a worker has trained.
 
-    It is not committed yet if the job has not been aggregated.
+    Each is the state at the end of the client's last job on this worker. If this job has not been
+    aggregated, the state is not committed yet.
 
     budget: the largest number of bytes on the device. If it is exceeded, the states that were not
     used for the longest time are moved to ordinary memory.

@@ -67,7 +67,8 @@ class Checkpoint:
 class Faults:
     """The settings that decide when a job has failed, and how many failures a run tolerates.
 
-    tolerate: the largest share of an aggregation's clients that may fail before the run stops.
+    tolerate: the largest share of the jobs of an aggregation that may fail. The run stops if more
+    of them fail.
     norm: the largest norm of an update, above which the job has failed; None allows any norm.
     timeout: seconds after which a worker is replaced if it does not answer a call; None waits
     forever.
@@ -94,12 +95,13 @@ class Faults:
 class StateBudget:
     """The limits of memory for client states and replicas.
 
-    If a limit is exceeded, the states that were not used for the longest time are moved. None means
-    no limit.
+    A replica is one model of a topology, with its server state. If a limit is exceeded, the states
+    or replicas that were not used for the longest time are moved. None means no limit.
 
-    budget: GiB of committed client states in memory, and as many GiB of replicas (models of a
-    topology, with their server state); the other ones are on disk.
-    device: GiB of client states on the GPU of each worker; the other ones are in ordinary memory.
+    budget: the GiB of committed client states that may be in memory; the others are on disk. The
+    same number limits the GiB of replicas in memory.
+    device: the GiB of client states that may be on the GPU of each worker. The others are in
+    ordinary memory.
     """
 
     budget: float | None = None
@@ -165,7 +167,7 @@ class RunSpec:
     model: builds the model of the run.
     methods: the methods of the run, in their order; empty for FedAvg.
     data: the clients' data and the central test set.
-    device: the device of this process: "cpu", "cuda", "cuda:1" or "mps".
+    device: the device on which a worker computes: "cpu", "cuda", "cuda:1" or "mps".
     threads: the number of torch's threads in a process.
     lanes: the number of clients that a worker trains at once; results depend on it in the last
     bits.
@@ -179,7 +181,7 @@ class RunSpec:
     own_metrics: the user's metrics, by their name in `evaluate.metrics`.
     weights: saved initial weights; None draws all weights.
     size: the largest number of updates in an aggregation.
-    stale: True if updates may start from an earlier version than the current one.
+    stale: True if the schedule aggregates updates whose base version is not the current version.
     packages: further packages whose code the run uses.
     selection: the rule that chooses the clients of a dispatch.
     topology: the models of the server, and how they exchange.
@@ -291,8 +293,8 @@ def declare_run(spec: RunSpec) -> Declarations:
     """Return what the methods of a run declare, with the run's networks.
 
     The result is the same in every process. If the model has adapters, its frozen weights are
-    stored in the type `model.lora.base`. If `spec.frozen` has them, the networks use its arrays,
-    which all processes of a node share.
+    stored in the type `model.lora.base`. If `spec.frozen` is set, the networks use its arrays as
+    frozen weights. All processes of a node share these arrays.
     """
     declarations = declare_as_drawn(spec)
     store_base(declarations.networks["model"], spec.model.lora, spec.dtype)
@@ -497,7 +499,7 @@ def sample_flops(spec: RunSpec) -> float:
     """Return PyTorch's count of floating-point operations for one sample, forward and backward.
 
     PyTorch cannot count them for a learner without gradients, such as a tree. Then the result is an
-    estimate: 6 operations for each number that one of its clients sends.
+    estimate: 6 operations for each float that a client sends in a job.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports a compiler; few runs need it
 

@@ -34,9 +34,9 @@ class Scorer:
 
     It uses no random stream of training, and does not change BatchNorm's statistics.
 
-    In its functions, a task names the client whose model is scored and the rows of the samples. If
-    the client's state is on another worker, it is sent with the call: `sent` is this state, and
-    None if the state is on this worker or the task scores the shared model.
+    In its functions, a task names the client whose model is scored, or the shared model, and the
+    rows of the samples. The argument `sent` is the client's state if this state is on another
+    worker. It is None if the state is on this worker, or if the task scores the shared model.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):
@@ -55,7 +55,8 @@ class Scorer:
     ) -> list[ScoringReport | SetReport]:
         """Return a report for each task: the scores and losses of its samples.
 
-        If a method declares `run.evaluate`, the report has the metrics of all rows together.
+        If a method declares `run.evaluate`, a report has this method's metrics of the task's
+        samples instead.
         published: the version to score.
         states: the client state of each task, or None if the worker has this state; empty if it has
         all of them.

@@ -104,7 +104,7 @@ class SecondPass:
     methods' intermediate values and torch's generator.
 
     vector: the parameters and buffers of the networks.
-    outputs: the outputs of the first pass, computed later.
+    outputs: the outputs of the first pass. They are computed after this object was created.
     """
 
     def __init__(self, vector: Vector, outputs: RecordedOutputs):

@@ -25,14 +25,14 @@ from raysim.vectors.optimizer import OptimizerKind, OptimizerSettings
 
 @dataclass(frozen=True)
 class OptimizedPart:
-    """The parameters of a group that one optimizer changes.
+    """The parameters of a `ParameterGroup` that one optimizer changes.
 
-    With Muon or `local.rates`, a group has several parts; otherwise it is one part.
-    name: the kind of the optimizer and the factor, such as "muon*1"; "" if the group is one part.
-    An optimizer is called "STAGE.NAME", or "STAGE" if `name` is "".
+    With Muon or `local.rates`, a group may have several parts; otherwise it is one part.
+    name: with Muon or `local.rates`, the kind of the optimizer and the factor, such as "muon*1";
+    otherwise "". An optimizer is called "STAGE.NAME", or "STAGE" if `name` is "".
     settings: the settings of the optimizer.
     factor: the factor on the learning rate (`local.rates`).
-    places: the positions of the part's parameters in the group.
+    places: the positions of the part's parameters in the lists of the group.
     shared: the slices of the vector that contain the part's shared parameters.
     """
 
@@ -47,10 +47,10 @@ class OptimizedPart:
 class ParameterGroup:
     """The parameters that a stage trains.
 
-    params: the networks' parameters, whose gradients are computed.
-    views: for each parameter a view of its place in the vector, which the optimizer changes.
+    params: the parameters, as the networks hold them. Gradients are computed for them.
+    views: for each parameter a view of its slice of the vector. The optimizer changes these views.
     runs: the contiguous slices of the vector that the parameters cover.
-    shared: the slices of `runs` that contain shared parameters.
+    shared: those slices of `runs` that contain shared parameters.
     parts: the parameters of each optimizer of the stage; usually there is one.
     """
 
@@ -223,12 +223,14 @@ class Step:
         return check_scalar(replace(ctx.view(name), out, out.zero), name, "loss")
 
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
-        """Compute the gradient of a stage's loss, and make a step with it.
+        """Compute the gradient of a stage's loss, and make an optimizer step with it.
 
-        Methods may correct the gradient before, and it is scaled down if `clip` says so.
+        Before the step, methods may correct the gradient. If its norm is then above `clip`, it is
+        scaled down.
 
-        second: computes gradients at shifted parameters for the hook `perturb`; None if no method
-        has this hook, or if the stage does not use the task loss.
+        loss: the loss of the stage, a scalar.
+        second: computes gradients at shifted parameters for the hook `perturb`. It is None if no
+        method has this hook, or if the stage does not use the task loss.
         """
         group = self.group(stage.trains)
         grads = gradients(loss, group.params)
@@ -259,8 +261,8 @@ class Step:
     ) -> None:
         """Make a step with each optimizer of a group of parameters.
 
-        grads: the gradient of each tensor of `optimized_tensors`. If the group has several
-        optimizers, it is the gradient of each parameter of the group instead.
+        grads: the gradient of each tensor that `optimized_tensors` returns. With Muon or
+        `local.rates`, `grads` has the gradient of each parameter of the group instead.
         """
         rate = ctx.rate * stage.rate * ctx.step_factor
         first = group.parts[0]
@@ -308,10 +310,10 @@ class Step:
         return torch.cat([grad.reshape(-1) for grad in grads], out=self._flat_gradients[key])
 
     def optimized_tensors(self, group: ParameterGroup) -> list[Tensor]:
-        """Return the tensors that the optimizer of a group changes: views of the vector.
+        """Return the tensors that the optimizer of a group changes; they are views of the vector.
 
-        If the gradient is one flat tensor, there is a view for each contiguous slice of the vector;
-        otherwise for each parameter.
+        If gradients are flat tensors (`is_flat`), each contiguous slice of the vector in
+        `group.runs` is one tensor. Otherwise each parameter is one tensor.
         """
         if self.is_flat:
             return [self.vector.data[run] for run in group.runs]

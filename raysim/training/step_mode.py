@@ -92,9 +92,10 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
 def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -> int:
     """Return the number of lanes of a worker if `runtime.lanes` is not set.
 
-    The number is the fastest one in measurements: several lanes on a GPU if steps are recorded, and
-    on a CPU for small networks of linear layers with full batches, where batched products save most
-    of the time of Python and autograd; else 1.
+    The number is the fastest one in measurements. With recorded steps, a GPU uses several lanes,
+    except for large models. Without recorded steps, a CPU uses several lanes for small networks of
+    linear layers, if the clients have enough full batches. Batched products then save most of the
+    time of Python and autograd. In all other cases, the number is 1.
     concurrency: the number of clients in flight.
     """
     if _unbatched_steps(spec.settings.local):

@@ -210,9 +210,11 @@ class Trainer:
     ) -> RunningJob:
         """Load a client into the vector, plan its batches, and call `begin` and `prepare` hooks.
 
+        job: the job as it was dispatched.
         base: [layout.shared], the received vector.
         counters: int64 [layout.shared_counters], the received integer buffers.
         download: the other received tensors, by full name.
+        state: the client state with which the job begins.
         """
         prepared = self.prepared.pop(job)
         rows = self.partition.rows(job.client)
@@ -338,7 +340,7 @@ class Trainer:
         load_vector(self.vector, base, counters, state)
 
     def views(self, ctx: Context) -> dict[str, Any]:
-        """Return the job as hooks see it: for each method's name a `LocalJob`."""
+        """Return the job as each method's hooks see it: a `LocalJob`, by the method's name."""
         methods = self.declarations.methods
         return {declared.method: LocalJob(ctx, declared.method) for declared in methods}
 
@@ -381,7 +383,11 @@ class Trainer:
         ctx.draws = draws
 
     def _draws_on_device(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Copy all draws of a job to the device now, so that no step waits for a copy."""
+        """Copy a job's draws of one tensor to the device now, so that no step waits for a copy.
+
+        values: the drawn tensor of each step. If one of them is no tensor, all are returned
+        unchanged.
+        """
         device = self.vector.data.device
         is_tensors = all(isinstance(value, Tensor) for value in values)
         if not has_own_memory(device) or not values or not is_tensors:
@@ -391,9 +397,11 @@ class Trainer:
         return torch.stack(list(values)).to(device).unbind()
 
     def _cycle(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return the stages of each step of a job.
+        """Return the stages of the steps of a job: a list with an entry for each step.
 
-        If the job has more steps than the result has entries, the entries are used in a cycle.
+        If the job has more steps than the list has entries, the entries are used in a cycle.
+
+        plan: the batches of the job.
         """
         if self.stager is None or self.stager.stages is None:
             return _TASK_STAGES

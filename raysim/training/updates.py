@@ -31,7 +31,8 @@ _NO_COUNTERS = np.empty(0, np.int64)
 class NotFiniteError(FloatingPointError):
     """The error of a client whose update or state has values that are nan or infinite.
 
-    entry: the full name of an upload, with the method's name; "" for parameters or loss.
+    entry: the full name of the upload that is not finite, "method.name". It is "method." for values
+    that a method's own training has made, and "" for other parameters or losses.
     """
 
     def __init__(self, text: str, entry: str = ""):
@@ -146,10 +147,11 @@ class UpdateBuilder:
     ) -> tuple[float, float]:
         """Check that an update is finite; return its mean loss and the norm of its delta.
 
-        The mean is over the trained rows. The check waits for the device only once.
+        The mean is over the trained rows. The vector's buffers and personal part are checked, too.
+        The check waits for the device only once.
 
         losses: the task loss of each step that has one.
-        loss_rows: the number of rows of each of these steps.
+        loss_rows: for each of these losses, the number of rows over which it is a mean.
         delta: [layout.shared], the trained minus the received vector.
         upload: the tensors that methods send, by "method.name".
         Raises NotFiniteError, or ValueError for a norm above `faults.norm`.
@@ -181,7 +183,10 @@ class UpdateBuilder:
         return loss, norm
 
     def _own_training_error(self, method: str) -> NotFiniteError:
-        """Return the error for values that are not finite after a method's own training."""
+        """Return the error for values that are not finite after a method's own training.
+
+        method: the name of the method.
+        """
         tensors = self.vector.named(self.vector.data, self.vector.counters)
         name = next((name for name, value in tensors.items() if not value.isfinite().all()), "")
         what = f"'{name}'" if name else "a loss"
@@ -196,10 +201,10 @@ class UpdateBuilder:
         return self.copies.copy(self.vector.counters[: self.layout.shared_counters].clone())
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
-        """Return the sum of the learning rates with which parts of the parameters were trained.
+        """Return for each trained part of the shared parameters the sum of its learning rates.
 
-        Each tuple has the start and the end of a part of the shared parameters in the vector, and
-        the sum over the optimizer steps on this part. Some methods divide an update by it. The
+        Each tuple has the start and the end of the part in the vector, and this sum. The sum is
+        over the optimizer steps that changed the part. Some methods divide an update by it. The
         result becomes `Update.moves`; it is () if no method reads single updates.
         """
         if not self.trainer.declarations.reads_updates:

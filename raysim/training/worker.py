@@ -124,7 +124,7 @@ class Worker(SeparateSums):
         return self.name
 
     def store_constants(self, constants: Arrays, probed_rows: np.ndarray) -> None:
-        """Store the tensors that methods send to each client only once in a run, and probed rows.
+        """Store the rows for probes, and the tensors that clients receive only once in a run.
 
         constants: these tensors as arrays, by "method.name".
         probed_rows: the rows of the central test set on which `evaluate.probe` scores local models.
@@ -137,7 +137,10 @@ class Worker(SeparateSums):
         self.states.release(clients)
 
     def profile(self) -> WorkerTrack:
-        """Return the times of the calls since this function was last called, by kind of work."""
+        """Return the times of the calls of this worker since the last call of `profile`.
+
+        The times are divided by kind of work.
+        """
         assert self.spans is not None, "only a run with profile=true asks for it"
         calls = [(span.start, span.stop) for span in self.spans.calls]
         return WorkerTrack(self.spans.take(self.name), calls)
@@ -168,13 +171,14 @@ class Worker(SeparateSums):
 
         Jobs that start from an earlier version are trained first. Returns a `TrainingResult`, whose
         updates are in the order of `jobs`. If clients have states, returns a tuple of the
-        `TrainingResult` and the client state of each job that did not fail.
+        `TrainingResult` and the final client state of each job. A failed job ends with the client
+        state from which it started.
 
         groups: each has the numbers of jobs whose deltas (changes of the parameters) are summed on
-        this worker; the result then has the sum and no single deltas of these jobs.
+        this worker. The result then has the sum and no single deltas of these jobs.
         versions: the number of published versions from which the jobs start.
-        values: these versions. If clients have states, then also the client state from which each
-        job starts, or None if this worker has it.
+        values: first these versions. If clients have states, an entry for each job follows: the
+        client state from which it starts, or None if this worker has this state.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
@@ -265,12 +269,14 @@ _JobResult = tuple[Update | Failure, StateHandle | None]
 class _TrainingCall:
     """Jobs of one call of `Worker.train`, for the loop that trains them together.
 
-    They start after the same number of aggregations, so they have the same learning rate. With
-    several replicas they may still start from different vectors.
+    The number of aggregations before their base versions is the same for all jobs, so they have the
+    same learning rate. If the topology has several replicas, their base versions may be different
+    vectors.
 
     published: the versions that the jobs start from, by number.
-    sent: the client state that was sent for each job, or None if it is on this worker; None in a
-    run without client state.
+    sent: for each job the client state that was sent with the call, or None if it is on this
+    worker. `sent` itself is None in a run without client state.
+    sums: the sums to which the jobs' deltas are added.
     """
 
     def __init__(
@@ -365,8 +371,8 @@ class _TrainingCall:
     def fail(self, place: int, error: BaseException) -> None:
         """Record that a job has failed. The client's state stays as the job received it.
 
-        If the job failed because the client's initial state could not be made, raise the error,
-        because then no client can be trained.
+        If the job had not yet received its client state and its version, raise the error again.
+        Then other jobs would fail in the same way.
         """
         if place not in self._begun:
             raise error

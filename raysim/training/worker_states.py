@@ -18,10 +18,10 @@ from raysim.vectors.layout import Vector
 
 
 class WorkerStates:
-    """The client states of a worker: initial states, kept states, and states sent with a call.
+    """The client states that a worker can use: initial states, states of its own jobs, sent states.
 
-    The worker keeps the states that its own jobs have made. The coordinator sends states of other
-    workers with a call.
+    The worker stores the states that its own jobs have made. If another worker has made a state,
+    the coordinator sends it with the call that needs it.
 
     vector: the initial parameters and buffers.
     partition: for each client the rows of its training samples.
@@ -43,7 +43,7 @@ class WorkerStates:
         ]
 
     def get(self, client: int, job: int, sent: StoredState | None) -> ClientState[Tensor]:
-        """Return the client state with which a job of a client ended, on the device.
+        """Return the state of a client at the end of one of its jobs, on the device.
 
         job: the number of this job; -1 returns the client's initial state.
         sent: this state, if it was sent with the call; else None.

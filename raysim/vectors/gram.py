@@ -38,7 +38,11 @@ def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
     count, whole = len(rows), len(rows[0]) // _EXACT * _EXACT
 
     def products(columns: slice) -> np.ndarray:
-        """Return the inner products over some columns; entries above the diagonal may be 0."""
+        """Return the inner products of the vectors over a slice of their entries.
+
+        Entries of the result above the diagonal may be 0.
+        columns: the slice.
+        """
         sums = np.zeros((count, count))
         buffer = np.empty(count * _BLOCK, arrays[0].dtype)
         for start in range(columns.start, columns.stop, _BLOCK):
@@ -75,9 +79,10 @@ def linear_combination(
 
 
 def stretches(layout: Layout, granularity: Granularity) -> list[slice]:
-    """Return the slices of the shared parameters that `granularity` names.
+    """Divide the shared parameters into slices of the vector.
 
-    "model" gives one slice of all shared parameters; otherwise each tensor has a slice.
+    granularity: "model" returns one slice of all shared parameters; "tensor" returns a slice for
+    each tensor.
     """
     if granularity == "model":
         return [slice(0, layout.trained)]

@@ -274,11 +274,11 @@ class Vector:
                 parameter.data = view
 
     def collect(self) -> None:
-        """Copy the modules' tensors back to the vector after code that may have replaced them.
+        """Let the modules use the vector again, after code that may have replaced their tensors.
 
-        Values of tensors that are not views of the flat tensors are copied, and gradients are
-        deleted. Afterwards the modules use views of the flat tensors again. Raises ValueError if a
-        tensor has another shape than before.
+        The values of replaced tensors are copied into the vector. Gradients are deleted, and all
+        parameters require gradients again. Raises ValueError if a tensor has another shape than
+        before.
         """
         storage = self.storage(self.data, self.counters)
         entries = [*self.layout.entries, *self.layout.counters]
@@ -304,10 +304,11 @@ class Vector:
 
     @contextmanager
     def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let modules, `data` and `counters` use other tensors inside `with`.
+        """Let the modules and this vector use other tensors inside `with`.
 
-        tensors: one for each entry and counter of the layout. They need not be views of one flat
-        tensor, as `use_storage` needs; views of a client's state are an example.
+        data, counters: the flat tensors in place of `self.data` and `self.counters`.
+        tensors: the tensors for the modules: one for each entry of the layout, then one for each of
+        its counters. They need not be views of `data` and `counters`.
         """
         before = self.data, self.counters, [places[0][0][places[0][1]] for places in self._places]
         self.data, self.counters = data, counters
@@ -340,9 +341,11 @@ class Vector:
         return [self.parameters[entry.name] for entry in entries]
 
     def named(self, flat: Tensor, counters: Tensor) -> dict[str, Tensor]:
-        """Return views of each tensor, by full name.
+        """Return a view of each tensor in two flat tensors, by the tensor's full name.
 
-        flat, counters: tensors with the layout of this vector, or of its shared part only.
+        flat: parameters and float buffers, [layout.total] or, without personal ones,
+        [layout.shared].
+        counters: integer buffers, [layout.total_counters] or [layout.shared_counters].
         """
         views: dict[str, Tensor] = {}
         for entry in self.layout.entries:

@@ -184,10 +184,10 @@ class LocalOptimizer:
     def _adam_by_counts(
         self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor
     ) -> None:
-        """Make a step of Adam whose numbers of steps are tensors.
+        """Make a step of Adam, where the number of steps is a tensor.
 
-        counts: the number of steps so far: a scalar tensor, or a tensor [K] with a number for each
-        row.
+        counts: the number of steps, including this one. It is a scalar tensor, or a tensor [K] with
+        a number for each row of parameters [K, ...].
         """
         scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
         for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
@@ -209,10 +209,10 @@ class LocalOptimizer:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return an approximation of the nearest matrix with orthonormal rows or columns, [n, m].
+    """Approximate the matrix [n, m] with orthonormal rows or columns that is nearest to `matrix`.
 
-    It makes five steps of the quintic Newton-Schulz iteration in bfloat16, as torch.optim.Muon
-    does.
+    The function makes five steps of the quintic Newton-Schulz iteration in bfloat16, as
+    torch.optim.Muon does.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -337,10 +337,10 @@ def _refill(optimizer: LocalOptimizer, saved: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class _StageOptimizer:
-    """The optimizer of a training stage, with the parameters that it changes.
+    """The optimizer of a training stage, or of a part of its parameters (`OptimizedPart`).
 
     shared: the slices of the shared parameters that the optimizer changes.
-    rate: the stage's factor on the learning rate.
+    rate: the factor on the learning rate, from the stage and from `local.rates`.
     """
 
     optimizer: LocalOptimizer
@@ -349,7 +349,11 @@ class _StageOptimizer:
 
 
 class Optimizers:
-    """The local optimizers of one job, by the name of the stage."""
+    """The local optimizers of one job, by name.
+
+    The name of an optimizer is the name of its stage. If several optimizers divide the parameters
+    of a stage among them, it is "STAGE.NAME" (`OptimizedPart`).
+    """
 
     def __init__(self) -> None:
         self._working: dict[str, _StageOptimizer] = {}
@@ -368,11 +372,11 @@ class Optimizers:
         """Return the optimizer of a stage; create it at its first step.
 
         It continues from the buffers that `resume` received for this stage, if there are any.
-        stage: the name of the stage.
+        stage: the name of the optimizer.
         settings: the settings of a new optimizer.
         like: the parameters; only their shapes are used, for the buffers.
         shared: the slices of the shared parameters that the optimizer changes.
-        rate: the stage's factor on the learning rate.
+        rate: the factor on the learning rate, from the stage and from `local.rates`.
         """
         if stage not in self._working:
             optimizer = LocalOptimizer(settings)
@@ -400,9 +404,9 @@ class Optimizers:
     ) -> None:
         """Set the optimizer of a stage of local training for all later steps.
 
-        stage: the name of the stage.
+        stage: the name of the optimizer.
         shared: the slices of the shared parameters that the optimizer changes.
-        rate: the stage's factor on the learning rate.
+        rate: the factor on the learning rate, from the stage and from `local.rates`.
         """
         self._working[stage] = _StageOptimizer(optimizer, shared, rate)
 
@@ -421,7 +425,9 @@ class Optimizers:
     def movements(self) -> list[tuple[slice, int, float]]:
         """Return a tuple for each slice of shared parameters that an optimizer changed.
 
-        The tuple has the slice, the number of steps and the stage's factor on the learning rate.
+        The tuple has the slice, the number of steps in this job, and the factor on the learning
+        rate of the job. If the factor changes from step to step, it is the mean over the job's
+        steps.
         """
         moves: list[tuple[slice, int, float]] = []
         for name, working in self._working.items():

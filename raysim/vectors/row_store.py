@@ -1,8 +1,8 @@
 """Cache one vector per client on the server, as rows of a tensor on disk or in memory.
 
-The space for all rows is reserved at the start. A cache is a tensor of the rows in use; its storage
-is the whole reserved space. So a cache can be an entry of `server.state`: a checkpoint saves only
-the rows in use, and after a restart `rows_with_room` moves them into newly reserved space. Rows on
+The space for all rows is reserved at the start. A cache is a tensor of the rows in use: a view of
+the reserved space. So a cache can be an entry of `server.state`, and a checkpoint saves only the
+rows in use. After a restart, `rows_with_room` copies the rows into newly reserved space. Rows on
 disk use no memory except the page cache. Their file has no name, so it is deleted when the process
 ends.
 """
@@ -26,8 +26,9 @@ GIB = 2**30
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Tensor:
     """Return an empty cache [0, ...] with reserved space for `shape`.
 
-    place: "disk" is a file in the folder for temporary files, which has its full size from the
-    start; "memory" is allocated row by row, when a row is first written.
+    shape: the shape of a full cache, [rows, ...].
+    place: "disk" makes a file in the folder for temporary files. The file has its full size from
+    the start. "memory" reserves addresses; a row occupies memory only after it was first written.
     Raises ValueError if the disk is too small.
     """
     if place == "memory" or not math.prod(shape):

@@ -1,10 +1,11 @@
 """Sum vectors in a fixed binary tree over their positions.
 
-Node (level, index) of the tree is the sum of the positions [index * 2**level, (index + 1) *
-2**level): the sum of its left half plus the sum of its right half, rounded. A leaf is weight *
-vector, rounded. Missing leaves are left out, and so are parts without leaves. Therefore the bits of
-a sum depend only on the vectors, their weights and their positions; they do not depend on which
-process adds up which part of the tree. In shapes, d is the length of a vector.
+A leaf of the tree is weight * vector, rounded. Node (level, index) is the sum of the leaves at the
+positions [index * 2**level, (index + 1) * 2**level). It is computed as the sum of its left half
+plus the sum of its right half, rounded. Missing leaves are left out, and so are parts of the tree
+without leaves. Therefore the bits of a sum depend only on the vectors, their weights and their
+positions. They do not depend on which process adds up which part of the tree. In shapes, d is the
+length of a vector.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
     possible, in ascending order.
 
     positions: positions of leaves, in any order.
-    count: the number of positions of the tree. The last part of a level may be shorter, because the
-    tree ends after `count` positions.
+    count: the number of positions of the tree. The last node of each level may have fewer positions
+    than the others, because the tree ends there.
     """
     ranges: list[range] = []
     start = stop = -1  # consecutive positions, from start to stop - 1
@@ -84,10 +85,11 @@ def halves(part: range) -> tuple[range, range]:
 def sum_in_tree(
     leaves: Sequence[TreeLeaf | None], sums: RangeSums = _NO_SUMS, into: Tensor | None = None
 ) -> Tensor | None:
-    """Return the sum of all leaves [d] on the CPU; None if there are no leaves.
+    """Return the sum of all leaves and of all `sums`, [d], on the CPU; None if there are none.
 
-    leaves: a leaf for each position; None if it is missing, or if `sums` contains its position.
-    sums: the sums of parts that are already added up.
+    leaves: a leaf for each position of the tree. It is None if it is missing, or if `sums` contains
+    its position.
+    sums: the sums of parts of the tree that are already added up, by the positions of the part.
     into: the tensor for the sum, or None for a new one.
     """
     plan = _Plan(leaves, sums)
@@ -169,10 +171,13 @@ class _Plan:
         self.example = np.empty(0)  # any of the vectors, after one was added
 
     def add(self, part: range, slot: int) -> int | np.ndarray | None:
-        """Add the instructions that sum a part of the tree; return where the sum is.
+        """Add the instructions that sum a part of the tree; return where its sum will be.
 
-        This is a slot, a vector, or None for a part without vectors. Slots below `slot` keep their
-        content.
+        The result is the number of a slot. It is a vector if this vector is already the sum, and
+        None if the part has no vectors.
+
+        part: the positions of the part.
+        slot: the first slot that the instructions may change.
         """
         if part in self._sums:
             total = self._sums[part]
