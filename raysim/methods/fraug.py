@@ -484,10 +484,11 @@ class FRAug(Method):
         return rtnet_loss(domain, real, proto, anchors, weight, bias, lam, metric, labels, turn)
 
     def end(self, job: LocalJob) -> None:
-        """Report three means over the job's steps, which become columns of the history.
+        """Report means over the job's steps, which become columns of the history.
 
-        The first two are the norms of real and of generated features. The third one is the share of
-        synthetic features that the head classifies correctly. A job without a step reports nothing.
+        They are the norm of the real features, the norm of the generator's features if there is a
+        generator, and the share of synthetic features that the head classifies correctly. A job
+        without a step reports nothing.
         """
         real, generated, correct, steps = job.scratch["sums"].tolist()
         if not steps:

@@ -101,11 +101,12 @@ def find_adapters(model: nn.Module) -> tuple[Adapter, ...]:
 
 
 def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
-    """Add adapters in front of the head of the model and freeze the rest; return the model.
+    """Add adapters to layers in front of the model's head; return the model.
 
-    In a model without a separate head, all suitable layers get adapters. Frozen parameters do not
-    travel: every process builds the same ones from the seed or from a file. Raise ValueError if
-    peft is missing, or if a layer cannot have an adapter of this rank.
+    The other parameters in front of the head are frozen, and the head is trained. In a model
+    without a separate head, all suitable layers get adapters, and all other parameters are frozen.
+    Frozen parameters do not travel: every process builds the same ones from the seed or from a
+    file. Raise ValueError if peft is missing, or if a layer cannot have an adapter of this rank.
     """
     if lora.rank == 0:
         return model

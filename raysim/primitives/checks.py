@@ -55,7 +55,7 @@ def is_number(value: object) -> bool:
 
 
 def is_finite(value: float) -> bool:
-    """Return True if a number is finite as a float: not nan, not infinite, not too large."""
+    """Return True if a number is neither nan nor infinite; an integer of any size is finite."""
     return isinstance(value, int) or math.isfinite(value)
 
 

@@ -114,7 +114,7 @@ def conf_folder() -> Path:
 
 
 def user_path(text: str | Path) -> Path:
-    """Return text of the user as a path; ~ at its begin is the home folder.
+    """Convert text of the user to a path; ~ at the start of the text is the home folder.
 
     Nothing needs to exist there. Raise `RefusedError` for text that cannot be a path.
     """
@@ -225,7 +225,7 @@ def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder of a run. Raise `RefusedError` if another process has locked it."""
+    """Lock a run's folder inside `with`; raise `RefusedError` if another process has locked it."""
     path = folder / LOCK_FILE
     if path.exists() and not path.is_file():
         raise RefusedError(f"{path} cannot be locked, because it is not a regular file. Remove it.")

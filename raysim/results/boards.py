@@ -19,7 +19,8 @@ MODES = ("online", "offline", "disabled")
 class TensorBoard(Observer):
     """An observer that writes every number of a round, and the summary, for TensorBoard.
 
-    folder: where the events are written; None takes `tensorboard` in the run's folder.
+    folder: the folder that gets a folder of events for each run, called like the run's folder. None
+    writes the events to `tensorboard` in the run's folder.
 
     A resumed run continues in the same folder. If a round is repeated, its new numbers replace the
     old ones.

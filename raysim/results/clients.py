@@ -3,8 +3,9 @@
 split.parquet     a row for each client and class that it has: client, label, training samples
 clients.parquet   a row for each client: its user's name if it has one, training samples, test
                   samples, and the accuracies of the last evaluation; `unseen` marks clients that
-                  are never trained (`evaluate.unseen`), `replica` is the model of the server that
-                  serves the client if there are several (`topology`)
+                  are never trained (`evaluate.unseen`); `replica` is the model of the server that
+                  serves the client, if the topology has several and clients do not change between
+                  them
 client_scores.parquet
                   a folder of Parquet files with a row for each round and client that was scored
 """
@@ -117,8 +118,8 @@ def write_clients(
 
     data: the clients' samples.
     scores: the last scores of the clients; None if there are none.
-    network: the topology of the run. If it has several replicas, the file says which of them serves
-    each client.
+    network: the topology of the run. If it has several replicas, and a client always has the same
+    one, the file says which replica serves each client.
     """
     train, tests = data.partition.all_train.counts, data.partition.test.counts
     # a run with pooled data trains one client and scores all clients
