@@ -1,5 +1,8 @@
 """Named classes of devices, with their speeds and shares from published figures.
 
+Each figure below is marked with its origin. "Measured" and "Published" figures are from the cited
+sources, "Derived" figures are computed from them, and "Assumed" figures are our choice.
+
 Training speed, in floating-point operations per second of a whole training step:
 - Phones. Measured: 179, 588 and 1,642 ms for a batch on a fast, a medium and a slow phone. These
   are the values in the code of Yang et al., "Characterizing Impacts of Heterogeneity in Federated
@@ -19,36 +22,41 @@ Bandwidth, all measured by Ookla's Speedtest users around the world (1 Mbit/s = 
 - medium phones: the mean of mobile networks in September 2020, 35.96 down and 11.22 up;
 - fast phones: the median over 5G in the third quarter of 2021, 166.13 down and 21.08 up;
 - tablets and edge boxes: the mean of fixed networks in September 2020, 85.73 down and 45.74 up.
-Assumed: which of these networks the devices of a class use.
+Assumed: the network that each class of devices uses.
 
-Shares. Measured: 52.3 phones to 4.3 tablets in web traffic (StatCounter, December 2017); 24 % of
-the phones sold in 2023 were of the most expensive class (Counterpoint); 18,820 slow to 16,428
-medium phones among Yang et al.'s devices. Assumed: 2 % edge boxes. Derived: the product of these,
-rounded.
+Shares of the classes:
+- Edge boxes. Assumed: 2 % of all devices.
+- Phones and tablets. Measured: the ratio of phones to tablets in web traffic is 52.3 to 4.3
+  (StatCounter, December 2017). Derived: 98 % of all devices, divided in this ratio.
+- Fast phones. Measured: 24 % of the phones sold in 2023 were of the most expensive class
+  (Counterpoint). Derived: 24 % of the phones.
+- Slow and medium phones. Measured: Yang et al. have 18,820 slow and 16,428 medium phones. Derived:
+  the other phones, divided in this ratio.
 
-The spread within a class (sigma, bandwidth_sigma) is assumed.
+Assumed: the spread of the values within a class (sigma, bandwidth_sigma).
 
 Power, in watts:
-- Computing. Published: 2.98, 5.44 and 6.33 W of a slow, a medium and a fast phone under the load of
-  GFXBench Manhattan 3.1, which the code of Arouj and Abdelmoniem, "Towards Energy-Aware Federated
-  Learning on Battery-Powered Clients" (FedEdge 2022), takes for training
-  (github.com/SAYED-Sys-Lab/EAFL: `getEnergy` in core/helper/client.py), and a budget of 10 W of
-  NVIDIA's Jetson Nano. Assumed: tablets as medium phones.
-- Receiving and sending. Measured: 1.288 W, and 0.05197 W for each Mbit/s received or 0.43839 W for
-  each Mbit/s sent, of a phone in an LTE network (Table 4 of Huang et al., "A Close Examination of
-  Performance and Power Characteristics of 4G LTE Networks", MobiSys 2012). Derived: their
-  values at the bandwidths above for slow and medium phones. Assumed: fast phones as medium ones;
-  2 W for tablets and edge boxes.
-- Idle. Measured: 0.0686 W of a suspended phone (Carroll and Heiser, "An Analysis of Power
-  Consumption in a Smartphone", USENIX ATC 2010). Assumed: the same for tablets; 2 W for edge boxes.
+- Computing. Published: a slow, a medium and a fast phone need 2.98, 5.44 and 6.33 W in the
+  benchmark GFXBench Manhattan 3.1. Arouj and Abdelmoniem, "Towards Energy-Aware Federated Learning
+  on Battery-Powered Clients" (FedEdge 2022), use these values for training
+  (github.com/SAYED-Sys-Lab/EAFL: `getEnergy` in core/helper/client.py). NVIDIA's Jetson Nano has a
+  budget of 10 W. Assumed: tablets need the same power as medium phones.
+- Receiving and sending. Measured: a phone in an LTE network needs 1.288 W. In addition it needs
+  0.05197 W for each Mbit/s received, or 0.43839 W for each Mbit/s sent (Table 4 of Huang et al., "A
+  Close Examination of Performance and Power Characteristics of 4G LTE Networks", MobiSys 2012).
+  Derived: the power of slow and medium phones at the bandwidths above. Assumed: fast phones need
+  the same power as medium ones; tablets and edge boxes need 2 W.
+- Idle. Measured: a suspended phone needs 0.0686 W (Carroll and Heiser, "An Analysis of Power
+  Consumption in a Smartphone", USENIX ATC 2010). Assumed: tablets need the same; edge boxes need
+  2 W.
 
-Money, in US dollars. Published: 5.09 for a gigabyte in mobile networks, the mean of the world
-(Cable.co.uk, 2020). Assumed: nothing for a gigabyte in fixed networks, whose prices are flat; 0.15
-for a kilowatt-hour.
+Money, in US dollars. Published: a gigabyte in mobile networks costs 5.09, the mean of the world
+(Cable.co.uk, 2020). Assumed: a gigabyte in fixed networks costs nothing, because their prices are
+flat; a kilowatt-hour costs 0.15.
 
-CO2. Published: 436 g for a kilowatt-hour, the mean of the world in 2022 (Ember, "Global Electricity
-Review 2023"); 0.12 and 0.05 kWh for a gigabyte in mobile and fixed networks in Finland in 2021
-(Traficom, 2022). Derived: 52.3 and 21.8 g for a gigabyte.
+CO2. Published: a kilowatt-hour causes 436 g, the mean of the world in 2022 (Ember, "Global
+Electricity Review 2023"). A gigabyte needs 0.12 kWh in mobile networks and 0.05 kWh in fixed
+networks (Finland in 2021; Traficom, 2022). Derived: a gigabyte causes 52.3 or 21.8 g.
 """
 
 from __future__ import annotations
