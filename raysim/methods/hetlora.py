@@ -163,7 +163,8 @@ class HetLoRA(Method):
     def end(self, job: LocalJob) -> None:
         """Set the marked rows of A and columns of B to 0 if training made their norms smaller.
 
-        The compared number is `tail_sum`, before and after training. Keep the client's new rank.
+        The compared number is `tail_sum`, before and after training. At least one rank stays. Store
+        the client's new rank in the client state.
         """
         tail, rank = job.scratch["tail"], job.scratch["rank"]
         params = job.params[: len(tail)]

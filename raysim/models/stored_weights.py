@@ -122,7 +122,7 @@ class StoredLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the weight in the type of the computation."""
+        """The weight in the type of the computation; do not change it in place."""
         weight: Tensor = self.stored.decode(self.dtype)
         return weight
 

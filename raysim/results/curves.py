@@ -48,7 +48,7 @@ class Axis(NamedTuple):
     name: a part of the names of figures.
     title: the label of the axis.
     read: function that returns the quantity for a row of the history.
-    unit: "bytes", "seconds" or "".
+    unit: "bytes", "seconds", "Wh", "g" (grams), or "" for a quantity without a unit.
     if_unused: the text that is shown in the empty panel if all values are 0.
     """
 
