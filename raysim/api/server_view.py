@@ -147,12 +147,15 @@ class ServerView:
 
     @property
     def total_samples(self) -> int:
-        """The number of training samples of all clients."""
+        """The number of training samples of all clients that this model serves."""
         return self._server.samples  # type: ignore[no-any-return]
 
     @property
     def population(self) -> int:
-        """The number of clients except the unseen ones (`evaluate.unseen`); papers call it N."""
+        """The number of clients that this model serves, except unseen ones; papers call it N.
+
+        If each client has its own replica, as with gossip, it is the number of all clients.
+        """
         return self._server.population  # type: ignore[no-any-return]
 
     @property

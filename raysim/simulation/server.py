@@ -327,8 +327,10 @@ class Server:
     ) -> Aggregation:
         """Let the methods weigh the updates; return the updates that did not fail, with weights.
 
-        staleness: the staleness of each update.
-        bases: the versions that the updates started from, by number.
+        updates: an entry for each job, in the order of aggregation. It is None if the job failed.
+        staleness: for each entry of `updates` its staleness; the value for a failed job is not
+        used.
+        bases: by number, the versions from which the jobs started.
         """
         present = [update for update in updates if update is not None]
         staleness_of_present = [
@@ -473,6 +475,7 @@ class Server:
     ) -> Tensor:
         """Return the weighted sum of the updates, added up in a fixed tree over their positions.
 
+        updates: an entry for each job, in the order of aggregation. It is None if the job failed.
         weights: one for each update that is not None.
         sums: the sums that workers have made, of parts of the tree.
         """
