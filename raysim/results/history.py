@@ -274,8 +274,8 @@ def score(summary: Mapping[str, object], metric: str) -> float | None:
     """Return a number of a finished run's summary, or None if it has no such number.
 
     metric: a key of the summary, or "final" for the last score of the main metric (usually
-    `accuracy`). This score is measured on the clients' test sets, or on the central test set if
-    the run has no scores on the clients' test sets.
+    `accuracy`). If the run has no scores on the clients' test sets, "final" is the score on the
+    central test set.
     """
     if metric == "final":
         usual = summary.get("metric", "accuracy")

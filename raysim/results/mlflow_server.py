@@ -106,7 +106,7 @@ class TrackingServer(Protocol):
         """
 
     def describe(self, record: Record) -> None:
-        """Log the part of the configuration that the server lacks."""
+        """Log the parts of the configuration and the data set's description that are missing."""
 
     def send(self, rows: Sequence[Row]) -> None:
         """Log the rows that come after the server's last row."""
@@ -179,7 +179,8 @@ class Mlflow:
     def _find_id(self, record: Record) -> str:
         """Return MLflow's id for a run whose record does not have it; "" if MLflow has no such run.
 
-        The run is found by raysim's own id, which is a tag in MLflow.
+        The run is found by raysim's own id, which is a tag in MLflow. Only a run that `raysim ui`
+        sends is searched. Any other run stores MLflow's id as soon as the run exists in MLflow.
         """
         if record.get("sent_by") != UI:
             return ""
@@ -236,9 +237,9 @@ class Mlflow:
             return str(experiment.experiment_id)
 
     def describe(self, record: Record) -> None:
-        """Log the parameters of the configuration that MLflow lacks.
+        """Log the parameters of the configuration, and the data set, that MLflow lacks.
 
-        MLflow does not allow changes of existing parameters.
+        Existing parameters are not sent, because MLflow does not allow changes of them.
         record: the content of the run's tracking.json, with the configuration.
         """
         from mlflow.entities import Param
@@ -361,7 +362,7 @@ class Mlflow:
 
 
 def _key(name: str) -> str:
-    """Return a name in which characters that MLflow does not accept are replaced."""
+    """Return a name that MLflow accepts: without other characters, and not too long."""
     return re.sub(r"[^\w\-. /]", "_", name)[:KEY_LENGTH]
 
 

@@ -122,7 +122,8 @@ class CurrentRun:
     def summary(self) -> dict[str, object]:
         """Return the content of summary.json for the rows so far.
 
-        Once the run has finished, the content includes the checksums of the model.
+        Once the run has finished, the content includes the checksums of the model, the peak memory
+        and the processes of the run.
         """
         end_facts: dict[str, object] = {}
         if self.finished is not None:
@@ -326,6 +327,7 @@ def _is_nan(value: float | None) -> bool:
 class AbsentClients(Observer):
     """An observer that warns at the end about clients that were never available in the run.
 
+    With more than `MAX_CLIENTS` clients it does nothing.
     find_presence: function that returns the run's `Availability` (the times at which each client is
     available), or None if clients are always available.
     clients: the numbers of the clients that have training samples.
@@ -386,7 +388,7 @@ class IdleWorkers(Observer):
 
 
 class ClosingLine(Observer):
-    """An observer that prints the last lines: accuracies, the folder, and the next commands.
+    """An observer that prints the last lines: the scores, the folder, and the next commands.
 
     say: function that prints a line.
     is_stored: True if `raysim ui` can show the run in MLflow.

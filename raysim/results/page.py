@@ -752,9 +752,9 @@ def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
 
 # --- failures -------------------------------------------------------------------------------------
 def _failures(groups: Sequence[RunGroup]) -> PagePart:
-    """Return the page's part about jobs that failed or were not used, with the errors.
+    """Return the page's part about jobs that failed or were not used, and about dead workers.
 
-    It counts the jobs of all rounds and seeds.
+    The part has the numbers for all rounds and seeds, and the most common errors.
     """
     titles = {
         "failures": "failed",

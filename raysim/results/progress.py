@@ -36,8 +36,9 @@ def format_duration(seconds: float) -> str:
 def waiting_line(console: Console) -> Iterator[Callable[..., None]]:
     """Yield a function that shows what the program is waiting for.
 
-    The function takes a text, and optionally a second text with the progress. A log gets a line for
-    each text. A terminal has one line with the text, the progress and the elapsed seconds.
+    The function takes a text, and optionally a second text with the progress. A terminal has one
+    line with the text, the progress and the elapsed seconds. A log gets a line for each call that
+    has no second text.
     """
     if not console.is_terminal:
 

@@ -95,7 +95,7 @@ USUAL_VIEW = TableView()
 def share_factor(runs: Sequence[Run], percent: bool) -> float:
     """Return 100 if scores are shown in percent, else 1.
 
-    Raises `ValueError` if percent is True and a run has scores that are not between 0 and 1.
+    Raises `ValueError` if percent is True and the main metric of a run is not between 0 and 1.
     """
     if not percent:
         return 1.0
@@ -221,6 +221,7 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
 def _summary_column(runs: Sequence[Run], key: str, percent: bool) -> Column | None:
     """Return the column of a number in the summaries; None if no run has the number.
 
+    The first round at a threshold has a column even if no run reached the threshold.
     key: the number's key, with dots.
     percent: True shows the number in percent if it is a score between 0 and 1.
     """
@@ -345,8 +346,8 @@ def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
     """Map a description of each run's main score to a bool; equal descriptions are one key.
 
     A description names the metric and the test samples, such as "accuracy on the central test set".
-    Its value is True if at least one run with this description has scores on the clients' test sets
-    and also on the central test set.
+    Its value is True if a run with this description has both kinds of scores: on the clients' test
+    sets, and on the central test set.
     """
     kinds: dict[str, bool] = {}
     for run in runs:
@@ -619,8 +620,8 @@ def _compare_with_first(
     """Compare each row with the first row of its block, over the seeds that both rows have.
 
     The result has an entry for each row. The entry is None for the first row of a block, and for a
-    row that shares no seed with the first row of its block. Holm's correction covers the
-    comparisons of all blocks together.
+    row that shares no seed with this first row. Holm's correction covers the comparisons of all
+    blocks together.
     by_seed: for each row, a dict from seed to score.
     blocks: for each row, a value that is equal for the rows of the same block.
     """

@@ -181,7 +181,8 @@ def chosen_option(config: Mapping[str, object], group: str) -> str:
 
     The configuration has the option below the key `choices`. An older configuration has no such
     key. There the option is read from the group's settings: from `name`, else from the name of the
-    class in `_target_`, else from the keys, joined by " + ".
+    class in `_target_`, else from the keys, joined by " + ". If there is no option, return "fedavg"
+    for the group "method" and `MISSING` for any other group.
     group: the name of the group, such as "partition".
     """
     value = as_mapping(config.get("choices")).get(group)
@@ -289,8 +290,9 @@ def _defaults(group: str, option: str) -> dict[str, str]:
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """Return a name for each run.
 
-    If several runs have the same name, the settings that differ replace it ("fedprox, alpha=0.1");
-    if none differ, the folder is added.
+    This is the name of the run's folder. If several runs have the same name, the settings in which
+    these runs differ replace it ("fedprox, alpha=0.1"). If no settings differ, the address of the
+    run is added to the name. The name of an unfinished run ends with `UNFINISHED`.
     """
     names = [run.name for run in runs]
     for name in {name for name in names if names.count(name) > 1}:

@@ -42,7 +42,10 @@ def read_record(folder: Path) -> Record:
 
 
 def read_backlog(folder: Path) -> list[Row]:
-    """Return the rows of the backlog file; skip a last line that a crash has cut off."""
+    """Return the rows of the backlog file.
+
+    Lines that cannot be read are skipped, such as a last line that a crash has cut off.
+    """
     try:
         lines = regular_file(folder / BACKLOG).read_bytes().splitlines()
     except (OSError, ValueError):

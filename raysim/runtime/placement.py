@@ -123,8 +123,10 @@ class NoRoomError(ValueError):
 def worker_resources(options: RayOptions, device: str, threads: int) -> dict[str, float]:
     """Return the resources that each worker reserves.
 
-    With device "cuda" it is a whole GPU, unless `runtime.gpus` is set.
-    threads: the threads of a worker, and so its CPUs, unless `runtime.cpus` is set.
+    A worker on the device "cuda" reserves a whole GPU, unless `runtime.gpus` is set.
+    device: the device of the workers.
+    threads: the number of threads of a worker. A worker reserves so many CPUs, unless
+    `runtime.cpus` is set.
     Raises ValueError if the device does not fit the options.
     """
     if device.startswith("cuda:"):
@@ -194,7 +196,7 @@ def choose_size(
     """Return the number of workers and their resources.
 
     The number is `runtime.workers`. If that is not set, it is the number of workers that fit on the
-    nodes, but at most `most`, because other workers would never have work.
+    nodes. It is then at most `most`, because further workers would never have work.
     options: the settings `runtime.*`.
     per_worker: the resources that a worker reserves.
     nodes: the resources of each node.

@@ -237,8 +237,9 @@ def _choose_gpu_share(
 ) -> float:
     """Return the share of a GPU that each worker reserves.
 
-    The share is as small as the memory allows, so that many workers share a GPU. It is larger if
-    fewer workers can be used, because there are too few clients in flight or too few CPUs.
+    If `runtime.gpus` is set, this is the share. Otherwise the share is as small as the memory
+    allows, so that many workers share a GPU. It is larger if `runtime.workers`, the clients in
+    flight or the CPUs allow fewer workers.
     concurrency: the number of clients in flight.
     cluster: the resources of each node.
     need: the memory of a job.

@@ -135,9 +135,9 @@ def free_resources() -> list[Resources]:
 class NodeWatch:
     """A thread that asks every few seconds whether the nodes of a cluster answer.
 
-    Attribute `lost` has the nodes that have left or will leave, each with the reason.
-    timeout_s: the seconds without an answer after which a node counts as lost; infinity means
-    never.
+    The attribute `lost` maps each node that has left or will leave the cluster to the reason.
+    timeout_s: the seconds without an answer after which a node counts as lost. With infinity the
+    nodes are not asked, and only nodes that Ray declares dead or draining are lost.
     """
 
     def __init__(self, timeout_s: float):

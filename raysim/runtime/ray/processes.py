@@ -138,8 +138,8 @@ def waiting_workers(per_worker: Resources) -> int:
 def release_processes(processes: RunProcesses, has_succeeded: bool) -> None:
     """Keep the processes of a run for the next run, or end them.
 
-    They are kept if the run has succeeded, all its workers are idle, the context `keep_processes`
-    is active, and no other processes wait for the next run.
+    They are kept only if the run has succeeded and all its workers are idle. Moreover, the context
+    `keep_processes` must be active, and no other processes may wait for the next run.
     """
     can_wait = _waiting is not None and _waiting.processes is None
     if has_succeeded and can_wait and processes.are_idle:

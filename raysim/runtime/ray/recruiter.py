@@ -212,7 +212,7 @@ class Recruiter:
             ray.util.remove_placement_group(recruit.place.group)
 
     def stop(self) -> None:
-        """End the workers that are starting, and release the resources on nodes that joined."""
+        """End the workers that are starting, and release all resources that were reserved."""
         for recruit in self._starting:
             ray.kill(recruit.actor)
         for group in self._groups:
