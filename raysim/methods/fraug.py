@@ -486,9 +486,9 @@ class FRAug(Method):
     def end(self, job: LocalJob) -> None:
         """Report means over the job's steps, which become columns of the history.
 
-        They are the norm of the real features, the norm of the generator's features if there is a
-        generator, and the share of synthetic features that the head classifies correctly. A job
-        without a step reports nothing.
+        They are the norm of the real features, the norm of the features that the generator makes,
+        and the share of synthetic features that the head classifies correctly. Without a generator,
+        the second mean is left out. A job without a step reports nothing.
         """
         real, generated, correct, steps = job.scratch["sums"].tolist()
         if not steps:
