@@ -74,9 +74,11 @@ class Snapshot:
 
 
 def save_model(tensors: Arrays, path: Path, notes: Mapping[str, str] | None = None) -> None:
-    """Write named tensors as one file, which appears complete or not at all.
+    """Write named tensors as one safetensors file, which appears complete or not at all.
 
-    notes: texts for the header of the file; None writes none.
+    tensors: the arrays by name.
+    path: the file to write.
+    notes: texts by name for the header of the file; None writes none.
     """
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     with report_full_disk(path, _size(tensors)), draft_file(path) as draft:
@@ -405,7 +407,10 @@ def _split(arrays: Arrays) -> Iterator[dict[str, np.ndarray]]:
 
 # --- reading --------------------------------------------------------------------------------------
 def find_damage(address: str | Path) -> str:
-    """Return a text that says how a checkpoint is damaged; "" if it is undamaged."""
+    """Return a text that says how a checkpoint is damaged; "" if it is undamaged.
+
+    address: the path or the URL of the checkpoint.
+    """
     where, folder = split_address(address)
     try:
         place = open_store(where)
@@ -580,7 +585,11 @@ def _group_by_client(tensors: Arrays) -> dict[int, dict[str, np.ndarray]]:
 
 
 def copy(address: str | Path, where: str | Path) -> None:
-    """Copy a checkpoint, with all files that it needs, to another folder or URL."""
+    """Copy a checkpoint, with all files that it needs, to another folder or URL.
+
+    address: the path or the URL of the checkpoint.
+    where: the folder or the URL in which the copy gets a folder of the same name.
+    """
     origin, folder = split_address(address)
     source, target = open_store(origin), open_store(where)
     for name in [*_read_manifest(source, folder), MANIFEST]:

@@ -49,7 +49,7 @@ class ClientStates:
     runtime: the workers of the run, and the object store.
     layout: the tensors of a client state.
     stateful: True if clients have states; otherwise every job starts from the initial state.
-    budget: bytes of committed states in memory; infinity means no limit.
+    budget: the most bytes of committed states in memory; infinity means no limit.
     folder: the folder for states on disk.
     """
 
@@ -362,9 +362,10 @@ class ClientStates:
 def make_client_states(
     spec: RunSpec, declarations: Declarations, runtime: Runtime, folder: str
 ) -> ClientStates:
-    """Return the client states of a run at its start.
+    """Return the object with the client states of a run, all of which are initial states.
 
-    folder: the run's folder.
+    runtime: the workers of the run, and the object store.
+    folder: the run's folder, in which states are written to disk.
     """
     settings = spec.settings
     is_stateful = declarations.keeps_client_state or settings.local.keep_optimizer

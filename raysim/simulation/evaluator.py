@@ -533,6 +533,8 @@ class Evaluator:
 
         The shared model is scored on the test sets of clients and of unseen clients, and on the
         central test set. If there are validation samples, the scores of the best round are added.
+        reports: the reports of the tasks of `_shared_tasks`, in the same order.
+        scoring: the scoring to which the reports belong.
         """
         sizes = [
             self._test_counts[scoring.clients].sum(),

@@ -104,6 +104,9 @@ def fetch_sums(
 
     Return the fetched sums by group, and the groups whose sum was lost with a node. A group whose
     jobs all failed is in neither of the two.
+    sums: references to the sums that are on nodes.
+    trees: the summation trees, which decide the larger groups.
+    runtime: lets nodes add up, and fetches values.
     """
     part_of = {number: part for part in sums for number in part.jobs}
     requested: list[tuple[RemoteSum, list[RemoteSum]]] = []

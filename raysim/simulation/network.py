@@ -23,6 +23,9 @@ from raysim.vectors.layout import Vector
 def make_network(spec: RunSpec, declarations: Declarations, fleet: Fleet) -> Network:
     """Return the network of a run: its replicas (models of the server) and their exchanges.
 
+    spec: the run, with its topology.
+    declarations: what the methods of the run declare.
+    fleet: gives the region of each client, for topologies that group clients by region.
     Raises ValueError if the topology does not fit the run's clients, methods or compression.
     """
     settings, counts = spec.settings, spec.data.partition.train.counts

@@ -71,12 +71,20 @@ class Load(NamedTuple):
 
 
 class Messages(Protocol):
-    """The messages with compressed steps that clients receive; see `StepMessages`."""
+    """The messages with compressed steps that clients receive; see `StepMessages`.
+
+    received: int32 [clients], the base version of each client's last job; -1 for a client without a
+    job.
+    """
 
     received: np.ndarray
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats a client saves by receiving messages instead of parameters."""
+        """Return how many floats fewer a client receives with messages than with parameters.
+
+        Call this once for each job, because it also records that the client now has this version.
+        version: the base version of the client's next job.
+        """
         ...
 
 
@@ -187,10 +195,14 @@ class Planner:
 
     There is one `Site` for each replica if each replica has its own schedule; otherwise there is a
     single one.
-    counts: int64 [clients], training samples; a client without samples is never dispatched.
+    schedule: decides when clients are dispatched and when their updates are aggregated.
+    devices: the simulated devices of the clients.
+    seed: the seed of the run.
+    counts: int64 [clients], the training samples of each client. A client without samples is never
+    dispatched.
     load: function that returns the `Load` of a client's next job. Its arguments are the client, the
     version, the number of the client's earlier jobs, and how many of these were aggregated.
-    patience: the most virtual seconds to wait for a first client.
+    patience: the largest number of virtual seconds to wait for the first client of the run.
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
     costs: adds up what jobs cost; None if nothing costs anything.
@@ -276,7 +288,11 @@ class Planner:
         return _NO_COST if self._costs is None else self._costs.of(job)
 
     def measure_with(self, measure: MeasureLosses) -> None:
-        """Give the selection a function that measures clients' losses of the current version."""
+        """Give the selection a function that measures clients' losses of the current version.
+
+        measure: function that returns the loss of each client. Its arguments are the clients, and
+        the largest number of samples of a client to use (None for all).
+        """
         if self._selector is not None:
             self._selector.measure = measure
 

@@ -74,7 +74,11 @@ class WatchedRuntime:
 
 
 class Profile:
-    """The profile of a run: the times of the coordinator's parts and of the workers."""
+    """The profile of a run: the times of the coordinator's parts and of the workers.
+
+    The run must make its calls through the attribute `runtime`, a `WatchedRuntime`.
+    runtime: the runtime to which the `WatchedRuntime` passes all calls on.
+    """
 
     def __init__(self, runtime: Runtime):
         self.spans = Spans()

@@ -103,6 +103,7 @@ class IdleMask:
         """Record that a client became idle or busy.
 
         The mask is True for an idle client only if the client is available.
+        is_idle: True if the client became idle, False if it became busy.
         """
         value = is_idle and bool(self._available[client])
         self.count += value - bool(self.mask[client])
@@ -124,7 +125,8 @@ class Selector:
 
     rule: the selection rule.
     devices: the simulated devices of the clients.
-    counts: int64 [clients], training samples.
+    seed: the seed of the run.
+    counts: int64 [clients], the training samples of each client.
     pools: for each pool the numbers of its clients. A pool is a tier of `schedule=tiered`, or the
     clients of one replica. Empty without pools.
     concurrency: the largest number of jobs in flight.
