@@ -44,8 +44,8 @@ class ClientStates:
     worker trains it, for example because the first one died, the object store sends the state.
 
     A state is committed when its job is aggregated (`commit`); only committed states are scored and
-    saved. If committed states need more memory than the budget, the states of the clients that have
-    been idle longest are written to disk and removed from the store and from the workers.
+    saved. If committed states need more memory than the budget, states are moved to disk: they are
+    removed from the store and from the workers. The clients that have been idle longest come first.
     runtime: the workers of the run, and the object store.
     layout: the tensors of a client state.
     stateful: True if clients have states; otherwise every job starts from the initial state.

@@ -240,8 +240,8 @@ class Dispatcher:
         """Remove the jobs of this worker's next call from the queue; return them.
 
         A job is suitable if this worker has the state of the job's client, or if no worker has it.
-        If this worker is idle, the first job may also belong to a client whose state is on another
-        worker, provided that the state is finished.
+        If this worker is idle, the first job may also be of a client whose state is on another
+        worker. The job that makes this state must then have ended.
         """
         is_idle = not self._calls.unanswered(worker)
 

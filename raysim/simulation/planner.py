@@ -146,9 +146,8 @@ class PlannedAggregation:
 def _draw_places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
     """Yield random positions in an array of clients, possibly with repetitions.
 
-    The positions are drawn in blocks, each twice as large as the previous one. After a limited
-    number of positions nothing more is yielded, because the caller can then draw from a list of all
-    idle clients at a lower cost.
+    The positions are drawn in blocks, each twice as large as the previous one. The number of
+    positions is limited. After them, drawing from a list of all idle clients costs the caller less.
     clients: the length of the array; all positions are below this number.
     count: the number of different, idle clients that the caller needs.
     """
@@ -573,8 +572,8 @@ class Planner:
     def _take_arrived(self, site: Site, numbers: Sequence[int]) -> list[Job]:
         """Remove arrived jobs from a site; return them in the order of `numbers`.
 
-        Raises RuntimeError if a job would be aggregated before an earlier job of the same client,
-        or if `numbers` is empty or has a number twice.
+        Raises RuntimeError if a job would be aggregated before an earlier job of the same client.
+        Also raises it if `numbers` is empty or has a number twice.
         """
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(

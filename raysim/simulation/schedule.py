@@ -401,8 +401,8 @@ class Tiered(_Policy):
     def decide(self, view: View) -> Action:
         """Aggregate or dispatch for the first tier that can go on; wait if no tier can.
 
-        A tier can go on if it has no job in flight and does not lack available clients, that is, if
-        it is not in `view.short`. If updates of this tier have arrived, aggregate them; else
+        A tier can go on if it has no job in flight and does not lack available clients. Tiers that
+        lack clients are in `view.short`. If updates of this tier have arrived, aggregate them; else
         dispatch a cohort of the tier.
         """
         for tier, running in enumerate(view.in_pool):

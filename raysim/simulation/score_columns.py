@@ -152,9 +152,9 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the mean and the worst of the clients' test scores.
 
-        If the test samples of these clients come from at least 2 and at most `MAX_DOMAIN_COLUMNS`
-        domains, there is also one column for each domain, with the score of all samples of the
-        domain. Domains are groups of samples, for example those with the same rotation.
+        Domains are groups of samples, for example those with the same rotation. There is also a
+        column for each domain of the test samples, with the score of all samples of the domain. It
+        is left out if there is one domain, or more than `MAX_DOMAIN_COLUMNS`.
 
         suffix: the end of the columns' names, such as "_best".
         scores: the values of the clients' test samples. The samples of the first client come first,
