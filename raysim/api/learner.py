@@ -326,11 +326,11 @@ class LearnerNetwork(nn.Module):
     def set_parameters(self, parameters: Parameters) -> None:
         """Store a nested structure of arrays.
 
-        Raises ValueError if names, shapes or kinds of numbers differ from the initial parameters.
+        Raises HookError if names, shapes or kinds of numbers differ from the initial parameters.
         """
         arrays = {name: np.asarray(value) for name, value in _flatten(parameters)}
         if arrays.keys() != self.dtypes.keys():
-            raise ValueError(
+            raise HookError(
                 f"{type(self.learner).__name__} returned the parameters {sorted(arrays)} instead "
                 f"of {sorted(self.dtypes)}. Return the same nested structure that fit received, "
                 "with new values."
@@ -339,13 +339,13 @@ class LearnerNetwork(nn.Module):
             for name, array in arrays.items():
                 tensor: Tensor = getattr(self, self.attributes[name])
                 if array.shape != tuple(tensor.shape):
-                    raise ValueError(
+                    raise HookError(
                         f"{type(self.learner).__name__} returned '{name}' of shape "
                         f"{list(array.shape)} instead of {list(tensor.shape)}. Keep the shape."
                     )
                 kind, dtype = array.dtype.kind, self.dtypes[name]
                 if kind not in ("fiub" if dtype.kind == "f" else "iub"):
-                    raise ValueError(
+                    raise HookError(
                         f"{type(self.learner).__name__} returned '{name}' of type {array.dtype} "
                         f"instead of {dtype}. Keep the type."
                     )

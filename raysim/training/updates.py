@@ -124,9 +124,9 @@ class UpdateBuilder:
         method = failing_method_name(error)
         if isinstance(error, NotFiniteError | LocalTrainingError):
             method = error.method
-        return Failure(
-            job.number, job.client, job.version, self.worker, method, text, format_traceback(error)
-        )
+        # The lines of raysim that found a value that is not finite would not help anybody.
+        trace = "" if isinstance(error, NotFiniteError) else format_traceback(error)
+        return Failure(job.number, job.client, job.version, self.worker, method, text, trace)
 
     def _compress(self, ctx: Context, delta: Tensor) -> None:
         """Replace the delta of the parameters by what the server decodes from the message."""
