@@ -98,7 +98,7 @@ def cases() -> list[Case]:
 
 # --- the simulated workers ------------------------------------------------------------------------
 class ReadyWorker(SeparateSums):
-    """A worker that does not train, but returns empty updates and prepared sums at once."""
+    """A worker that returns its results at once, without training: vectors filled with 1e-9."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0"):
         self.name, self._counts = name, spec.data.partition.train.counts
@@ -118,7 +118,11 @@ class ReadyWorker(SeparateSums):
         versions: int,
         *published: PublishedVersion,
     ) -> TrainingResult:
-        """Return empty updates and prepared sums; see `Worker`."""
+        """Return an update for each job and a sum for each group, without training.
+
+        All vectors are arrays of 1e-9 that were made beforehand. The updates of jobs in a group
+        have no vector. The arguments are those of `Worker.train`.
+        """
         summed = {number for group in groups for number in group}
         updates = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
         return TrainingResult(updates, {group: self._array() for group in groups}, self.name)

@@ -100,10 +100,12 @@ def chosen_studies(names: Sequence[str]) -> list[GpuStudy]:
 
 # --- prepare --------------------------------------------------------------------------------------
 def prepare(folder: Path, overrides: Sequence[str], names: Sequence[str]) -> None:
-    """Write the files of runs that are not in the folder yet, and copies of their data.
+    """Prepare all runs of some studies, and copy their data sets into the folder.
 
-    overrides: for all runs.
-    names: the names of the studies; empty takes all.
+    Runs that were prepared in this folder before are left out.
+    folder: gets runs/NAME for each run, and data/ with the data sets.
+    overrides: overrides of the configuration, as on the command line, for all runs.
+    names: the names of the studies; empty means all studies.
     """
     for study in chosen_studies(names):
         for name, words in study.runs():
@@ -141,7 +143,7 @@ def _prepare_run(folder: Path, run_folder: Path, overrides: Sequence[str]) -> No
 def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None:
     """Start or continue the prepared runs until the time is over.
 
-    names: the names of the studies; empty takes all.
+    names: the names of the studies; empty means all studies.
     minutes: the time for all runs.
     """
     deadline = monotonic() + 60 * minutes

@@ -387,16 +387,17 @@ class Local:
         return rate
 
     def step_factors(self, steps: int) -> list[float] | None:
-        """Return the factor on the learning rate in each step of a job; None if all are 1.
+        """Return for each step of a job the factor on the learning rate; None if all are 1.
 
         steps: the number of steps of the job.
 
         With `schedule_over="steps"` every job goes through the whole schedule. The factor of a step
-        is a formula of `rate`, divided by lr. In this formula, the number of the step replaces the
-        version, `steps` replaces T, and `warmup_steps` replaces W. `lr_decay` is not part of it.
+        is the schedule's learning rate at this step, divided by lr. The formulas of the schedules
+        are those in `rate`. There, the number of the step replaces the version, `steps` replaces T,
+        and `warmup_steps` replaces W. The factors do not contain `lr_decay`.
 
-        With `schedule_over="rounds"` the factors grow towards 1 in the first `warmup_steps` steps;
-        later ones are 1.
+        With `schedule_over="rounds"` the factor of step k is (k + 1) / (warmup_steps + 1) for
+        k = 0, ..., warmup_steps - 1. All later factors are 1.
         """
         if self.schedule_over == "rounds" and not self.warmup_steps:
             return None

@@ -81,7 +81,7 @@ def check_scalar(value: Any, method: str, hook: str) -> Tensor:
     method, hook: the names of the method and of the hook, for the error.
     """
     if value is None or (isinstance(value, Tensor) and value.numel() != 1):
-        raise _wrong(value, method, hook, "a scalar, such as its mean()")
+        raise _wrong(value, method, hook, "a single number, such as the mean over the batch")
     return value  # type: ignore[no-any-return]
 
 

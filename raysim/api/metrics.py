@@ -193,12 +193,12 @@ class SetRows:
         self._labels: list[Tensor] = []
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Add a batch."""
+        """Add the outputs and labels of a batch."""
         self._outputs.append(outputs)
         self._labels.append(labels)
 
     def array(self) -> np.ndarray:
-        """Return the array of all samples."""
+        """Return all samples that were added, as an array with one entry for each sample."""
         columns = {
             "outputs": torch.cat(self._outputs).cpu().numpy(),
             "labels": torch.cat(self._labels).cpu().numpy(),
@@ -220,7 +220,7 @@ def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] |
 
 
 class ScoresOfRows:
-    """The results of the functions `rows` of some metrics, collected batch by batch."""
+    """The results of the functions `MetricRule.rows` of some metrics, collected batch by batch."""
 
     def __init__(self, metrics: Sequence[MetricRule]) -> None:
         self._functions = row_functions(metrics)
@@ -229,7 +229,7 @@ class ScoresOfRows:
         ]
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Add a batch."""
+        """Call the functions with the outputs and labels of a batch, and add their results."""
         for function, parts in zip(self._functions, self._parts, strict=True):
             if function is None:
                 assert isinstance(parts, SetRows), "made for functions that are None"
@@ -239,7 +239,10 @@ class ScoresOfRows:
                 parts.append(function(outputs, labels))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return one array for each of the functions, with a row for each sample."""
+        """Return one array for each function `MetricRule.rows`, with a row for each sample.
+
+        The order of the functions is that of `row_functions`.
+        """
         return tuple(
             parts.array() if isinstance(parts, SetRows) else torch.cat(parts).cpu().numpy()
             for parts in self._parts

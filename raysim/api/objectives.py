@@ -177,15 +177,19 @@ def token_hits(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def ratio_of_sums(parts: np.ndarray) -> float:
-    """Divide the sum of the first column of [n, 2] by the sum of the second; nan for 0 / 0."""
+    """Divide the sum of the first column by the sum of the second; nan if the second sum is 0.
+
+    parts: [n, 2].
+    """
     total, count = parts.sum(axis=0, dtype=np.float64)
     return float(total / count) if count else float("nan")
 
 
 def perplexity(parts: np.ndarray) -> float:
-    """Return exp(mean cross-entropy of a token) from `token_losses`; nan without tokens.
+    """Return exp(mean cross-entropy of a token); nan if there are no tokens.
 
-    If the mean is above 709 the result is infinite.
+    parts: [n, 2], the results of `token_losses` for n samples.
+    If the mean is above 709, the result is infinite.
     """
     with np.errstate(over="ignore"):
         return float(np.exp(ratio_of_sums(parts)))
@@ -216,7 +220,11 @@ def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def position_accuracy(counts: np.ndarray) -> float:
-    """Return the share of positions that are predicted correctly; nan if all are ignored."""
+    """Return the share of labelled positions, such as pixels, that are predicted correctly.
+
+    counts: [n, 3, C], the counts that `class_counts` returns for n samples.
+    Ignored positions are not counted. The result is nan if all positions are ignored.
+    """
     right, _, labelled = counts.sum(axis=0)
     return float(right.sum() / labelled.sum()) if labelled.any() else float("nan")
 
@@ -224,6 +232,7 @@ def position_accuracy(counts: np.ndarray) -> float:
 def mean_iou(counts: np.ndarray) -> float:
     """Return the mean over the classes of intersection over union (Jaccard index).
 
+    counts: [n, 3, C], the counts that `class_counts` returns for n samples.
     Classes that are neither labelled nor predicted anywhere in the set are left out. The result is
     nan if all classes are left out.
     """
@@ -313,11 +322,14 @@ def label_auroc(rows: np.ndarray) -> float:
 
 
 def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
-    """Return the area under the ROC curve, averaged over the columns of [n, C]; nan without any.
+    """Return the area under the ROC curve, averaged over the columns of `scores`.
 
-    Columns in which all samples are positive, or all negative, are left out. The area is the share
-    of pairs of a positive and a negative sample in which the positive sample has the higher score;
-    equal scores count half (Hanley and McNeil, Radiology 1982).
+    Columns in which all samples are positive, or all negative, are left out. The result is nan if
+    all columns are left out. The area is the share of pairs of a positive and a negative sample in
+    which the positive sample has the higher score. Pairs with equal scores count half (Hanley and
+    McNeil, Radiology 1982).
+    scores: [n, C], for n samples.
+    is_positive: bool [n, C], True where a sample is positive.
     """
     positives = is_positive.sum(axis=0)
     negatives = len(is_positive) - positives

@@ -1,4 +1,4 @@
-"""The tiny runs in which a part is tried."""
+"""The tiny runs in which the checks try a user's method, model, selection or other part."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from raysim.training.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class Study:
-    """The tiny run in which the part under test is tried.
+    """The tiny run in which the checks try a user's method, model, selection or other part.
 
-    By default it has small images, six clients with unequal numbers of samples, a small network and
-    four clients per round. Set a field, such as `model` or `methods`, to combine the tested part
-    with other parts. The checks make the run once under each of the schedules.
+    By default the run has small images, six clients with unequal numbers of samples, a small
+    network and four clients per round. Set a field, such as `model` or `methods`, to combine the
+    tested part with other parts. The checks repeat the run with each schedule in `schedules`.
     """
 
     methods: tuple[Method, ...] = ()

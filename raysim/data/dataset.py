@@ -270,7 +270,7 @@ def _map_file(path: Path) -> Samples:
     domains = batch.column(2).to_numpy()
     if not _is_verified(path):
         if _checksum(text, inputs, labels, domains) != batch.schema.metadata[b"sha256"].decode():
-            raise ValueError("its checksum is wrong")
+            raise ValueError("the checksum of the file does not match its content")
         _mark_verified(path)
     return Samples(
         inputs,

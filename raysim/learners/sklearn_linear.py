@@ -199,14 +199,16 @@ def _fit_present(
 ) -> int:
     """Call `fit` with a client's samples; write the result into `coef` and `intercept`.
 
-    Only the rows of the client's classes change. Return the number of passes over the samples; it
-    is 0 if a classifier cannot be trained, because the client has samples of one class.
+    `coef` and `intercept` have one row, or a row for each class. If they have a row for each class,
+    only the rows of the classes in `present` change.
+    Return how often `fit` went through the samples. The result is 0 if the model is a classifier
+    and all samples have the same class; then nothing is trained.
     model: the estimator of scikit-learn.
-    rows: the client's samples, [n, features].
+    rows: the client's n samples, [n, features].
     targets: the class of each sample, or its value for a regression, [n].
     present: the classes that occur in `targets`, ascending; [0] for a regression.
-    coef: the received coefficients, [rows, features].
-    intercept: the received intercepts, [rows].
+    coef: the received coefficients, [C or 1, features], with C classes.
+    intercept: the received intercepts, [C or 1].
     """
     is_regression = len(present) == 1 and not hasattr(model, "decision_function")
     if len(present) == 1 and not is_regression:

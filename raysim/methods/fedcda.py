@@ -176,7 +176,7 @@ class _Selection:
         self.total = torch.zeros(len(centre), dtype=torch.float64)
 
     def mean(self) -> Tensor:
-        """Return the mean of the chosen models minus the centre: float64 [D]."""
+        """Return the mean of the chosen models, minus the vector `centre`: float64 [D]."""
         return self.total / self.count
 
     def add(self, model: Tensor, loss: float) -> None:

@@ -84,13 +84,16 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
 def margin_control_penalty(
     *, logits: Tensor, lam: float, kind: str, labels: Tensor | None = None, threshold: float = 0.0
 ) -> Tensor:
-    """Return lam times the penalty on `logits` [B, C], averaged over the batch.
+    """Return lam times a penalty on the logits of a batch.
 
-    kind: the form of the penalty for logits f. "marg_log" is log(1 + |f|^2), "logit_l2" is |f|^2,
-    "threshold" the squared excess of the margin over `threshold`. "batch_softmax" is log(1 + the
-    sum of all squared softmax probabilities of the batch), which is not a mean.
+    logits: [B, C]; f are the logits of one sample. The margin of a sample is its label's logit
+    minus the largest other logit.
+    kind: the form of the penalty. The first three are means over the samples of the batch.
+    "marg_log" is log(1 + |f|^2). "logit_l2" is |f|^2. "threshold" is max(0, margin - threshold)^2.
+    "batch_softmax" is log(1 + S), where S is the sum of p^2 over all softmax probabilities p of the
+    batch.
     labels: int64 [B], needed for kind="threshold" only.
-    threshold: with kind="threshold", the margin up to which there is no penalty.
+    threshold: with kind="threshold", the largest margin without a penalty.
     Raises ValueError for an unknown kind, and for kind="threshold" without labels.
     """
     one_of("method.fedld_margin.kind", kind, get_args(PenaltyKind))

@@ -12,17 +12,18 @@ means: xbar of inputs, ybar of their one-hot labels. f is the model, and with u 
     NaiveMix:  x~ = (1 - lam) x + lam xbar
                loss = mean of (1 - lam) CE(f(x~), y) + lam CE(f(x~), ybar)
 
-Departures from the paper
-- The loss has the mean of l3 over the batch, as in the paper. The public implementations divide the
-  sum of l3 by the batch size twice, which makes it very small (taylor_scale="public").
-- The factor of l3 is lam (1 - lam), as in the algorithm and by Taylor's theorem; the paper's
-  formula prints lam.
-- The server collects the pairs (xbar, ybar) of all clients with samples once, before round 0. A
-  step draws from these pairs without replacement: a pair for each sample (FedBR's comparison) or
-  one for the batch (pairs="one", the original). A mean is over `samples_per_mean` samples, drawn
-  with replacement (FedBR's code); the original averages all samples of a client.
-- fresh=True draws means of the raw data of clients in each step, as FedBR's code does. It is for
-  reproducing numbers only: no client has other clients' data, and the traffic is not counted.
+Choices where the paper and the public implementations differ
+- The loss has the mean of l3 over the batch, as in the paper. The public implementations divide
+  this mean by the batch size once more; taylor_scale="public" does the same.
+- The factor of l3 is lam (1 - lam), as in the paper's algorithm and by Taylor's theorem. The
+  paper's formula of the loss has the factor lam.
+- The server collects pairs (xbar, ybar) of all clients with samples once, before round 0. Each step
+  draws from these pairs without replacement. By default it draws a pair for each sample, as in the
+  experiments of the FedBR paper. With pairs="one" it draws one pair for the batch, as in the paper.
+- A mean is over `samples_per_mean` samples of a client, drawn with replacement, as in the code of
+  FedBR. The paper averages all samples of a client.
+- fresh=True draws new means from all clients' raw data in each step, as the code of FedBR does. Use
+  it only to reproduce numbers: a real client has no raw data of others. Its traffic is not counted.
 - With BatchNorm, grad_u is the gradient of the whole batch's loss, because every row influences
   the others. The reported task loss is l1 + l2 + l3.
 

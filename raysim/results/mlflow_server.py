@@ -106,7 +106,10 @@ class TrackingServer(Protocol):
         """
 
     def describe(self, record: Record) -> None:
-        """Log the parts of the configuration and the data set's description that are missing."""
+        """Log the configuration and the description of the data set.
+
+        Parts that the server has already are not sent again.
+        """
 
     def send(self, rows: Sequence[Row]) -> None:
         """Log the rows that come after the server's last row."""
@@ -237,9 +240,10 @@ class Mlflow:
             return str(experiment.experiment_id)
 
     def describe(self, record: Record) -> None:
-        """Log the parameters of the configuration, and the data set, that MLflow lacks.
+        """Log the parameters of the configuration, and the data set.
 
-        Existing parameters are not sent, because MLflow does not allow changes of them.
+        Parameters that MLflow has already are not sent, because MLflow does not allow changes of
+        them. The data set is not sent either if MLflow has it already.
         record: the content of the run's tracking.json, with the configuration.
         """
         from mlflow.entities import Param

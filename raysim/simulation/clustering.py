@@ -63,8 +63,8 @@ def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
         part_of[part_of == part_of[second]] = part_of[first]
         parts -= 1
     raise AssertionError(
-        "two parts are left, but no pair of clients has one client in each of them. This is a "
-        "bug in raysim; please report it."
+        "the clients are in two parts, but the two clients of every pair are in the same part. "
+        "This is a bug in raysim; please report it."
     )
 
 

@@ -128,9 +128,9 @@ class Runtime(Protocol):
         ...
 
     def silent_node_timeout(self, worker: int) -> float | None:
-        """Return None if a worker's node answers.
+        """Return how many seconds the node of a worker may be silent before it counts as lost.
 
-        Otherwise return after how many seconds without an answer the node counts as lost.
+        Return None if the node is not silent, that is if it answers.
         """
         ...
 

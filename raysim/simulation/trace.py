@@ -237,9 +237,10 @@ def _read_batch(
 ) -> tuple[np.ndarray, ...]:
     """Check some rows of a trace, and return their content as arrays.
 
-    The first array has the start and the end of each interval, row after row. The second one has
-    the number of starts and ends in each row. The others are the columns of numbers, in the order
-    of `NUMBERS`, and then the column `rate_name`.
+    A row has the intervals in which one client is available. The first array has the bounds of the
+    intervals of all rows: start, end, start, end, and so on. Intervals of a row that touch each
+    other are joined. The second array says for each row how many entries of the first array belong
+    to it. The other arrays are the columns in `NUMBERS`, in this order, and the column `rate_name`.
 
     earlier_rows: the number of rows of the file before this batch, for errors.
     Raises ValueError for the first row with an error.

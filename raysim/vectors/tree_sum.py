@@ -34,7 +34,10 @@ _NO_SUMS: RangeSums = MappingProxyType({})
 
 
 def num_levels(count: int) -> int:
-    """Return the level of the root of a tree with `count` positions."""
+    """Return how many levels a tree with `count` positions has above its leaves.
+
+    The leaves are level 0, so this is also the level of the root.
+    """
     return max(0, count - 1).bit_length()
 
 

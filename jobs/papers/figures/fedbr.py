@@ -102,8 +102,9 @@ def features(runs: Runs) -> Sequence[Panel]:
 def outputs(runs: Runs, is_local: bool) -> Sequence[Panel]:
     """Return a panel about the client that has the fewest classes.
 
-    is_local: True shows its model's mean output on samples of classes that the client lacks; False
-    shows the shares of its classes.
+    is_local: True for a panel about the client's trained model; it shows the model's mean output on
+    test samples of the classes that the client lacks. False for a panel about the client's training
+    samples; it shows the share of each class.
     """
     result = run_with_probes(runs, "method=fedavg")
     probe = _most_uneven(probes(result))

@@ -257,8 +257,8 @@ class Listener(tune.Callback):
     Tune calls the functions on_trial_... with a trial. Their other arguments are not used.
     records: the trials of the sweep.
     status: the line on the terminal that shows the state of the trials.
-    ray_messages: the file with Ray's messages. A line about a lost process gives its path. None if
-    there is no such file.
+    ray_messages: the path of the file with Ray's messages; None if there is no such file. If a
+    trial loses a process, the line that reports this also shows the path.
     """
 
     def __init__(self, records: TrialRecords, status: StatusLine, ray_messages: Path | None = None):

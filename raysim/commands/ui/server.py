@@ -82,8 +82,8 @@ def update_database(place: str) -> int:
     """
     if place.startswith(("http://", "https://")):
         raise RefusedError(
-            f"--update {place}: a run sends its own rows to a server, so there is nothing to "
-            "update. Give a folder"
+            f"--update {place}: this is the address of a server, but only the database of a "
+            "folder can be updated. Runs write to a server themselves. Give a folder with runs"
         )
     database = RunDatabase(find_root(place), _print)
     make_experiment(database.uri)

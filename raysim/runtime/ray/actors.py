@@ -455,9 +455,9 @@ class RayRuntime:
             self._recruiter.stop()
 
     def silent_node_timeout(self, worker: int) -> float | None:
-        """Return None if the worker's node answers.
+        """Return how many seconds the node of a worker may be silent before it counts as lost.
 
-        Otherwise return after how many seconds without an answer the node counts as lost.
+        Return None if the node is not silent, that is if it answers.
         """
         if self._watch is None or not self._watch.is_silent(self._node_ids[worker]):
             return None

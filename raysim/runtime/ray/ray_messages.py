@@ -48,7 +48,7 @@ class MessageFile:
 class RayMessages:
     """The messages of Ray in this process, and the open files that get them.
 
-    Messages that come while no file is open go to the next one.
+    Messages that come while no file is open are written to the next file that is opened.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class RayMessages:
                 file.write(plain_text)
 
     def take_waiting_text(self) -> str:
-        """Return the messages that no file has, and forget them."""
+        """Return the messages that were not written to any file, and remove them from here."""
         with self._lock:
             text, self._waiting_text = self._waiting_text, ""
         return text
@@ -119,7 +119,7 @@ def _routed_output(messages: RayMessages) -> AbstractContextManager[Any]:
 def separate_messages() -> Iterator[None]:
     """Keep what Ray's threads print, until the end of the context.
 
-    Messages that no file has got are printed at the end, on standard error.
+    Messages that were not written to any file are printed at the end, on standard error.
     """
     global _messages
     _messages = messages = RayMessages()
