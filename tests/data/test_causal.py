@@ -444,7 +444,7 @@ def test_causal_settings_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.0, "1 2 3 4"), (1.0, "1 2 3 4")])
-def test_text_continues_until_the_end_token(temperature: float, expected: str) -> None:
+def test_text_generation_stops_at_the_end_token(temperature: float, expected: str) -> None:
     class Counts(torch.nn.Module):
         """The next token is one more, and the end after 4."""
 

@@ -372,7 +372,7 @@ def test_arrays_tensors_and_data_sets_give_equal_runs() -> None:
 
 
 @pytest.mark.parametrize("kind", [str, int])
-def test_users_of_arrays_are_clients(kind: type) -> None:
+def test_each_user_in_a_users_array_becomes_a_client(kind: type) -> None:
     users = np.array([kind(f"{100 + 7 * row % 5}") for row in range(60)])
     data = {"train": (IMAGES, LABELS, users), "test": (*TESTS, users[:12])}
     built = raysim.build(

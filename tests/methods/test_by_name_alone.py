@@ -189,7 +189,7 @@ class Demanding(Method):
         return {self.key: self.value}
 
 
-def test_method_may_require_any_key() -> None:
+def test_method_can_require_a_value_of_any_configuration_key() -> None:
     experiment = build(IN_PROCESS, methods=[Demanding("schedule.cohort", 4)])
     assert experiment.schedule.size == 4
     assert raysim.build(IN_PROCESS, methods=[Demanding("rounds", 3)]).spec.settings.rounds == 3

@@ -1,4 +1,7 @@
-"""Test centralized training: what the method declares, and what training on pooled data equals."""
+"""Test centralized training: what the method declares, and the results on pooled data.
+
+The results are compared with local training of one client and with a round of FedSGD.
+"""
 
 from __future__ import annotations
 

@@ -415,6 +415,6 @@ def test_fraug_settings_out_of_range_are_refused(settings: dict[str, Any]) -> No
         FRAug(**settings)
 
 
-def test_fraug_refuses_to_lack_both_generator_and_rtnet() -> None:
+def test_fraug_without_generator_and_rtnet_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^method\.fraug\.use_generator=false .*use_rtnet=false"):
         FRAug(4, use_generator=False, use_rtnet=False)

@@ -226,7 +226,7 @@ def test_labels_of_settings_may_have_commas(text: str, labels: dict[str, str]) -
     assert comparison.parse_labels(text, ["fedavg", "moon", "a=1, b=2"]) == labels
 
 
-def test_order_of_settings_may_have_commas() -> None:
+def test_order_accepts_names_of_settings_that_contain_commas() -> None:
     known = ["a=1, b=2", "fedavg", "a=1"]
     assert comparison.parse_order("fedavg,a=1, b=2,a=1", known) == ["fedavg", "a=1, b=2", "a=1"]
 

@@ -76,7 +76,7 @@ def spans(bars: PolyCollection) -> list[tuple[float, float, float]]:
 
 
 # --- whether --------------------------------------------------------------------------------------
-def test_equal_clients_in_rounds_need_no_timeline() -> None:
+def test_timeline_is_not_drawn_for_equal_clients_in_rounds() -> None:
     rounds = made(*[(client, 0.0, 1.0, "aggregated", 0) for client in range(4)])
     rounds.round[:] = 1
     assert not timeline.has_events(rounds)
@@ -84,11 +84,11 @@ def test_equal_clients_in_rounds_need_no_timeline() -> None:
 
 
 @pytest.mark.parametrize("fate", ["lost", "discarded", "failed"])
-def test_unused_jobs_need_a_timeline(fate: str) -> None:
+def test_timeline_is_drawn_if_a_job_is_not_aggregated(fate: str) -> None:
     assert timeline.has_events(made((0, 0.0, 1.0, "aggregated", 0), (1, 0.0, 1.0, fate, 0)))
 
 
-def test_staleness_or_waiting_for_slow_clients_needs_a_timeline() -> None:
+def test_timeline_is_drawn_for_stale_jobs_or_long_waiting() -> None:
     assert timeline.has_events(made((0, 0.0, 1.0, "aggregated", 1)))
     for slow, needed in ((9.0, True), (2.0, False)):
         waiting = made(

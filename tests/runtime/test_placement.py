@@ -245,7 +245,7 @@ def test_preflight_trains_the_largest_client_once() -> None:
     assert measure(run_spec()).job > 10 * 2**20, "the resident memory of this process"
 
 
-def test_preflight_data_has_samples_for_one_client() -> None:
+def test_restrict_data_keeps_samples_of_the_chosen_client_only() -> None:
     data = restrict_data(tiny_data(), [2], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [2]
     assert data.partition.train.rows(2).tolist() == tiny_data().partition.train.rows(2).tolist()
@@ -372,9 +372,10 @@ def second_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def driver(second_cache: Path) -> Iterator[Call]:
-    """Return a function that calls functions in another process, the driver on two nodes.
+    """Yield a function that calls other functions in a second process.
 
-    The process of the tests has its own Ray.
+    The second process is the driver of a Ray cluster with two nodes. The process of the tests may
+    use another Ray cluster at the same time.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)

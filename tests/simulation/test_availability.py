@@ -109,7 +109,7 @@ def test_constant_availability_has_no_changes() -> None:
     ]
 
 
-def test_availability_interval_ending_with_period_has_a_change() -> None:
+def test_availability_change_at_the_end_of_a_period_is_listed() -> None:
     assert changes(intervals([0.0, 40.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 

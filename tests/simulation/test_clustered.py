@@ -213,7 +213,9 @@ def test_bipartition_of_a_cluster_accepts_equal_or_zero_updates() -> None:
 class OneByOne(ClusterRule):
     """A rule that moves one client per aggregation to another cluster.
 
-    target: the number of that cluster. many: move all clients of the cluster, which is refused.
+    target: the number of the cluster that gets the client.
+    many: True moves all clients of a cluster. raysim refuses this, because the cluster would be
+    empty.
     """
 
     target: int = 1

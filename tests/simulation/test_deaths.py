@@ -92,7 +92,11 @@ class Ref:
 
 
 class Mortal:
-    """Workers that die in the calls with these numbers (from 1), with all values not yet read."""
+    """Workers of which some die; all values of a dead worker that were not read are lost.
+
+    deaths: the numbers of calls, counted from 1 over all workers. The worker that gets such a call
+    dies.
+    """
 
     is_in_process = False
 
@@ -247,7 +251,11 @@ class LateNews(Vanishing):
 
 
 class Stopped(Mortal):
-    """Workers that stop answering from the calls with these numbers on, but stay alive."""
+    """Workers that hang in place of dying: they are alive, but do not answer any more.
+
+    deaths: the numbers of calls, counted from 1 over all workers. The worker that gets such a call
+    hangs.
+    """
 
     now = 0.0
 

@@ -1,4 +1,7 @@
-"""Test runs with every schedule and drop-outs: the same bits on any workers and resumed."""
+"""Test runs with every schedule and with drop-outs.
+
+Their results have the same bits with any number of workers, and after a resume.
+"""
 
 from __future__ import annotations
 

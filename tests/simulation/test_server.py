@@ -332,7 +332,9 @@ class Halving(Method):
 @pytest.mark.parametrize(
     ("normalization", "scale"), [("count", 0.5), ("weights", 1.0), ("none", 0.5)]
 )
-def test_step_divisor_uses_weights_after_all_methods(normalization: Any, scale: float) -> None:
+def test_fedbuff_normalizes_after_all_methods_changed_weights(
+    normalization: Any, scale: float
+) -> None:
     (alone, first, last) = (
         step(server(*methods, weighting="uniform"), [update(client) for client in ALL])
         for buffer in [FedBuff(normalization=normalization)]

@@ -65,9 +65,10 @@ def principal(
 
 
 def fedld(world: World, lam: float, **settings: object) -> Book:
-    """Run clients with the loss CE + lam mean_b log(1 + |f_b|^2), and `principal` on the server.
+    """Run FedLD: train clients with a penalty on logits, aggregate with the rule `principal`.
 
-    f_b: the logits of sample b. settings: those of `principal`.
+    The loss of a batch is CE + lam mean_b log(1 + |f_b|^2), where f_b are the logits of sample b.
+    settings: arguments for `principal`.
     """
 
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:

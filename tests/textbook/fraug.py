@@ -51,10 +51,15 @@ GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
 def network(
     p: Params, name: str, rows: Tensor, labels: Tensor, classes: int, training: bool = False
 ) -> Tensor:
-    """Return the outputs of G or H for rows [B, R], joined with their labels in one-hot form.
+    """Return the outputs of the generator or of RTNet for a batch.
 
-    name: `GENERATOR` or `RTNET`. The layers are linear, BatchNorm, ReLU, linear, BatchNorm if there
-    is one; G ends with ReLU.
+    The network's input is a row of `rows` followed by the one-hot label. The layers are linear,
+    BatchNorm, ReLU and linear. A second BatchNorm follows if `p` has its parameters. The generator
+    ends with a ReLU.
+    name: `GENERATOR` or `RTNET`.
+    rows: [B, R].
+    labels: [B], the classes, less than `classes`.
+    training: True normalises with the statistics of the batch and updates the running ones.
     """
 
     def norm(layer: int, x: Tensor) -> Tensor:

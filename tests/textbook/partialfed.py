@@ -99,12 +99,14 @@ def partialfed(
     mu: float = 0.0,
     policy: PolicySettings | None = None,
 ) -> Book:
-    """Start each job from the received model in some layers, from the client's last one in others.
+    """Start each layer of a job from the received model or from the client's last trained model.
 
-    mask: for each layer, whether it is loaded. policy: choose the layers by a policy in place of
-    the mask. A client loads all layers in its first job, and if it received its last model more
-    than `most` versions before. mu: weight of FedProx's term, whose reference is the start of the
-    job.
+    A client's first job starts from the received model in all layers.
+    mask: for each layer, True if it starts from the received model.
+    most: the largest number of versions between a client's last job and this one. If there are
+    more, this job, too, starts from the received model in all layers.
+    mu: the weight of FedProx's term, whose reference is the model at the start of the job.
+    policy: the settings of a policy that chooses the layers in place of `mask`.
     """
     x, layers = dict(world.start), list(dict.fromkeys(layer(name) for name in world.start))
     last_models, versions, loaded = dict[int, Params](), dict[int, int](), list[float]()

@@ -149,12 +149,12 @@ def test_attack_that_changes_nothing_is_refused(attack: Attack, size: int, key: 
         declare_run(spec)
 
 
-def test_label_flip_needs_classes() -> None:
+def test_label_flip_is_refused_without_classes() -> None:
     with pytest.raises(RefusedError, match=r"attack\.kind=label_flip"):
         build(["data=diabetes", "model=mlp", "partition=iid", "attack.kind=label_flip"])
 
 
-def test_label_flip_needs_samples_of_one_client_each() -> None:
+def test_label_flip_is_refused_if_clients_share_samples() -> None:
     partition = DATA.partition
     train = replace(partition.train, indices=np.zeros_like(partition.train.indices))
     data = replace(DATA, partition=replace(partition, train=train))

@@ -24,7 +24,7 @@ BASE = {"rounds": 3, "noise_dim": 4, "gamma": 0.8, "generator_lam": 0.7, "rtnet_
 
 
 def with_few(few: int) -> FederatedData:
-    """Return four clients, of which the first has `few` samples, in one batch."""
+    """Return data of four clients; the first client has only `few` training samples."""
     data = tiny_data(clients=4, samples=70)
     rows = [data.partition.train.rows(client) for client in range(4)]
     rows[0] = rows[0][:few]

@@ -1,8 +1,9 @@
-"""Change one thing of a Python source: signs, operators, comparisons, constants, names, order.
+"""Make mutants of a Python source, for the command `mutants`.
 
-For `mutants`. These stay unchanged: what only messages, annotations, imports, decorators,
-assertions and `__repr__` say; arguments that only matter if something else is wrong; statements
-whose order cannot matter.
+A mutant is a copy of the source with one change. The change is in a sign, an operator, a
+comparison, a constant, a name or the order of statements or arguments. These parts of a source are
+not changed: the text of messages; annotations, imports, decorators, assertions and `__repr__`;
+arguments that only matter after another error; the order of statements where it cannot matter.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class Starting(Method):
         return loss
 
 
-def test_frozen_networks_have_personal_tensors_at_job_start() -> None:
+def test_frozen_networks_have_personal_tensors_set_in_begin() -> None:
     method = Starting()
     assert not run(run_spec(method), ROUNDS, rounds=2).failures
     assert method.steps

@@ -92,7 +92,7 @@ def test_covered_ranges_are_the_largest_parts_of_the_tree(count: int, data: st.D
     assert all(siblings.get(part) not in ranges for part in ranges)
 
 
-def test_all_positions_are_one_range_of_the_tree() -> None:
+def test_covered_ranges_are_as_few_as_possible() -> None:
     assert covered_ranges(range(10), 10) == [range(10)]
     assert covered_ranges(range(8, 10), 10) == [range(8, 10)]
     assert covered_ranges([1, 2, 3, 4], 10) == [range(1, 2), range(2, 4), range(4, 5)]
