@@ -56,7 +56,7 @@ def train(
     version: how many aggregations were made before.
     state: the packed records that the client has kept so far; b"" for none.
     runner: the ClientApp.
-    Raises AppError if the app fails.
+    Raises AppError if the app fails, or if it trained on no samples.
     """
     content = model_records(
         arrays, _with_round(config, version), "train", runner.app.uses_client_fn
@@ -70,6 +70,12 @@ def train(
             "in one."
         )
     metrics = numbers_of(returned)
+    for name in EXAMPLES_NAMES:
+        if metrics.get(name) == 0:
+            raise AppError(
+                f"the app's reply has {name}=0, so the client trained on no samples. Check how the "
+                f"app loads the data of partition {client}."
+            )
     loss = next((metrics[name] for name in LOSS_NAMES if name in metrics), nan)
     result = LocalResult(loss=loss, metrics=metrics)
     packed = pack_records(records) if len(records) else b""

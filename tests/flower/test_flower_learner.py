@@ -114,6 +114,7 @@ def test_parameters_come_from_get_parameters(project, tmp_path):
         ("shape", r"weight.*\[3, 3\]"),
         ("nan", "model.net.weight.*nan"),
         ("nothing", "NoneType"),
+        ("no_samples", "examples=0.*no samples"),
         ("state", r"context\.state\['notes'\]\['seen'\].*object"),
         ("state_type", r"context\.state.*dict"),
         ("error", "my reason"),

@@ -77,6 +77,11 @@ exits = _for_client_1(_exit)
 prints = _for_client_1(_print)
 state = _for_client_1(_keep_object)
 state_type = _for_client_1(_replace_state)
+no_samples = _for_client_1(
+    lambda message, context: Message(
+        _records(np.ones((2, 3), np.float32), **{"num-examples": 0}), reply_to=message
+    )
+)
 shape = _for_client_1(
     lambda message, context: Message(_records(np.ones((3, 3), np.float32)), reply_to=message)
 )
