@@ -401,6 +401,7 @@ def identity(experiment: Experiment) -> dict[str, object]:
     return facts
 
 
+@functools.cache  # a large machine lists hundreds of processors
 def _processor_name() -> str:
     """Return the processor of this machine, such as "AMD EPYC 9B14"."""
     cpus = Path("/proc/cpuinfo")
