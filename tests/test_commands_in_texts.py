@@ -1,8 +1,8 @@
 """Test that each command in a text can be pasted into bash or zsh, and that raysim accepts it.
 
-Texts are all Markdown files, comments of configuration and jobs, and the help of the command. In
-Markdown, commands are fenced blocks of bash and code that begins with raysim. The fixture `folder`
-has the runs, files and packages that the commands name.
+The texts are all Markdown files, comments in configuration and job files, and the command's help.
+In Markdown, commands are in fenced blocks of bash, and in inline code that begins with `raysim`.
+The fixture `folder` has the runs, files and packages that the commands name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Test the time profile: each second of a process has one kind, and profiling changes no bits."""
+"""Test the time profile of a run, which assigns each second of a process to one kind of work.
+
+Profiling does not change the results of a run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ from raysim.training.worker import Worker
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Spans, list[float]]]:
-    """Yield spans, and their clock as a list of one number, which a test sets."""
+    """Yield a recorder of time spans and its clock.
+
+    The clock is a list of one number: the time in seconds. A test sets this number.
+    """
     clock, found = [0.0], Spans(whole=("evaluation",))
     monkeypatch.setattr(found, "now", lambda: clock[0])
     yield found, clock

@@ -1,4 +1,7 @@
-"""Test that runs are read, told apart, grouped by their seeds and put in a table."""
+"""Test reading, distinguishing and grouping runs, and the table that compares them.
+
+A group has the runs whose settings differ only in the seed.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,13 @@ def history(scores: list[float | None], virtual: float = 1.0) -> Rows:
 def make(
     folder: Path, scores: list[float | None], config: str = "seed: 0", finished: bool = True
 ) -> stored_runs.Run:
-    """Make a run's folder, and return the run as it is read from there."""
+    """Write the folder of a run, and return the run as raysim loads it from this folder.
+
+    folder: the folder to make.
+    scores: the score of each round.
+    config: the text of the run's config.yaml.
+    finished: True also writes summary.json, which only a finished run has.
+    """
     folder.mkdir(parents=True)
     write_history(history(scores), folder / "history.parquet")
     (folder / "config.yaml").write_text(config)
@@ -214,9 +223,10 @@ def test_labels_leave_out_defaults_of_the_runtime(tmp_path: Path) -> None:
 
 
 def test_table_marks_no_best_value_of_incomparable_runs(tmp_path: Path) -> None:
-    """The table marks no best value if runs have different data.
+    """Runs on different data have no best value in the table.
 
-    It marks the lowest virtual time only among runs with the same number of rounds.
+    For runs on the same data, the lowest virtual time is marked only if they have equally many
+    rounds.
     """
     scores: list[float | None] = [0.2, 0.5]
     alike = [
@@ -328,7 +338,10 @@ def test_runs_of_one_setting_share_a_row_with_mean_and_deviation(
 
 
 def test_runs_with_different_losses_are_different_settings(tmp_path: Path) -> None:
-    """A user's own loss need not have a key of its own, so the option's name tells runs apart."""
+    """Two runs that differ only in the option of the group `loss` have different settings.
+
+    A user's loss function need not have a configuration key, so raysim compares the options' names.
+    """
     own = "seed: 1\nloss: {_target_: mine.loss}\nchoices: {loss: mine}"
     runs = [make(tmp_path / name, [0.5], config) for name, config in (("a", "seed: 0"), ("b", own))]
     assert len(report.group_by_setting(runs)) == 2

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.pictures
 
 
 def made(*jobs: tuple[int, float, float, str, int]) -> Jobs:
-    """Return jobs, of which each ends in a round of its own.
+    """Return jobs. Job k (from 1) is aggregated, or ends otherwise, in round k.
 
-    jobs: tuples of client, start (s), finish (s), end and staleness; the end is a word such as
-    "aggregated" or "lost".
+    jobs: for each job a tuple of client, start (s), finish (s), end and staleness (in versions).
+    The end is a word such as "aggregated" or "lost".
     """
     client, start, finish, fate, stale = (np.array(each) for each in zip(*jobs, strict=True))
     codes, rounds = (
@@ -57,7 +57,12 @@ ROWS: list[Row] = [
 
 
 def drawn(jobs: Jobs = JOBS, rows: list[Row] | None = None) -> list[Any]:
-    """Return the panels: clients, fleet, workers and, if some update is stale, staleness."""
+    """Draw the timeline of a run, and return its panels.
+
+    The panels show clients, fleet and workers. If an update is stale, one more shows staleness.
+    jobs: the jobs to draw.
+    rows: the rows of the history; None takes `ROWS`.
+    """
     figure = Figure()
     timeline.fill_figure(figure, jobs, ROWS if rows is None else rows, LIGHT)
     return [ax for ax in figure.axes if ax.get_label() != "<colorbar>"]
@@ -68,7 +73,11 @@ def boxes(ax: Any) -> list[PolyCollection]:
 
 
 def spans(bars: PolyCollection) -> list[tuple[float, float, float]]:
-    """Return (start, finish, row of the axis) for each bar; start and finish in seconds."""
+    """Return (start, finish, y) for each bar of a panel.
+
+    start, finish: in seconds, the two ends of the bar on the x-axis.
+    y: the middle of the bar on the y-axis.
+    """
     corners = [path.vertices[:4] for path in bars.get_paths()]
     return [
         (*np.round((c[:, 0].min(), c[:, 0].max(), c[:, 1].mean()), 6).tolist(),) for c in corners

@@ -1,4 +1,4 @@
-"""Test that MLflow gets each row of a run once, whatever happens to its server.
+"""Test that MLflow gets each row of a run once, even if its server is down or loses answers.
 
 The run never waits for the server.
 """
@@ -59,10 +59,12 @@ def rows(first: int, last: int) -> list[Row]:
 
 
 class Shelf:
-    """A stand-in for MLflow's server, which keeps the rounds of the rows that it receives.
+    """A stand-in for MLflow's server, which records the round numbers of the rows that it receives.
 
-    down: it refuses all calls. late: it stores the rows, and then fails as if its answer were lost.
-    gate: it answers only while this event is set.
+    steps: these round numbers.
+    down: if True, each call to the server fails.
+    late: if True, the server stores the rows and then fails, as if its answer were lost.
+    gate: the server answers calls only while this event is set.
     """
 
     def __init__(self) -> None:
@@ -108,10 +110,12 @@ class Shelf:
 
 
 def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0) -> Tracker:
-    """Return a tracker that sends to the shelf; its folder is made.
+    """Return a tracker that sends rows to the stand-in server, and make the tracker's folder.
 
-    said: gets the lines that the tracker prints. patience: seconds that it waits for the server at
-    the end.
+    folder: the tracker's folder.
+    shelf: the stand-in server.
+    said: a list to which the tracker's printed lines are appended.
+    patience: how many seconds the tracker waits for the server at the end of the run.
     """
     folder.mkdir(exist_ok=True)
     return Tracker(
@@ -120,9 +124,11 @@ def tracker(folder: Path, shelf: Shelf, said: list[str], patience: float = 30.0)
 
 
 def begin(made: Tracker, shelf: Shelf, some: Sequence[Row] = ()) -> None:
-    """Start the tracker, and wait until its thread has called the server for the first time.
+    """Start a tracker, and wait until its thread has called the server for the first time.
 
-    some: the rows that a resumed run has already.
+    made: the tracker.
+    shelf: the stand-in server.
+    some: the rows that a resumed run already has before it continues.
     """
     shelf.answered.clear()
     made.start({}, {}, some)
@@ -130,7 +136,12 @@ def begin(made: Tracker, shelf: Shelf, some: Sequence[Row] = ()) -> None:
 
 
 def deliver(made: Tracker, shelf: Shelf, some: Sequence[Row]) -> None:
-    """Log rows one by one, each after the thread has sent the one before or failed to."""
+    """Log rows one by one. Wait after each row until the thread has tried to send it.
+
+    made: the tracker.
+    shelf: the stand-in server.
+    some: the rows.
+    """
     for row in some:
         shelf.answered.clear()
         made.log(row)
@@ -618,7 +629,10 @@ def test_failing_mlflow_database_prints_no_traceback(mlflow_database: Path) -> N
 
 @pytest.fixture
 def impatient_sqlite() -> Iterator[None]:
-    """Let SQLite wait 0.1 seconds for a lock; MLflow sets 20 in every session."""
+    """Reduce the time that SQLite waits for a lock to 0.1 seconds.
+
+    MLflow sets this time to 20 seconds at each connection.
+    """
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 

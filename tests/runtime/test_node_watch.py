@@ -28,7 +28,7 @@ def entry(port: int, name: str = "node", alive: bool = True) -> dict[str, Any]:
 
 @pytest.fixture
 def server() -> Iterator[socket.socket]:
-    """Listen on a port without an answer to any client, as a stopped process does."""
+    """Yield a socket that accepts connections and never answers, like a stopped process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener
 
@@ -60,7 +60,12 @@ def test_probe_of_closed_port_has_no_answer(server: socket.socket) -> None:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any], draining: set[str]) -> NodeWatch:
-    """Return a watch without its thread, at the time 0."""
+    """Return a watch on the nodes of a Ray cluster, without its thread.
+
+    The watch's clock always shows 0.
+    nodes: what `ray.nodes()` returns, an entry for each node.
+    draining: the ids of the nodes that Ray is shutting down.
+    """
     clock = SimpleNamespace(monotonic=lambda: 0.0)
     monkeypatch.setattr(node_watch, "time", clock)
     monkeypatch.setattr(node_watch.ray, "nodes", lambda: nodes)

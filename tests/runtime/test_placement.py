@@ -345,7 +345,11 @@ _CLUSTERS: list[Any] = []
 
 
 def _start_cluster(cache: str) -> None:
-    """Start two nodes with one CPU each, the first with two declared GPUs, for the driver."""
+    """Start a Ray cluster of two nodes with one CPU each, and connect this process to it.
+
+    The first node declares two GPUs to Ray, which need not exist.
+    cache: raysim's cache folder on the second node.
+    """
     from ray.cluster_utils import Cluster
 
     from raysim.runtime import ray as on_ray
@@ -372,10 +376,10 @@ def second_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def driver(second_cache: Path) -> Iterator[Call]:
-    """Yield a function that calls other functions in a second process.
+    """Yield a function that calls a function in another process and returns its result.
 
-    The second process is the driver of a Ray cluster with two nodes. The process of the tests may
-    use another Ray cluster at the same time.
+    The other process is the driver of a Ray cluster with two nodes. So the process that runs the
+    tests may use a different Ray cluster at the same time.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)
@@ -409,7 +413,10 @@ def _groups() -> list[str]:
 
 
 def _actors(word: str) -> dict[str, Any]:
-    """Return the living named actors by the end of their names."""
+    """Return the living named actors whose names contain a word.
+
+    The keys are the parts of the names after the first slash.
+    """
     import ray
 
     found = ray.util.list_named_actors(all_namespaces=True)
@@ -421,7 +428,10 @@ def _actors(word: str) -> dict[str, Any]:
 
 
 def _gone(what: Callable[[], Any]) -> bool:
-    """Return whether what() is empty within ten minutes; Ray removes things in the background."""
+    """Wait until what() is empty, and return True; return False after ten minutes.
+
+    Ray removes actors and placement groups in the background.
+    """
     from ray.util import placement_group, remove_placement_group
 
     for _ in range(600):
@@ -512,9 +522,10 @@ SUMMED = with_settings(run_spec(model=LARGE, data=equal_clients(16, 320)), round
 
 
 def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
-    """Run twice: first the nodes add up updates, then they do not. Return a pair for each run.
+    """Run twice; only in the first run do nodes add up the updates of their workers.
 
-    A pair: the bits, and by kind of call the nodes that got such calls.
+    Return a pair for each run. The first entry has the sha256 of model and state. The second maps
+    the name of each remote call to the nodes that received this call.
     """
     from raysim.runtime import ray as on_ray
 
@@ -746,10 +757,12 @@ WHOLE = Mlp((20,))
 
 
 def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
-    """Run three runs and a failing one with the same processes.
+    """Run four runs that share their worker processes; the fourth run fails.
 
-    The last two have fewer workers. Return the bits of the first three, and a list of living
-    actors: after each run their ids by name, and what is left at the end.
+    The first two runs have two workers, the last two have one.
+    Return the sha256 pairs (model, state) of the first three runs, and a list of five dictionaries.
+    Dictionary k has the living actors after run k, as name and id. The last dictionary is empty if
+    nothing remains after all runs.
     """
     from raysim.runtime import ray as on_ray
 
@@ -795,9 +808,10 @@ def test_processes_are_reused_by_equal_runs_until_a_failure(
 
 # --- inside a search ------------------------------------------------------------------------------
 def _trial() -> tuple[tuple[str, str], list[str], Size]:
-    """Run as a trial of a sweep does, in bundle 0 of the trial's placement group.
+    """Run in bundle 0 of the current placement group, as a trial of a Ray Tune sweep does.
 
-    Return the bits, the names of all placement groups, and the planned workers.
+    Return three things: the sha256 pair (model, state), the names of all placement groups, and the
+    number and resources of the workers that raysim planned.
     """
     from raysim.runtime import ray as on_ray
 

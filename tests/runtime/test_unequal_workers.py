@@ -35,7 +35,11 @@ _CLUSTERS: list[Any] = []
 
 
 def _start_cluster(environment: dict[str, str], folder: str) -> None:
-    """Start two nodes of one CPU each for the driver; the second has another environment."""
+    """Start a Ray cluster of two nodes with one CPU each, and connect this process to it.
+
+    environment: environment variables that only the second node has.
+    folder: the working folder of this process.
+    """
     os.chdir(folder)  # where a driver is, workers look for packages first
     from ray.cluster_utils import Cluster
 
@@ -57,7 +61,11 @@ def _stop_cluster() -> None:
 
 
 def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
-    """Yield a function that calls functions in another process, the driver on two nodes."""
+    """Yield a function that calls a function in another process, which is the driver on two nodes.
+
+    environment: environment variables that only the second node has.
+    folder: the working folder of the driver.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", FOLDERS, prepend=os.pathsep)
         patch.setenv("RAY_AUTH_MODE", "token")
@@ -76,7 +84,10 @@ def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    """Yield a driver; its second node has other kernels, and a raysim with one other comment."""
+    """Yield a function that calls functions in the driver of two unequal nodes.
+
+    The second node uses other CPU kernels, and a copy of raysim in which one comment is added.
+    """
     own, empty = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("empty")
     shutil.copytree(
         Path(raysim.__file__).parent, own / "raysim", ignore=shutil.ignore_patterns("__pycache__")

@@ -66,7 +66,11 @@ WORKS = st.lists(st.integers(1, 9), min_size=1, max_size=30)
 
 
 def parts_of(jobs: Sequence[Job], count: int) -> int:
-    """Return how many sums a worker makes of its jobs."""
+    """Return the number of sums that a worker returns for its jobs.
+
+    Each sum is that of one part of the summation tree.
+    count: the number of all jobs of the aggregation.
+    """
     return len(covered_ranges([job.number for job in jobs], count))
 
 

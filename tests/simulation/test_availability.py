@@ -1,4 +1,7 @@
-"""Test availability of clients by hand, by properties and by statistics, and runs that wait."""
+"""Test when clients are available, and how runs wait for clients that are not.
+
+The tests compare with times by hand, check properties of random cases, and check statistics.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,12 @@ from raysim.simulation.schedule import Buffered, Schedule
 
 
 def intervals(*rows: list[float], period: float = 100.0, wrap: bool = True) -> Intervals:
-    """Return intervals in which client k has the bounds rows[k]."""
+    """Return the intervals in which clients are available.
+
+    rows: for client k, rows[k] has the start and end of each interval, in seconds.
+    period: the seconds after which the intervals repeat.
+    wrap: True repeats the intervals.
+    """
     first = np.cumsum([0, *map(len, rows)])
     bounds = array("d", [bound for row in rows for bound in row])
     return Intervals(bounds, first, np.full(len(rows), period), np.arange(len(rows)), wrap)
@@ -319,9 +327,10 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
 
 
 def test_markov_availability_of_many_equals_that_of_one() -> None:
-    """Compare the answer for many clients at once with the answers for single clients.
+    """Asking for many clients at once gives the same answers as asking for each client.
 
-    In each step, the clients are those at the limits between coming, staying and leaving.
+    In each step the test asks for the clients next to two limits. One limit separates the clients
+    that become available, the other those that become unavailable.
     """
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)
@@ -500,9 +509,10 @@ def test_run_continues_in_the_next_period_of_a_trace() -> None:
 
 
 def test_availability_reports_every_change_of_a_fast_client() -> None:
-    """One client changes 150 times before any other client does.
+    """All 150 changes of a fast client are reported before and while other clients change.
 
-    The code sorts a client's next 32 changes at a time, so it must sort again in between.
+    raysim sorts at most 32 changes of a client at once, so it must sort this client's changes
+    several times.
     """
     others = 1500
     bounds = np.array(

@@ -1,4 +1,4 @@
-"""Test the model of the best round: what decides, the weights in its file, and resumed runs."""
+"""Test the model of the best round: how that round is found, its weights file, and resumed runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def data(validation: float) -> FederatedData:
 
 
 def study(*methods: Method, validation: float = 0.2) -> RunSpec:
-    """Return a run with a rate so high that the last round is not the best one."""
+    """Return a run with a learning rate so high that its last round is not the best one.
+
+    validation: the share of each client's samples that are validation samples.
+    """
     local = replace(run_spec().settings.local, lr=1.0)
     return run_spec(*methods, model=NORMED_MLP, data=data(validation), local=local)
 
@@ -50,7 +53,10 @@ def study(*methods: Method, validation: float = 0.2) -> RunSpec:
 def weights_by_round(
     spec: RunSpec, schedule: Schedule, folder: Path, **settings: Any
 ) -> tuple[FinishedRun, dict[int, Any]]:
-    """Run to the end; also return the scored weights of every round."""
+    """Run eight rounds. Return the finished run, and the scored model of each round by version.
+
+    settings: further arguments of `tiny_runs.coordinate`.
+    """
     coordinator = coordinate(spec, schedule, folder=str(folder), rounds=8, **settings)
     seen: dict[int, Any] = {}
     evaluate = coordinator._evaluate
@@ -131,7 +137,10 @@ def test_best_model_file_is_kept_on_resume(
 
 
 def test_resumed_run_keeps_best_model_that_is_the_current_one() -> None:
-    """All clients of a later round fail, so that the best weights are the current ones."""
+    """If the current version has the best weights, a resumed run gets them without a second copy.
+
+    The current version stays the best one, for example, while all clients of the later rounds fail.
+    """
     vector, counters = torch.ones(3), torch.zeros(1, dtype=torch.int64)
     best = BestModel(Criterion("train_loss", higher=False))
     best.take({"round": 1, "train_loss": 0.5}, vector, counters)

@@ -59,7 +59,7 @@ def snapshot(value: float = 1.0) -> Snapshot:
 
 
 def write(folder: Path, version: int, now: Snapshot) -> Path:
-    """Write a checkpoint as a new run does."""
+    """Write a checkpoint with a new writer, which has written no other one, and return its path."""
     return Path(Checkpoints(folder).write(version, now))
 
 
@@ -185,10 +185,11 @@ def test_checkpoint_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
 
 
 def states(clients: Iterable[int], job: int, size: int = 1000) -> Snapshot:
-    """Return a snapshot of a run with a committed state for each client.
+    """Return a snapshot of a run in which each client has a committed state of one array.
 
-    Client k's state comes from job `job` + k, and all of its `size` numbers are the number of this
-    job.
+    Client k's state comes from the job with the number `job` + k. All entries of its array are this
+    number.
+    size: the number of entries in each array.
     """
     jobs = {client: job + client for client in clients}
     tensors = {client: {"x": np.full(size, number, np.float32)} for client, number in jobs.items()}
@@ -207,7 +208,10 @@ def after(before: Snapshot, *changed: int, job: int) -> Snapshot:
 
 
 def logged(folder: Path) -> dict[str, int]:
-    """Return the inode of each file of the log; a rewritten file has another one."""
+    """Return the inode number of each file in the folder `log`, by file name.
+
+    A file that was rewritten gets another inode number, and a file that was only extended does not.
+    """
     return {path.name: path.stat().st_ino for path in (folder / "log").iterdir()}
 
 
@@ -498,9 +502,9 @@ ERRORS = {"pickle.UnpicklingError", "pickle.PickleError"}  # catching one reads 
 
 
 def unsafe(text: str) -> list[str]:
-    """Return the names in a Python source text that read or write pickles.
+    """Return the names in a Python source text of functions that read or write pickles.
 
-    Readers that check which classes a file names are allowed.
+    Functions that check which classes a pickle names are not in the result.
     """
     result = []
     tree = ast.parse(text)
@@ -714,9 +718,9 @@ def study_and_settings(where: str) -> tuple[Any, dict[str, Any]]:
 
 
 def killed(folder: str, where: str) -> None:
-    """Run until the process kills itself.
+    """Run until the process kills itself in the middle of the run.
 
-    where: a key of `KILLED`, the moment at which this happens.
+    where: when it kills itself, a key of `KILLED`.
     """
     from raysim.training.trainer import Trainer
 

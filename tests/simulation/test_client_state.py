@@ -72,12 +72,15 @@ def of(client: int, snapshot: checkpoint.Snapshot) -> dict[str, np.ndarray]:
 
 
 def participants(snapshot: checkpoint.Snapshot) -> dict[int, int]:
-    """Return by client the number of the job that its committed state comes from."""
+    """Map each client to the number of the job that its committed state comes from."""
     return dict(snapshot.jobs)
 
 
 def sat_out(result: list[checkpoint.Snapshot]) -> list[tuple[int, int]]:
-    """Return (round, client) pairs of clients with a state that missed the round."""
+    """Return the pairs (round, client) in which a client has a state and its state did not change.
+
+    result: the checkpoint of each round.
+    """
     return [
         (index, client)
         for index, (before, after) in enumerate(itertools.pairwise(result), start=1)
@@ -171,7 +174,10 @@ def test_client_state_survives_conversion_to_named_arrays() -> None:
 
 
 class Forgetful(FedBSS):
-    """A method that deletes its cached values between two jobs of a client."""
+    """A FedBSS whose cached losses and uncertainties are replaced before each job of a client.
+
+    The replacements are descending numbers, so they give a different order of the samples.
+    """
 
     def begin(self, job: LocalJob) -> None:
         for key in ("losses", "uncertainties"):

@@ -1,4 +1,4 @@
-"""Test client states: sending, committing, spilling and counting bytes."""
+"""Test client states: how they are sent, committed, moved to disk, and counted in bytes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EACH = 4 * FLOATS  # bytes of a state
 
 
 class Books:
-    """Client states with stand-ins for workers, which only keep the calls that they get.
+    """A `ClientStates` object with stand-ins for workers, which only record calls.
 
-    told: (worker, clients) of each call to release states.
+    told: the pair (worker, clients) of each call that tells a worker to release states.
     """
 
     def __init__(self, budget: float = math.inf, workers: int = 2):
@@ -38,8 +38,8 @@ class Books:
     def send(self, client: int, worker: int = 0) -> tuple[Any, list[Any], int]:
         """Send a client's job and its state to a worker.
 
-        Return the job, the client states of the message, and the bytes that were read from disk for
-        it.
+        Return the job, the client states that the message contains, and the number of bytes that
+        were read from disk for the message.
         """
         job = SimpleNamespace(client=client, number=self.jobs)
         self.jobs += 1
@@ -50,7 +50,10 @@ class Books:
         return job, sent, read
 
     def back(self, job: Any, read: int = 0) -> None:
-        """Let a job's answer arrive: its state's size is known, and its `read` bytes are freed."""
+        """Handle the answer to a job: note the size of the client's new state, and free memory.
+
+        read: the number of bytes that were read from disk for the job's message, which are freed.
+        """
         trained: Any = SimpleNamespace(updates=[SimpleNamespace(job=job.number)], states=[EACH])
         self.client_states.note_sizes(trained)
         self.client_states.release_read(read)

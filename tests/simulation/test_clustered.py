@@ -211,11 +211,11 @@ def test_bipartition_of_a_cluster_accepts_equal_or_zero_updates() -> None:
 
 @dataclass(frozen=True)
 class OneByOne(ClusterRule):
-    """A rule that moves one client per aggregation to another cluster.
+    """A rule that moves clients of a cluster to another cluster in each aggregation.
 
-    target: the number of the cluster that gets the client.
-    many: True moves all clients of a cluster. raysim refuses this, because the cluster would be
-    empty.
+    target: the number of the cluster that gets the clients.
+    many: False moves one client. True moves all clients; raysim refuses this, because the old
+    cluster would be empty.
     """
 
     target: int = 1

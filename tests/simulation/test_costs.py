@@ -23,10 +23,12 @@ FLEET = Lognormal(cost=COST, kwh_price=0.2, kwh_co2=400)
 
 
 def costs(clients: int = 2, kinds: tuple[int, ...] = (0, 0)) -> Costs:
-    """Return the costs of devices: client 0 trains 10 samples a second and client 1 20.
+    """Return the costs of two devices: client 0 trains 10 samples a second and client 1 trains 20.
 
-    Both receive 4 bytes a second and send 8. kinds: for each client, 0 for the prices of `COST` and
-    1 for a device that only computes.
+    Both receive 4 bytes a second and send 8 bytes a second.
+    clients: the number of clients.
+    kinds: for each client 0 or 1. The costs of kind 0 are `COST`. A device of kind 1 has only one
+    cost: 1 watt while it trains.
     """
     speeds = np.array([10.0, 20.0]), np.array([4.0, 4.0]), np.array([8.0, 8.0])
     prices = FleetCosts([COST, Cost(computing_w=1)], np.array(kinds, np.int16), 0.2, 400.0)
@@ -59,7 +61,11 @@ def test_cost_of_a_job_depends_on_the_clients_device() -> None:
 
 
 def test_idle_energy_counts_idle_seconds_of_all_clients() -> None:
-    """Two clients are idle for 1 s, one of them for the next 4 s, and both for the last 5 s."""
+    """Idle energy is 0.5 watts times the idle seconds of both clients, during ten seconds.
+
+    In the first second both clients are idle. In the next four, one of them is idle. In the last
+    five, both are idle again.
+    """
     added, job = costs(), Job(0, 0, 0, 0, start=1.0, finish=5.0, work=1.0)
     added.start(job, 1.0)
     added.end(job, 5.0)

@@ -85,7 +85,10 @@ def study(name: str) -> RunSpec:
 
 # --- workers in this process that die on command --------------------------------------------------
 class Ref:
-    """A reference to a value on a worker; lost: it was lost before the coordinator read it."""
+    """A reference to a value on a worker.
+
+    lost: True if the value is lost before the coordinator reads it.
+    """
 
     def __init__(self, value: Any, lost: bool):
         self.value, self.lost = value, lost
@@ -183,10 +186,12 @@ class Mortal:
 
 
 class Vanishing(Mortal):
-    """Workers of which one loses its node in the call with this number.
+    """Workers of which one loses its node when the worker gets a certain call.
 
-    is_reachable: the node is told to leave and can still be read; False: it is gone. The worker
-    comes back in the second round after that, together with a new one.
+    number: the number of this call, counted from 1 over all workers.
+    is_reachable: True: the node is told to leave, and its values can still be read. False: the node
+    is gone, with its values.
+    The lost worker returns in the second round after that, together with an additional worker.
     """
 
     def __init__(self, study: RunSpec, workers: int, number: int, is_reachable: bool):
@@ -235,7 +240,7 @@ class Vanishing(Mortal):
 
 
 class LateNews(Vanishing):
-    """A node that is known to be lost only when a new worker does not start there."""
+    """Workers of which one loses its node; raysim learns this when a replacement fails to start."""
 
     is_known = False
 
@@ -267,7 +272,10 @@ class Stopped(Mortal):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let time pass only while no worker answers."""
+    """Replace the clock that measures silent workers.
+
+    The new clock advances only while no worker answers.
+    """
     monkeypatch.setattr(worker_calls, "time", SimpleNamespace(monotonic=lambda: Stopped.now))
 
 
@@ -444,7 +452,10 @@ def test_repeated_deaths_on_a_node_reduce_its_workers(
 
 
 class Doomed(Mortal):
-    """Workers that die in each call that trains clients, if `is_deadly` says so."""
+    """Workers that die when they get a job of certain clients.
+
+    is_deadly(worker, client): True if this worker dies when it gets a job of this client.
+    """
 
     def __init__(self, study: RunSpec, workers: int, is_deadly: Callable[[int, Any], bool]):
         super().__init__(study, workers, set())
@@ -500,9 +511,12 @@ def test_worker_that_always_dies_stops_the_run() -> None:
 
 # --- actors ---------------------------------------------------------------------------------------
 class Deadly(Method):
-    """A method that ends the process in a client's job, until a folder has a file per death.
+    """A method that kills the worker's process in a job of one client, the first few times.
 
-    times: the number of deaths. how: the signal that ends the process.
+    folder: each death leaves a file here, by which the next process counts the deaths.
+    times: how many times the process is killed.
+    client: the client in whose jobs this happens.
+    how: the number of the signal that kills the process.
     """
 
     name = "deadly"

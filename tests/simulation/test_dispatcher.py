@@ -1,4 +1,4 @@
-"""Test the calls that send jobs: bundles that are worth a message, and few calls at a time."""
+"""Test how jobs are sent to workers: enough jobs in each call, and few calls at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ CLIENTS, SAMPLES = 12, 12
 
 @dataclass
 class Slow:
-    """Workers that report a fixed training time and answer when the coordinator reads.
+    """Workers that report a fixed training time, and that train only when the coordinator reads.
 
-    seconds: reported for a sample. calls: worker and number of jobs of each call to train. most:
-    the largest number of such calls in flight on one worker. combine_from: as of a runtime.
+    spec: the run.
+    seconds: the training time of one sample that the workers report.
+    workers: the number of workers.
+    calls: for each call to train, the pair of the worker and the number of jobs in the call.
+    most: the largest number of unanswered calls that one worker had.
+    is_in_process, combine_from: the attributes of these names that raysim reads from each runtime.
     """
 
     spec: RunSpec
@@ -120,7 +124,10 @@ def test_round_of_equal_clients_is_one_call_to_each_worker() -> None:
 
 
 def test_worker_returns_one_array_for_each_sum_of_updates() -> None:
-    """Five updates return two arrays, a sum of four and a single one, and five sets of numbers."""
+    """A worker that trains five clients returns two arrays, and five updates without an array.
+
+    The first array is the sum of four updates, the second is the fifth update.
+    """
     answers: list[TrainingResult] = []
 
     @dataclass

@@ -46,13 +46,19 @@ ALL = Evaluation(finetune=Finetune(2), decompose=1)
 
 
 def apart(clients: int = 4) -> FederatedData:
-    """Return the data of some clients, each with its own test samples."""
+    """Return data in which each client has its own test samples.
+
+    clients: the number of clients.
+    """
     source = Synthetic(samples=120, test_samples=20, classes=5)
     return federate(source, IID(clients=clients, test_fraction=0.2), SEED)
 
 
 class Doubled(Method):
-    """A method that scores each client with a model of zeros; the shared model is as usual."""
+    """A method that scores each client with a model of zeros.
+
+    The score of the shared model is unchanged.
+    """
 
     name = "doubled"
     paper = "a test"
@@ -264,7 +270,7 @@ def validated(clients: int = 4, seed: int = SEED) -> FederatedData:
 
 
 class Drift(Method):
-    """A method that scores a vector of zeros in place of version 3; its outputs are all equal."""
+    """A method whose version 3 is scored as a model of zeros, so that all outputs are equal."""
 
     name = "drift"
     paper = "a test"

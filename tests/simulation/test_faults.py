@@ -73,7 +73,7 @@ class Infinite(Method):
 
 
 class Overflowing(Raising):
-    """A method whose upload is not a number."""
+    """A method that uploads infinite numbers in the jobs that `hits` names."""
 
     name = "overflowing"
 
@@ -88,7 +88,7 @@ class Overflowing(Raising):
 
 
 class Spoiling(Raising):
-    """A method that leaves a private parameter that is not a number."""
+    """A method that sets a personal parameter to nan in the jobs that `hits` names."""
 
     name = "spoiling"
 
@@ -101,7 +101,10 @@ class Spoiling(Raising):
 
 
 class Absent(Method):
-    """A method that gives weight 0 to the clients that fail in other runs; here they train well."""
+    """A method that gives the weight 0 to the jobs in `HITS`, which are trained without an error.
+
+    Other methods of this file make these jobs fail, so the two results can be compared.
+    """
 
     name = "absent"
 
@@ -123,7 +126,10 @@ class Leaving(Raising):
 
 
 class Long(Raising):
-    """A method with a client whose update is far too long, and finite."""
+    """A method that makes the update very long, but finite, in the jobs that `hits` names.
+
+    length: the value of the trained model's first parameter in these jobs.
+    """
 
     name = "long"
 
@@ -340,7 +346,10 @@ def test_too_many_failures_stop_run_without_a_folder() -> None:
 
 # --- hooks of a user's own ------------------------------------------------------------------------
 def mine(**attributes: Any) -> Method:
-    """Return a method of a user's class, with these hooks."""
+    """Return a method of a new class, as a user would define it.
+
+    attributes: the attributes of the class, such as its hooks.
+    """
     return type("Mine", (Method,), {"__module__": __name__, "name": "mine", **attributes})()  # type: ignore[no-any-return]
 
 
@@ -381,7 +390,10 @@ def declares_upload(self: Any, run: Setup) -> None:
 
 
 def draws(value: Any) -> Any:
-    """Return a `setup` that declares a random draw whose function returns this value."""
+    """Return a `setup` hook of a method, which declares the random draw "x".
+
+    value: what each draw returns in place of random numbers.
+    """
 
     def setup(self: Any, run: Setup) -> None:
         run.draw("x", lambda job, generator: value)
@@ -537,7 +549,10 @@ def test_infinite_vector_never_becomes_a_version(tmp_path: Path) -> None:
 
 
 class Exploding(Method):
-    """A method whose step is too long for a float."""
+    """A method that multiplies the server's step by 3e38 after the first round.
+
+    float32 then overflows.
+    """
 
     name = "exploding"
 

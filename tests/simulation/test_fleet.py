@@ -1,4 +1,4 @@
-"""Test fleets: durations by hand, shares, drop-outs, and refused settings."""
+"""Test fleets: durations by hand, shares of device types, drop-outs, and refused settings."""
 
 from __future__ import annotations
 
@@ -200,7 +200,10 @@ def test_dropout_loses_its_share_of_jobs_at_uniform_times() -> None:
 
 
 def test_dropout_depends_on_client_and_participation() -> None:
-    """The order of the arguments matters: drop-outs are part of the bits of a run."""
+    """Drop-outs are drawn from client and participation number, in this order.
+
+    With the arguments exchanged, other jobs would be lost, and each run would have other bits.
+    """
     fate = Fate(dropout=0.5, lost=7)
     lost = {(c, p) for c in range(4) for p in range(4) if not fate.trip(c, p, 0.0, 1.0).arrives}
     assert lost == {(c, p) for c in range(4) for p in range(4) if uniform(7, c, p, 0) < 0.5}

@@ -62,7 +62,11 @@ def test_forecast_of_busy_workers_depends_on_the_schedule(
 
 
 def test_forecast_has_idle_workers_without_planning_ahead() -> None:
-    """One update at a time: only one of two workers has a job whose aggregation is planned."""
+    """The forecast predicts that one of two workers is idle if jobs are not dispatched ahead.
+
+    The schedule aggregates one update at a time, and the selection needs its loss for the next
+    choice.
+    """
     spec = run_spec(data=equal_clients(16), selection=PowerOfChoice(16, loss="last"))
     fleet = TimedFleet((1.0,) * 16)
     made = make_planner(spec, declare_run(spec), Immediate(16), fleet)

@@ -1,4 +1,4 @@
-"""Test that sums of workers and nodes have the same bits as those of the coordinator."""
+"""Test that an aggregation has the same bits if workers or nodes compute parts of its sum."""
 
 from __future__ import annotations
 
@@ -87,7 +87,12 @@ class Nodes(InProcess):
 def apart(
     spec: RunSpec, nodes: Sequence[int] = NODES, schedule: Schedule = COHORT, least: float = 0.0
 ) -> tuple[FinishedRun, Nodes]:
-    """Return a run whose workers are on these nodes, and its runtime."""
+    """Return a finished run whose workers are on several nodes, and its runtime.
+
+    nodes: for each worker, the number of its node.
+    schedule: the schedule of the run.
+    least: nodes add up updates of models with at least so many parameters.
+    """
     runtime = Nodes(spec, nodes, least)
     return run_to_end(coordinate(spec, schedule, Ideal(), runtime)), runtime
 
@@ -103,9 +108,10 @@ def test_sums_computed_on_nodes_have_the_bits_of_one_worker(methods: tuple[Metho
 
 
 def test_coordinator_gets_few_vectors_from_nodes() -> None:
-    """Nodes add up their updates, so the coordinator gets 2 to 4 vectors in a round.
+    """Each node adds up its updates, so the coordinator receives few vectors in each of two rounds.
 
-    The rounds have 12, 8 and 16 clients.
+    With three nodes and 12 clients it receives 2 vectors a round. With two nodes of two workers and
+    8 clients it receives 3, and with eight nodes and 16 clients 4.
     """
     _, runtime = apart(study(), (0, 1, 2), Synchronous(12))
     assert sum(runtime.vectors) == 2 * 2, "one of node 0, and one of both others"
@@ -117,7 +123,11 @@ def test_coordinator_gets_few_vectors_from_nodes() -> None:
 
 @pytest.mark.parametrize(("nodes", "least"), [((0, 0, 1), 1e9), ((0, 0, 0), 0)])
 def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], least: float) -> None:
-    """Nodes do not add up updates of a small model, nor if all workers are on one node."""
+    """No node adds up updates if the model is small, or if all workers are on one node.
+
+    nodes: for each worker, the number of its node.
+    least: nodes add up updates of models with at least so many parameters.
+    """
     result, runtime = apart(study(), nodes, Synchronous(6), least)
     assert result.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits
     assert {name for name, _ in runtime.trained} == {"train"} and not runtime.added
@@ -214,7 +224,10 @@ def columns_of_nodes(nodes: Sequence[int], least: float = 0.0) -> list[dict[str,
 
 
 def test_history_counts_bytes_between_nodes() -> None:
-    """A version goes to each node once. Node 1 sends its half of the sum to node 0."""
+    """A version is sent to each node once, and node 1 sends one sum of its updates to node 0.
+
+    If nodes do not add up updates, node 1 sends a sum for each of its two workers.
+    """
     row = columns_of_nodes((0, 0, 1, 1))[1]
     assert round(row["node_0_out_bytes"]) == round(row["node_1_in_bytes"]) == 1
     assert round(row["node_1_out_bytes"]) == round(row["node_0_in_bytes"]) == 1

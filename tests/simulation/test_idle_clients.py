@@ -1,4 +1,4 @@
-"""Test that the tracked clients are always those that are available and not busy."""
+"""Test that `IdleClients` has exactly the clients that are available and have no job in flight."""
 
 from __future__ import annotations
 

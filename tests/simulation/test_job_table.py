@@ -1,4 +1,4 @@
-"""Test the table of jobs: the states of a job in order, and the versions that jobs hold."""
+"""Test the table of jobs: the order of a job's states, and the versions that jobs still need."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ ENDS = {JobState.AGGREGATED, JobState.FAILED, JobState.LOST, JobState.DISCARDED}
 
 
 def watch_states(table: JobTable) -> dict[int, list[JobState]]:
-    """Return the states of every job, by number; filled while the run goes on."""
+    """Return a dictionary that gets the states of each job, in order, while the run goes on.
+
+    The keys are the numbers of the jobs.
+    """
     states: dict[int, list[JobState]] = {}
     change = table._set_state
 

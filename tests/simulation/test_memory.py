@@ -46,7 +46,7 @@ def _holds(kind: type) -> bool:
 
 
 def held_after(coordinator: Coordinator, rounds: tuple[int, ...]) -> list[int]:
-    """Return the bytes at the end of some rounds."""
+    """Return the bytes of all live tensors and arrays at the end of each round in `rounds`."""
     finished_run = []
     for event in coordinator.run():
         if isinstance(event, Round) and event.row["round"] in rounds:

@@ -1,4 +1,4 @@
-"""Test properties of the plan over random fleets and schedules, and its cost."""
+"""Test properties of the plan over random fleets and schedules, and the number of operations."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def is_available(devices: Devices, client: int, now: float) -> bool:
 
 
 def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
-    """Plan some aggregations; skip random fleets in which no job ever arrives."""
+    """Plan `count` aggregations, and return them.
+
+    If the random fleet loses all jobs, tell Hypothesis to skip the example.
+    """
     try:
         return [plan.next_aggregation() for _ in range(count)]
     except ValueError as error:
@@ -90,7 +93,11 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
 
 
 def test_schedule_view_counts_idle_clients() -> None:
-    """Of six clients, one has no samples; four are busy, or three after the first arrival."""
+    """A schedule is told the right number of idle clients.
+
+    Six clients, of which one has no samples and never counts. At most four have a job in flight,
+    and three after the first arrival.
+    """
     seen = list[tuple[int, int]]()
 
     class Look(Buffered):
@@ -244,9 +251,11 @@ def test_plan_whose_clients_come_too_late_is_refused() -> None:
 # --- schedules of one's own -----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Script:
-    """A schedule that dispatches all clients, waits for the first arrival and takes one action.
+    """A schedule that dispatches clients, waits for the first arrival, and then takes one action.
 
-    action: that action. The other fields are those that every schedule has.
+    action: this action.
+    concurrency: the number of clients to dispatch.
+    size, max_staleness, pools, stale: attributes that raysim reads from each schedule.
     """
 
     action: Action
@@ -391,7 +400,7 @@ def test_planning_cost_does_not_grow_with_jobs_in_flight(make: Any) -> None:
 
 
 class Counted(MarkovAvailability):
-    """An availability that counts the examined clients."""
+    """A Markov availability that counts for how many clients it is asked."""
 
     looks = 0
 
@@ -445,9 +454,12 @@ def test_planning_cost_does_not_grow_with_few_available_clients(
 
 
 def tiers(slow: float, fast: float, schedule: Schedule | None = None) -> Planner:
-    """Return a plan with two tiers of two clients: slow ones (0 and 1) and fast ones (2 and 3).
+    """Return a planner for four clients that become available at different times.
 
-    slow, fast: the time in seconds at which the clients of a tier become available.
+    Jobs of clients 0 and 1 take 4 s, and those of clients 2 and 3 take 1 s.
+    slow, fast: the virtual time in seconds at which clients 0 and 1, or clients 2 and 3, become
+    available.
+    schedule: None divides the clients into two tiers by speed, which get jobs separately.
     """
 
     @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Test replicas above a budget, which are on disk: the same bits with less memory."""
+"""Test that replicas above a memory budget are on disk, with the same bits and less memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Test runs with every schedule and with drop-outs.
 
-Their results have the same bits with any number of workers, and after a resume.
+A run has the same bits with any number of workers, and if it is interrupted and resumed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test selection rules: properties of their plans, what they see, and wrong choices."""
+"""Test selection rules: properties of the plans, what a rule sees, and errors for wrong choices."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def planner(
 
 
 def step(plan: Planner) -> PlannedAggregation:
-    """Plan one aggregation, and report losses that depend on client and version."""
+    """Plan one aggregation, and report a loss for each aggregated job to the planner.
+
+    The loss is a fixed function of the job's client and version.
+    """
     aggregation = plan.next_aggregation()
     counters = np.empty(0, np.int64)
     for job in aggregation.aggregated:
@@ -227,7 +230,10 @@ def test_selection_with_reports_plans_one_aggregation_ahead(name: str) -> None:
 
 
 def test_selection_measures_losses_of_the_current_version() -> None:
-    """Power-of-choice, with all clients as candidates, chooses those with the largest losses."""
+    """Power-of-choice measures losses with the current version, and chooses the largest losses.
+
+    All clients are candidates.
+    """
     spec = run_spec(selection=PowerOfChoice(6))
     coordinator = coordinate(spec, Synchronous(2), rounds=3)
     measured: list[tuple[int, dict[int, float]]] = []
@@ -250,7 +256,10 @@ def test_selection_measures_losses_of_the_current_version() -> None:
 
 
 def test_measuring_losses_costs_time_and_traffic() -> None:
-    """Three candidates need 1, 2 and 4 s; the job begins when the slowest has answered."""
+    """Three candidates need 1, 2 and 4 s to measure their losses, so the job begins after 4 s.
+
+    Each candidate receives the model once.
+    """
     fleet = TimedFleet((1.0, 2.0, 4.0))
     plan = planner(PowerOfChoice(3), Synchronous(1), fleet, counts=[5, 5, 5])
     first = plan.next_aggregation()

@@ -321,7 +321,7 @@ def test_sample_ends_of_server_are_cumulative_sample_shares() -> None:
 
 
 class Halving(Method):
-    """A method that halves the weights."""
+    """A method that halves the weight of each update."""
 
     name = "halving"
 

@@ -1,4 +1,4 @@
-"""Test client states above a budget, which are on disk: the same bits with less memory."""
+"""Test that client states above a memory budget are on disk, with the same bits and less memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def study(name: str) -> Any:
 
 
 def size(name: str) -> float:
-    """Return the bytes of a client's state, about."""
+    """Return the approximate bytes of one client's state under the method with this name."""
     result = run(study(name), SCHEDULES["rounds"], rounds=1)
     return result.coordinator.client_states.bytes / 2
 

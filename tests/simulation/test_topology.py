@@ -40,7 +40,10 @@ FAST = {"bandwidth_up": np.inf, "bandwidth_down": np.inf}
 
 
 class ReadUpdates(Method):
-    """A method for which workers return single updates; the test adds them up itself."""
+    """A method that reads single updates, so that no worker adds them up.
+
+    A test can then compute the sum independently.
+    """
 
     name = "read_updates"
 

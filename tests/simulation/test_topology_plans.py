@@ -38,7 +38,12 @@ SELECTIONS: dict[str, Selection] = {"random": Random(), **RULES}
 def make_plan(
     topology: str, rule: str, schedule: Schedule, fleet: Fleet, seed: int, counts: Sequence[int]
 ) -> tuple[Planner, Network]:
-    """Return the plan and its network; skip schedules that do not fit the clients of a replica."""
+    """Return a planner and its network; tell Hypothesis to skip a schedule that cannot be planned.
+
+    A schedule cannot be planned if it needs more clients than a replica has.
+    topology, rule: keys of `TOPOLOGIES` and `SELECTIONS`.
+    counts: the number of samples of each client.
+    """
     facts = Federation(seed, np.asarray(counts), "samples", 10)
     network = TOPOLOGIES[topology].connect(facts)
     devices = fleet.devices(seed, len(counts), lambda: 1.0)
@@ -85,9 +90,11 @@ def test_plans_of_every_topology_are_consistent(
 
 
 def check_sites_of(found: Sequence[PlannedAggregation], network: Network) -> None:
-    """Check a plan in which each replica has a schedule of its own.
+    """Check aggregations of a topology in which each replica has its own schedule.
 
-    Replicas have their own clients, versions and traffic. Those that exchange wait for each other.
+    Each replica must have its own clients, versions and traffic. Replicas that exchange models must
+    wait for each other.
+    found: the planned aggregations, in order.
     """
     made, since_meeting = [0] * network.replicas, [0] * network.replicas
     down = [0] * network.replicas
@@ -127,9 +134,10 @@ def test_restored_topology_plans_continue_unchanged(
 
 
 def test_every_topology_has_a_valid_example() -> None:
-    """The random tests skip a topology if a schedule needs more clients than a replica has.
+    """A schedule that needs only two clients can be planned with every topology.
 
-    So check that at least a schedule with two clients can be planned with every topology.
+    The random tests skip examples whose schedule needs more clients than a replica has. This test
+    shows that they do not skip all examples of a topology.
     """
     from raysim.simulation.fleet import Ideal
     from raysim.simulation.schedule import Synchronous

@@ -1,4 +1,4 @@
-"""Test traces: reading, rows of clients, refused files, and conversion from FedScale."""
+"""Test traces: reading, the row of each client, refused files, and conversion from FedScale."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def row(client: int = 0, **others: Any) -> Row:
 
 
 def sample(clients: int, seed: int = 0) -> list[Row]:
-    """Draw a few intervals for each client, at whole seconds."""
+    """Return a random trace: for each client its speeds and up to four intervals of availability.
+
+    The intervals start and end at whole seconds.
+    """
     generator, rows = np.random.default_rng(seed), []
     for client in range(clients):
         bounds = np.sort(
@@ -67,7 +70,10 @@ def sample(clients: int, seed: int = 0) -> list[Row]:
 
 
 def stored(folder: Path, rows: list[Row], **columns: pa.DataType) -> str:
-    """Store rows unchecked. columns: types in place of those of the schema."""
+    """Write rows of a trace to a file without checking them, and return its path.
+
+    columns: Arrow types of columns that get another type than the schema of traces says.
+    """
     table = pa.Table.from_pylist(rows)
     for name, kind in columns.items():
         table = table.set_column(table.schema.names.index(name), name, table[name].cast(kind))

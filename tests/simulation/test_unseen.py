@@ -55,7 +55,10 @@ COMMON += ["tracking=none", "rounds=2", "model=mlp"]
 
 
 def whole(validation: float = 0.0) -> FederatedData:
-    """Return clients with their own test rows."""
+    """Return the data of all clients, seen and unseen, each with its own test samples.
+
+    validation: the share of each client's samples that are validation samples.
+    """
     source = Synthetic(samples=240, test_samples=20, classes=5)
     return federate(
         source, IID(clients=CLIENTS, test_fraction=0.25, validation_fraction=validation), SEED
@@ -63,7 +66,10 @@ def whole(validation: float = 0.0) -> FederatedData:
 
 
 def study(*methods: Method, share: float = 0.25, validation: float = 0.0, **others: Any) -> RunSpec:
-    """Return a run with two unseen clients."""
+    """Return a run in which the share `share` of the clients, two clients, is unseen.
+
+    validation: the share of each client's samples that are validation samples.
+    """
     data = hold_out_clients(whole(validation), share, SEED)
     return run_spec(*methods, model=NORMED_MLP, data=data, **others)
 
