@@ -65,8 +65,9 @@ LOCAL = {"FedAvg": [], "FedBR": ["fedbr"]}
 def words(algorithm: str, local: str, seed: int) -> list[str]:
     """Return the overrides of one run of the study.
 
-    algorithm: a key of `ALGORITHMS`, on the server.
-    local: a key of `LOCAL`, on the clients.
+    algorithm: the server's algorithm, a key of `ALGORITHMS`.
+    local: the method that clients train with, a key of `LOCAL`.
+    seed: the seed of the run.
     """
     _, own, methods, size = ALGORITHMS[algorithm]
     chosen = [*methods, *LOCAL[local]]
@@ -154,10 +155,12 @@ def collect(folder: Path) -> None:
 
 # --- the page -------------------------------------------------------------------------------------
 def mean(values: Sequence[float | None], form: str) -> str:
-    """Return mean and deviation as text, and how many runs have a value if not all have one.
+    """Return the mean and the standard deviation of the runs' values as text.
 
-    values: one for each run; None without a value.
-    form: a format such as "{:.1f}".
+    If some runs have no value, the text also says how many runs have one. If no run has one, the
+    text is "never".
+    values: the value of each run; None if the run has none.
+    form: the format of both numbers, such as "{:.1f}".
     """
     reached = [value for value in values if value is not None]
     if not reached:
@@ -254,7 +257,11 @@ python jobs/asynchrony_study.py page
 
 
 def draw(store: dict[str, Any], path: Path) -> None:
-    """Draw accuracy against virtual time: the mean over seeds, a band from lowest to highest."""
+    """Draw accuracy against virtual time.
+
+    A line shows the mean over the seeds. A band shows the range from the lowest to the highest
+    seed.
+    """
     with curves_figure(path, len(store), height=5.6, lowest=0.5) as axes:
         for ax, (local, runs) in zip(axes, store.items(), strict=True):
             curves_of: dict[str, Sequence[np.ndarray]] = {

@@ -135,9 +135,10 @@ def collect(folder: Path) -> None:
 
 # --- the page -----------------------------------------------------------------------------------
 def reached(curve: Sequence[Sequence[float]]) -> Sequence[float] | None:
-    """Return the costs at the first score of at least TARGET; None if no score reaches it.
+    """Return the costs at which a run first has at least the accuracy TARGET.
 
-    curve: rows of costs and a score.
+    Return None if the run never has it.
+    curve: one row for each scored round: its costs so far, and its accuracy as the last number.
     """
     return next((costs for *costs, accuracy in curve if accuracy >= TARGET), None)
 

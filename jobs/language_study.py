@@ -200,7 +200,8 @@ def table(store: dict[str, Any]) -> str:
 def draw(store: dict[str, Any], path: Path) -> None:
     """Draw perplexity against virtual time and traffic.
 
-    A line is the mean over seeds, a band goes from the lowest to the highest.
+    A line shows the mean over the seeds. A band shows the range from the lowest to the highest
+    seed.
     """
     titles = ("virtual seconds", "MB, down and up")
     with curves_figure(path, 2, 5, None, "perplexity, mean of the clients") as axes:

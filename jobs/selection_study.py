@@ -160,7 +160,11 @@ def table(store: dict[str, Any]) -> str:
 
 
 def draw(store: dict[str, Any], path: Path) -> None:
-    """Draw accuracy against each cost: the mean over seeds, a band from lowest to highest."""
+    """Draw accuracy against each cost.
+
+    A line shows the mean over the seeds. A band shows the range from the lowest to the highest
+    seed.
+    """
     titles = {"seconds": "virtual seconds", "megabytes": "MB, down and up", "energy": "Wh"}
     with curves_figure(path, len(COSTS), height=5, lowest=0.6) as axes:
         for place, (ax, cost) in enumerate(zip(axes, COSTS, strict=True)):

@@ -1,4 +1,7 @@
-"""Draw accuracy against a cost, such as virtual time: means over seeds, with bands."""
+"""Draw accuracy against a cost, such as virtual time.
+
+A line shows the mean over the seeds of a study, a band the range from the lowest to the highest.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ def curves_figure(
     lowest: float | None,
     label: str = "accuracy on the central test set",
 ) -> Iterator[Any]:
-    """Yield the axes of `panels` panels in one row; then add a legend and save the picture.
+    """Yield the axes of panels in one row; at the end add a legend and save the picture.
 
     path: the picture's file.
+    panels: the number of panels.
     height: the picture's height in inches.
-    lowest: the lowest score that is shown; None shows all.
+    lowest: the lower end of the vertical axis, a score; None fits the axis to the curves.
     label: the label of the vertical axis.
     """
     import matplotlib
@@ -47,12 +51,15 @@ def curves_figure(
 def draw_panel(
     ax: Any, curves_of: dict[str, Sequence[np.ndarray]], cost_label: str, tick_format: str
 ) -> None:
-    """Draw the mean over seeds of each name's curves, and a band from lowest to highest.
+    """Draw a line and a band for each entry of the legend.
 
-    curves_of: by name, the curves of its seeds, each [points, 2]: ascending costs, and accuracies.
-    The mean is drawn only for costs at which all curves of the name have values.
-    cost_label: the label of the horizontal axis.
-    tick_format: the format of its ticks, such as "{x:g}".
+    The line shows the mean over the seeds, the band the range from the lowest to the highest seed.
+    Both are drawn only for costs at which all seeds have a value.
+    ax: the panel.
+    curves_of: maps each name in the legend to the curves of its seeds. A curve is an array
+    [points, 2] of costs, which ascend, and accuracies.
+    cost_label: the label of the horizontal axis, which is logarithmic.
+    tick_format: the format of the numbers on the horizontal axis, such as "{x:g}".
     """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 

@@ -167,7 +167,7 @@ def collect(folder: Path) -> None:
 def table(of_data: dict[str, Any]) -> str:
     """Return a table with a row for each topology: means over the seeds.
 
-    of_data: the stored numbers for one of the two kinds of clients.
+    of_data: the stored numbers of the runs on one data set of `DATA`, by topology and seed.
     """
     heads = ["topology", "clients' accuracy, %", "worst client, %", CENTRAL, "virtual s"]
     heads += ["MB between clients and servers", "MB between edges and cloud", "MB between clients"]
@@ -191,7 +191,7 @@ def table(of_data: dict[str, Any]) -> str:
 def draw(of_data: dict[str, Any], path: Path) -> None:
     """Draw the clients' accuracy against virtual time, traffic and energy.
 
-    of_data: the stored numbers for one of the two kinds of clients.
+    of_data: the stored numbers of the runs on one data set of `DATA`, by topology and seed.
     """
     label = "accuracy of clients with their model"
     with curves_figure(path, len(COSTS), height=5, lowest=0.2, label=label) as axes:

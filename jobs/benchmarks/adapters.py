@@ -92,8 +92,8 @@ def plain_job_s(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, jo
 def measure_steps(blocks: int, jobs: int) -> None:
     """Print a row for each number format of the frozen weights.
 
-    blocks: the number of repetitions.
-    jobs: the number of jobs in each.
+    blocks: how often the plain loop and raysim are measured in turn.
+    jobs: the number of jobs in each of these measurements.
     """
     specs = {}
     for base in BASES:

@@ -104,11 +104,14 @@ class IdleWorker(ReadyWorker):
 
 # --- counting -------------------------------------------------------------------------------------
 class CountingRuntime:
-    """A runtime that counts its calls, the arrays, and the bytes between nodes.
+    """A runtime that counts calls, received arrays, and the bytes between nodes.
 
-    down: bytes from the coordinator to other nodes. A version is sent once to each node with
-    workers, or, if it is small, with each call.
-    up: bytes from other nodes to the coordinator.
+    `counts` has these numbers:
+    calls: calls of methods of workers, and requests to a node to add up its workers' sums.
+    arrays: updates and sums that the coordinator has received.
+    down: bytes of versions from the coordinator to other nodes. A large version is sent once to
+    each node with workers. A small version is sent with every call.
+    up: bytes of updates and sums from other nodes to the coordinator.
     """
 
     def __init__(self, inner: Any):
@@ -181,9 +184,10 @@ class RoundCost:
     floats: the number of floats of the model.
     way: how updates return, a key of `WAYS`: as sums of workers, as sums of nodes, or one by one.
     workers, nodes: the numbers of workers and of nodes.
-    calls: the number of calls of workers.
-    arrays: the number of arrays that the coordinator receives.
-    down, up: bytes, see `CountingRuntime`.
+    calls: the number of calls that the coordinator makes to workers and nodes.
+    arrays: the number of updates and sums that the coordinator receives.
+    down: bytes of versions from the coordinator to other nodes.
+    up: bytes of updates and sums from other nodes to the coordinator.
     cpu, wall: CPU and wall seconds of the coordinator.
     parts: the coordinator's wall seconds in each part of a round, by the names in `PARTS`.
     """
@@ -202,7 +206,10 @@ class RoundCost:
 
 
 class Stopwatch:
-    """A counter of the wall seconds that methods of objects take."""
+    """A stopwatch that adds up the wall seconds of calls of watched methods.
+
+    `seconds` maps each part of a round to its wall seconds.
+    """
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -210,10 +217,11 @@ class Stopwatch:
     def watch(self, owner: Any, name: str, part: str, outer: str = "") -> None:
         """Add the wall seconds of all later calls of a method to `seconds[part]`.
 
-        owner, name: the object and the name of its method.
-        part: the part of a round, such as "add up".
-        outer: another part, which contains the calls of this method. Their seconds are subtracted
-        from this part. "" if there is none.
+        owner: the object that has the method.
+        name: the name of the method.
+        part: the part of a round that the method does, such as "add up".
+        outer: the part whose watched method calls this one. The seconds of this method are
+        subtracted from `seconds[outer]`, so that they count once. "" if there is none.
         """
         inner = getattr(owner, name)
 
@@ -279,9 +287,11 @@ def run_of(floats: int, workers: int, way: str) -> RunSpec:
 def costs(
     options: ClusterOptions, size: Size, rounds: int, say: Callable[[str], None]
 ) -> Iterator[RoundCost]:
-    """Measure each model in each way that the connected cluster supports.
+    """Measure a round for each model size and each way of returning updates.
 
+    Sums of nodes are left out if all workers are on the coordinator's node.
     size: the number of workers and their resources.
+    rounds: the number of measured rounds.
     say: function that gets a line for each measurement.
     """
     from raysim.runtime import ray as cluster

@@ -5,11 +5,12 @@
 W1 trains a CNN on 600 samples of each client. W3 trains an MLP with two hidden layers of 2,700
 units on 32 samples of each client. Both are in `WORKLOADS` in `raysim/commands/bench/loops.py`.
 
-One process trains blocks of rounds, in turn without compression and with a compressor. A row has
-the median CPU time of a round in both kinds of blocks, the time that the compressor adds (the
-median of the ratios), and the share of the bytes that is sent. The limits are 5 % of W1's round and
-30 % of W3's. With error feedback, a client adds the error of its last message to the next one. All
-clients take part in each round, so all measured jobs have such an error.
+One process trains several rounds without compression, then as many with a compressor, and repeats
+this. A row has the median CPU time of a round without and with the compressor. It also has the time
+that the compressor adds, as the median of the ratios, and the number of sent floats as a share of
+the model's parameters. The added time should be at most 5 % of a round of W1 and 30 % of a round of
+W3. With error feedback, a client adds the error of its last message to the next one. All clients
+take part in each round, so all measured jobs have such an error.
 """
 
 from __future__ import annotations

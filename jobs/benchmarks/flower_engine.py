@@ -1,22 +1,24 @@
-"""Compare raysim with Flower's own simulation engine, on a workload or a program of Flower's.
+"""Compare raysim with Flower's own simulation engine, on workloads and on Flower's programs.
 
     python -m venv flower && flower/bin/pip install "flwr[simulation]" torch "pyarrow<20"
     uv run python -m jobs.benchmarks.flower_engine --engine flower/bin/python W2 W1
 
 Flower's engine needs another version of Ray than raysim, and therefore an environment of its own.
-That version of Ray needs NumPy below 2, which later versions of pyarrow refuse.
+That version of Ray needs NumPy below 2. pyarrow 20 and later do not run with such a NumPy.
 
-For W1 and W2 both run the app `jobs/benchmarks/flower_app`, in turn, with two processes of one
-thread. Each turn gives the median of its seconds per round. The first round, in which processes
-start, is left out. The result is the median of the ratios.
+The names W1 and W2 stand for workloads of `raysim bench`. raysim and Flower's engine run them in
+turn, as the app `jobs/benchmarks/flower_app`, with two processes of one thread. A turn gives the
+median time of a round, without the first round, in which processes start. The result is the median
+over the turns of raysim's time divided by the engine's time.
 
     git clone https://github.com/adap/flower checkout
     uv run --with PACKAGES python -m jobs.benchmarks.flower_engine --engine flower/bin/python \\
         --checkout checkout quickstart-sklearn fedprox
 
-Other names are those of programs in Flower's repository (`flower_programs.py`). PACKAGES are what
-their pyproject.toml names, apart from flwr; Flower's environment needs them too. Each program runs
-once for each seed on both sides. The result is a table of accuracies and times.
+All other names are programs in Flower's repository, which `flower_programs.py` lists. PACKAGES
+stands for the packages in the programs' pyproject.toml without flwr. Install them in Flower's
+environment, too. Each program runs once per seed on raysim and on Flower's engine. The result is a
+table of accuracies and times.
 """
 
 from __future__ import annotations

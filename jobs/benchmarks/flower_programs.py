@@ -2,8 +2,8 @@
 
 `jobs.benchmarks.flower_engine` runs this comparison. The programs are examples and baselines of
 Flower's repository. Their files are not changed. An app runs with `raysim flower run` and with
-Flower's `run_simulation`. An older program calls `start_simulation`. On raysim this name stands for
-`raysim.flower.start_simulation`, as if the program imported it from there.
+Flower's `run_simulation`. An older program is not an app and calls Flower's `start_simulation`. To
+run it on raysim, this module replaces that function by `raysim.flower.start_simulation`.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 class Program:
     """An example or a baseline of Flower's repository.
 
-    folder: its path in the repository.
+    folder: the path of the program in the repository.
     clients: the number of clients.
-    settings: of an app, the texts of --run-config; of an older program, its arguments. {seed}
-    stands for the seed.
+    settings: the values of an app's option --run-config, or an older program's arguments. {seed} in
+    an argument stands for the seed.
     module: the module that starts an older program; "" for an app.
     """
 
@@ -148,11 +148,11 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a run.
+    """The result of one run of a program.
 
-    accuracy: the mean over the last rounds, between 0 and 1.
-    seconds: wall time, with the start of all processes.
-    cpu_seconds: user and system time of all processes, also of those that Ray starts.
+    accuracy: the mean accuracy over the last `LAST_ROUNDS` rounds, between 0 and 1.
+    seconds: the wall time in seconds, including the time in which processes start.
+    cpu_seconds: the user and system time of all processes in seconds, including Ray's processes.
     """
 
     accuracy: float
@@ -161,30 +161,38 @@ class Measured:
 
 
 def copy_data(source: Path, target: Path, share: float) -> None:
-    """Copy the first rows of data sets: of Parquet files, and of torchvision's idx files.
+    """Copy the first rows of the Parquet files and of torchvision's idx files in a folder.
 
-    A data set "owner/name" is also found as "name", as older programs call it.
-    share: how many of the rows, between 0 and 1. Small Parquet files are copied whole.
+    Older programs load a data set "owner/name" as "name", so the copy has a link of that name, too.
+    source: the folder with the data sets.
+    target: the folder for the copies.
+    share: the share of the rows that are copied, from 0 to 1. Parquet files with fewer than
+    `SMALL_ROWS` rows are copied whole.
     """
     for file in sorted(source.rglob("*.parquet")):
         table = parquet.read_table(file)
         rows = table.num_rows
         if rows >= SMALL_ROWS:
             rows = int(share * rows)
-        copy = _place(file, source, target)
+        copy = _path_of_copy(file, source, target)
         parquet.write_table(table.slice(0, rows), copy)
         short_name = target / copy.parent.name
         if copy.parent != target and not short_name.exists():
             short_name.symlink_to(copy.parent)
     for file in sorted(source.rglob("*-ubyte")):
-        _place(file, source, target).write_bytes(cut_idx(file.read_bytes(), share))
+        _path_of_copy(file, source, target).write_bytes(cut_idx(file.read_bytes(), share))
     if (target / "MNIST").exists():
         (target / MNIST_PARENT).mkdir(parents=True, exist_ok=True)
         (target / MNIST_PARENT / "MNIST").symlink_to(target / "MNIST")
 
 
-def _place(file: Path, source: Path, target: Path) -> Path:
-    """Return the path of a file's copy; make its folder."""
+def _path_of_copy(file: Path, source: Path, target: Path) -> Path:
+    """Make the folder for the copy of a file; return the path of the copy.
+
+    source: a folder that contains the file.
+    target: the folder for the copies. The copy has the same path below it as the file below
+    `source`.
+    """
     copy = target / file.relative_to(source)
     copy.parent.mkdir(parents=True, exist_ok=True)
     return copy
@@ -241,10 +249,10 @@ def older_commands(program: Program, engine: str, seed: int) -> dict[str, list[s
 def read_accuracy(log: str) -> float:
     """Return the mean accuracy over the last rounds in a program's log.
 
-    A strategy for messages logs {'accuracy': VALUE} or {'eval_acc': VALUE} in each round; the first
-    one counts if there are both. A program with an older History prints
-    'accuracy': [(ROUND, VALUE), ...] at its end.
-    Raise RefusedError if the log has none of them.
+    An app logs {'accuracy': VALUE} or {'eval_acc': VALUE} in each round. If a log has both, the
+    values of 'accuracy' are used. An older program prints Flower's `History` at its end, which has
+    'accuracy': [(ROUND, VALUE), ...].
+    Raise RefusedError if the log has no accuracy in one of these formats.
     """
     values = re.findall(r"'accuracy': ([-+.\de]+)", log)
     values = values or re.findall(r"'eval_acc': ([-+.\de]+)", log)
@@ -257,9 +265,9 @@ def read_accuracy(log: str) -> float:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose parent ends, such as Ray's (only on Linux).
+    """Let Linux make this process the parent of each descendant whose own parent ends.
 
-    Raise RefusedError on another system.
+    Ray's processes, for example, lose their parent. Raise RefusedError on another system.
     """
     if sys.platform != "linux":
         raise RefusedError(f"{sys.platform}: the CPU time of Ray's processes needs Linux.")
@@ -270,8 +278,9 @@ def adopt_orphans() -> None:
 class Process:
     """A process of this machine.
 
-    started: its start, in ticks of the system's clock.
-    cpu_seconds: user and system time, without its children.
+    parent: the number (PID) of its parent process.
+    started: the time of its start, in clock ticks since the machine was started.
+    cpu_seconds: the user and system time of this process alone, in seconds.
     """
 
     parent: int
@@ -297,8 +306,8 @@ def read_processes() -> dict[int, Process]:
 class CpuClock(threading.Thread):
     """A thread that adds up the CPU time of all descendants of this process.
 
-    It reads the times again and again, because the system does not pass on the time of a process
-    that Ray's raylet has started and ended. `stop` returns the sum in seconds.
+    It reads the times every `CPU_INTERVAL_S` seconds. The times at the end would not suffice, since
+    Linux does not add the time of an ended worker to that of Ray's raylet, which has started it.
     """
 
     def __init__(self) -> None:
@@ -420,10 +429,12 @@ def compare_program(
 
 
 def programs_table(results: dict[str, dict[str, list[Measured]]]) -> str:
-    """Return a row for each program: both sides' accuracies and times.
+    """Return a table with a row for each program.
 
-    An accuracy is the mean over the runs, with the smallest and the largest. The last columns are
-    medians of raysim's wall time and CPU time as a share of Flower's.
+    A row has the mean, the lowest and the highest accuracy over the seeds, for raysim and for
+    Flower's engine. The last two columns are raysim's wall time and CPU time, each divided by that
+    of Flower's engine, as medians over the seeds.
+    results: maps each program's name to the results on "raysim" and on "flower".
     """
     rows = []
     for name, sides in results.items():

@@ -7,8 +7,9 @@
 All three train the workloads of `raysim bench` with FedAvg, from the same parameters and samples.
 raysim and pfl-research have two processes of one thread. FedJAX has one process of two threads and
 two ways to use the threads; it runs once with each, and the faster one counts. The simulators run
-in turn, and each turn gives the median of its seconds per round without the first rounds. The
-result is the median of the ratios. `jobs.benchmarks.flower_engine` does the same with Flower.
+in turn. Each turn of a simulator gives the median time of a round; the first rounds are left out.
+The result is the median over the turns of raysim's time divided by the other simulator's time.
+`jobs.benchmarks.flower_engine` does the same with Flower.
 """
 
 from __future__ import annotations
@@ -126,10 +127,12 @@ def free_port() -> int:
 def time_peer(
     app: str, python: str, folder: Path, rounds: int, environments: Sequence[dict[str, str]]
 ) -> float:
-    """Run an app of `peer_apps`; return its median seconds per round without the first rounds.
+    """Run an app of `peer_apps`; return the median wall seconds of a round.
 
+    app: the name of the app's file.
     python: the Python of the simulator's environment.
     folder: the workload's folder.
+    rounds: the number of measured rounds. `WARM_UP_ROUNDS` rounds before them are not measured.
     environments: the environment variables of each process.
     """
     times = folder / "times.json"
@@ -172,7 +175,7 @@ def compare(
     """Return the seconds per round of each simulator in each turn. Ray must be running.
 
     name: the workload's name.
-    root: see `raysim.commands.bench.loops.source_of`.
+    root: the folder of Fashion-MNIST; None downloads it; "" takes random images.
     blocks: the number of turns.
     pfl, fedjax: the Python of each simulator's environment; None leaves it out.
     """

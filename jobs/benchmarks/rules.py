@@ -88,10 +88,10 @@ def _median_seconds(work: Callable[[], object]) -> float:
 
 
 def accumulate(deltas: Sequence[np.ndarray], weight: float) -> torch.Tensor:
-    """Return the weighted sum of vectors, [d], computed in place on one thread.
+    """Return the sum of vectors times a weight, [d], computed in place on one thread.
 
-    deltas: the vectors, each [d].
-    weight: the weight of each vector.
+    deltas: the vectors, each float32 [d].
+    weight: the weight, the same for all vectors.
     """
     total = torch.zeros(len(deltas[0]))
     for delta in deltas:
@@ -112,8 +112,10 @@ def seconds_per_loop(updates: Sequence[Update]) -> float:
 
 
 def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
-    """Return the seconds of the server's step on single updates, after its states exist.
+    """Return the median wall seconds of a server step on single updates.
 
+    The first step, in which the server makes its state, is not measured.
+    updates: the updates that each step aggregates.
     methods: the aggregation rule; none for FedAvg.
     """
     counts = np.full(COHORT, 100)
@@ -150,8 +152,8 @@ def _updates() -> list[Update]:
 def bench_rules(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     """Measure FedAvg against a plain loop, and each aggregation rule against FedAvg.
 
-    Principal gradients are measured last, against a plain sum.
-    blocks: the number of repetitions.
+    The server rule of FedLD (`fedld_principal`) is measured last, against a plain sum.
+    blocks: how often each pair is measured.
     say: function that gets a line for each block.
     """
     updates = _updates()

@@ -49,10 +49,11 @@ SMALL, LARGE = (16,), (900, 1024)  # widths: 1,210 and 991,374 floats
 class Case:
     """A setting to measure.
 
-    clients: the number of clients in a cohort; if `alone`, in flight.
+    clients: the number of clients in a cohort. If `alone`, the number of clients in flight.
     widths: the widths of the model's hidden layers.
-    ray: True makes the workers actors; False makes them objects in this process.
-    alone: True aggregates each update as soon as it arrives; two workers send them.
+    fleet: the option of the group `fleet`, "ideal" or "lognormal".
+    ray: True makes the workers Ray actors; False makes them objects in this process.
+    alone: True aggregates each update as soon as it arrives, and uses two workers.
     """
 
     clients: int
@@ -120,8 +121,10 @@ class ReadyWorker(SeparateSums):
     ) -> TrainingResult:
         """Return an update for each job and a sum for each group, without training.
 
-        All vectors are arrays of 1e-9 that were made beforehand. The updates of jobs in a group
-        have no vector. The arguments are those of `Worker.train`.
+        All vectors are filled with 1e-9. The update of a job in a group has no vector, because the
+        group's sum contains it.
+        groups: each has the numbers of the jobs whose updates are summed.
+        versions, published: the versions from which the jobs start; not used.
         """
         summed = {number for group in groups for number in group}
         updates = tuple(self._update(job, alone=job.number not in summed) for job in jobs)
@@ -140,7 +143,11 @@ class ReadyWorker(SeparateSums):
 
 
 class SlowWorker(ReadyWorker):
-    """A worker that reports one second for every job, so that jobs are sent one by one."""
+    """A worker that reports a training time of one second for every job.
+
+    For such slow jobs, the dispatcher sends one job in a call. It would send many jobs of a
+    `ReadyWorker` in a call.
+    """
 
     def train(
         self,
@@ -154,7 +161,12 @@ class SlowWorker(ReadyWorker):
 
 
 class ManyWorkers:
-    """A runtime with `workers` workers as the coordinator sees it, and fewer real ones."""
+    """A runtime that shows the coordinator many workers but has only a few.
+
+    Several workers that the coordinator sees are the same real worker.
+    workers_inside: the runtime of the real workers.
+    workers: the number of workers that the coordinator sees.
+    """
 
     combine_from, is_in_process = math.inf, False
 
@@ -206,11 +218,11 @@ def spec_of(case: Case, settings: RunSettings) -> RunSpec:
 
 
 def measure(case: Case, rounds: int) -> AggregationCost:
-    """Measure a case; return medians over `rounds` rounds.
+    """Measure a case; return the median cost of an aggregation over `rounds` aggregations.
 
-    Times are from one aggregation to the next. The first round is left out, and the last one, too,
-    because nothing is dispatched after it. For a case that is `alone`, they are means over a
-    hundred times as many aggregations. A case on Ray needs a connected Ray.
+    A time is that from one aggregation to the next. The first aggregation is left out, and the last
+    one, too, because nothing is dispatched after it. If the case is `alone`, the times are means
+    over 100 * `rounds` aggregations instead. A case on Ray needs a connected Ray.
     """
     evaluate = Evaluation(every=10**9)
     rounds *= 100 if case.alone else 1

@@ -1,12 +1,15 @@
-"""Measure the cost of checkpoints and of client states, also if states exceed the memory.
+"""Measure the cost of checkpoints and of client states, in memory and on disk.
 
     uv run python -m jobs.benchmarks.states --clients 10000
 
-1. Writes checkpoints of workload W1, and of 10,000 clients with SCAFFOLD on W2's model. A share of
-   the clients took part since the last checkpoint.
-2. Trains 10,000 such clients with a memory budget and without one.
-3. Trains `--clients` such clients within 1 GiB. Their states need disk space (100,000 clients:
-   18 GB).
+The benchmark has three parts:
+
+1. It writes checkpoints of workload W1. It also writes checkpoints of 10,000 clients that have
+   SCAFFOLD's states for W2's model; 0 to 10,000 of these states changed since the last checkpoint.
+2. It trains 1,000 clients with SCAFFOLD on W2's model: with all states in memory, and with a tenth
+   of the states in memory and the others on disk.
+3. It trains `--clients` clients in the same way, with at most 1 GiB of states in memory. The other
+   states need disk space: 18 GB for 100,000 clients.
 """
 
 from __future__ import annotations
@@ -56,9 +59,10 @@ BUDGET = 1.0  # GiB, for the run of `--clients`
 class CheckpointCost:
     """The median cost of a checkpoint.
 
-    seconds, cpu: wall and CPU seconds.
-    states: bytes of new client states.
-    round_seconds: wall seconds of a round of the run; None if no round was trained.
+    what: a text that says what the checkpoint contains.
+    seconds, cpu: wall and CPU seconds that writing the checkpoint takes.
+    states: the bytes of the client states that changed since the last checkpoint.
+    round_seconds: wall seconds of a round between two checkpoints; None if no round was trained.
     """
 
     what: str

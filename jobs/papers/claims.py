@@ -1,13 +1,13 @@
 """Test the papers' claims on the stored results: supported, contradicted, or undecided.
 
-A claim compares two methods by one score. Every setting at which both ran on the same seeds gives a
-verdict, from the 95 % interval of the paired differences (Student):
+A claim says that a method has a higher or a lower score than another method. Every setting at which
+both methods ran on the same seeds gives a verdict. It follows from the 95 % interval (Student's t) of
+the differences of the two scores on each seed:
 
     supported      the interval lies on the claimed side of 0
-    contradicted   the interval lies on the other side of 0
-    undecided      the interval contains 0, or there are too few seeds, or the setting cannot
-                   show the claim, because the method that is compared with has less than
-                   `TRAINED` of its printed accuracy
+    contradicted   the interval lies on the wrong side of 0
+    undecided      the interval contains 0, or the methods share too few seeds, or the other method
+                   reaches less than the share `TRAINED` of the accuracy that the paper prints for it
 """
 
 from __future__ import annotations
@@ -70,14 +70,18 @@ class Printed:
 class Claim:
     """A sentence of a paper that compares two methods.
 
-    method, other: overrides that select each method, as in "method=fedbr method.fedbr.mu=0".
-    score: the compared score.
-    settings: the names of our settings for this claim, the largest last.
-    printed: the paper's numbers; None if the paper has only a figure or a sentence, named in
-    `source`.
-    deviations: True compares the printed deviations instead of the means.
+    text: the claim.
+    method: the overrides that select the method which the claim is about, such as
+    "method=fedbr method.fedbr.mu=0".
+    other: the overrides that select the method with which it is compared.
+    score: the score of our runs that is compared.
+    settings: the names of the settings at which we test the claim, the largest setting last.
+    printed: the two numbers that the paper prints; None if it prints none.
+    source: the place in the paper that makes the claim, if `printed` is None; else "".
+    deviations: True if the claim is about the printed standard deviations, False if it is about the
+    printed means.
     higher: True if the paper claims the higher score for `method`, False for the lower one.
-    unit: the score's unit.
+    unit: the unit of the score.
     """
 
     text: str
@@ -106,8 +110,9 @@ class Claim:
 class Finding:
     """The result of one setting's runs for a claim.
 
-    pairs: for each shared seed, the scores of `method` and of `other`.
-    accuracy: the mean accuracy of `other` in percent; None if it is not compared with the paper's.
+    pairs: the scores of `claim.method` and of `claim.other` for each seed that both have.
+    accuracy: the mean accuracy of `claim.other` in percent; None if the paper prints no numbers for
+    the claim.
     """
 
     claim: Claim
@@ -167,10 +172,10 @@ class Finding:
 
 
 def seeds_needed(deviation: float, difference: float) -> str:
-    """Return, as text, how many pairs are needed until a 95 % interval does not contain 0.
+    """Return, as text, how many seeds are needed until the 95 % interval does not contain 0.
 
-    deviation: the deviation of the paired differences.
-    difference: their mean.
+    deviation: the standard deviation over seeds of the difference between the two methods.
+    difference: the mean over seeds of this difference.
     """
     from scipy import stats
 
@@ -213,10 +218,10 @@ def _value(run: Run, score: Score) -> float | None:
 
 
 def _accuracy(claim: Claim, run: Run) -> float | None:
-    """Return the accuracy of our run of `claim.other` in percent, to compare with the paper's.
+    """Return the accuracy of one of our runs, in percent, to compare it with the paper's.
 
-    It is summarised as the paper's table does, such as the mean of the last ten rounds. Return
-    None if the paper prints no number for the claim.
+    The accuracy is computed as in the paper's table, for example as the mean of the last ten
+    rounds. Return None if the paper prints no numbers for the claim.
     run: a run of the method `claim.other`.
     """
     if claim.printed is None:

@@ -41,9 +41,9 @@ SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.hetero
 class Match:
     """A run for a cell of a table, and how its configuration differs from the paper's.
 
-    setting: differences outside of the methods, such as the data or the number of rounds; "" if
-    there are none.
-    variant: differences in the settings of the methods; "" if there are none.
+    setting: a text about the differences that are not in the methods' settings, such as another
+    number of rounds; "" if there are none.
+    variant: a text about the differences in the methods' settings; "" if there are none.
     data: the data set of the run if it is not the paper's; else "".
     is_stored: True if the run is one of the results that are stored with raysim.
     """
@@ -60,9 +60,11 @@ class Entry:
     """A printed number of a table, and our runs for it.
 
     cell: the printed number.
-    command: the command of our run.
-    score: the score that is compared with the number.
-    variant: the variant of all runs of this entry, see `Match`; "" is the paper's.
+    command: the command of a run at the paper's setting.
+    score: the score of our runs that is compared with the printed number.
+    matches: our runs for this number.
+    variant: how all of these runs differ from the paper in the methods' settings, as a text; "" if
+    they do not differ, or if the entry has runs of several variants.
     """
 
     cell: Cell
@@ -103,16 +105,16 @@ class Entry:
         return self.values_of(self.score.column)
 
     def values_of(self, name: str) -> list[float]:
-        """Return the statistic of `score` for a column of the history.
+        """Summarise a column of each run's history in the same way as the compared score.
 
-        The result has a value for each run that has the column.
-        name: the name of the column, which may be another one than that of `score`.
+        Return one value for each run that has the column.
+        name: the name of the column.
         """
         scores = [self.score.summary(run.rows, name) for run in self.runs]
         return [value * self.score.factor for value in scores if value is not None]
 
     def beside(self) -> dict[str, list[float]]:
-        """Return the additional scores by title; the compared score is left out."""
+        """Map the title of each additional score to its values, one for each run that has it."""
         return {
             title: self.values_of(name)
             for title, name in self.score.beside.items()
@@ -120,9 +122,10 @@ class Entry:
         }
 
     def split(self, name: str) -> float | None:
-        """Return a number about the split of the data, as a mean over the runs.
+        """Return the mean over the runs of a number about the split of the data.
 
-        name: a number of `raysim.data.heterogeneity`. Return None if no run has it.
+        Return None if no run has the number.
+        name: the key of the number in the part "split" of a run's summary.
         """
         splits = [run.summary.get("split") for run in self.runs]
         values = [split.get(name) for split in splits if isinstance(split, Mapping)]
@@ -134,7 +137,11 @@ class Entry:
         return {match.setting for match in self.matches if replace(self, matches=[match]).values}
 
     def at(self, setting: str) -> list[Entry]:
-        """Return an entry for each variant of the runs at one setting; an empty one without runs."""
+        """Return an entry for each variant of this entry's runs at one setting.
+
+        If there is no run at the setting, return one entry without runs.
+        setting: a text as in `Match.setting`; "" is the paper's setting.
+        """
         by_variant: dict[str, list[Match]] = {}
         for match in self.matches:
             if match.setting == setting:
@@ -154,9 +161,9 @@ class Entry:
 
     @property
     def spread(self) -> float | None:
-        """Return the deviation between the rounds of the first run.
+        """Return the standard deviation of the score over the last rounds of the first run.
 
-        Return None if the paper's table does not print such deviations.
+        Return None if the paper's table prints no such deviations, or if there is no run.
         """
         if not self.score.spread or not self.runs:
             return None
@@ -167,13 +174,14 @@ class Entry:
 def compare(
     name: str, runs: Sequence[Run] = (), width: int = 120, stored: Sequence[Run] = ()
 ) -> str:
-    """Return a table with our scores next to the printed numbers, and missing commands.
+    """Return a text with the numbers of a paper's table and our scores next to them.
 
-    The missing commands are those whose runs would give a missing score. The table of a data set
-    has the runs of one setting; runs at other settings follow in separate tables.
-    name: the table's name, such as "fedbr/table1".
+    Each data set has a table with the runs at one setting. Separate tables for runs at other
+    settings follow. At the end are the commands that would compute the missing scores.
+    name: the name of the paper's table, such as "fedbr/table1".
+    runs: the user's runs.
     width: the longest line in characters; columns that do not fit are printed below.
-    stored: runs that fill the cells for which `runs` has none.
+    stored: runs for the settings and variants of a cell at which the user has no run.
 
     Raise `RefusedError` for an unknown name.
     """
@@ -328,9 +336,9 @@ def _same_choices(run: Run, command: Command) -> bool:
 
 
 def _with_options(command: Command) -> Command:
-    """Return a command that has only the preset, the methods and the options of another one.
+    """Return a command without its dotted overrides, such as local.lr=0.1, and its paths.
 
-    Options are overrides of groups, such as partition=iid. Other settings are left out.
+    The preset, the methods and the chosen options, such as partition=iid, remain.
     """
     options = {key: value for key, value in command.overrides.items() if "." not in key}
     return replace(command, overrides=options, places=())
@@ -353,11 +361,11 @@ def _different(
 ) -> dict[str, str]:
     """Map each key in which a run differs from a command to a text about the difference.
 
-    A key that only the run or only the command has is left out, because it follows from another
-    difference in options. Row keys are an exception, because a run without a row key does not
-    belong to the row.
-    preset: the values of the paper's preset.
-    row_keys: see `_row_keys`.
+    Keys that only the run or only the command has are left out: they follow from the choice of
+    another option, which is a difference itself. But the result has each row key that the run
+    lacks, because such a run does not belong to the row.
+    preset: the values of the command's preset, methods and options, by key.
+    row_keys: the keys whose values differ between the rows of the paper's tables.
     """
     present = _flat(run.config)
     expected = {**preset, **{key: str(value) for key, value in command.overrides.items()}}
@@ -394,7 +402,11 @@ def is_equal(one: str, other: str) -> bool:
 
 
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield a line about a run: its rows in the table, and its differences from the paper."""
+    """Yield lines about a run: its rows in the table, and its differences from the paper.
+
+    labels: maps a text about the run's differences from the paper, "" for none, to the labels of
+    the rows for which the run has them. It is empty if the run belongs to no row.
+    """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
         method = chosen_option(run.config, "method")
@@ -410,7 +422,10 @@ def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _missing(entries: Sequence[Entry]) -> list[str]:
-    """Return the commands that would compute the numbers that no run has, each once."""
+    """Return a line for each command that would compute a missing score.
+
+    The line begins with the rows and data sets for which the score is missing.
+    """
     cells_by_command: dict[str, dict[str, None]] = {}
     for entry in entries:
         if not entry.values:
@@ -459,10 +474,13 @@ def _round(run: Run, name: str, threshold: float) -> int | None:
 
 
 def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None:
-    """Return the threshold of a key: 0.8 for "0.80".
+    """Return the accuracy that a run must reach, between 0 and 1.
 
-    For `FEDAVG_FINAL` it is the mean of the last accuracies of our FedAvg runs; None if there are
-    none.
+    key: a key of `Cell.rounds_to`. It is the accuracy as text, such as "0.80", or begins with
+    `FEDAVG_FINAL`, which stands for the mean final accuracy of our FedAvg runs. Return None if
+    there are no such runs.
+    entry: the cell with this key.
+    entries: the cells among which FedAvg's runs are searched.
     """
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
@@ -496,7 +514,11 @@ def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
 
 
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
-    """Yield tables of one data set's cells at one setting: one for each column of the paper."""
+    """Yield a table for each column of the paper, then a line for each mark of a variant.
+
+    entries: the cells of one data set, with our runs at one setting.
+    width: the longest line in characters.
+    """
     variants = sorted({entry.variant for entry in entries} - {""})
     marks = {
         variant: f" [{letter}]" for variant, letter in zip(variants, ascii_lowercase, strict=False)
@@ -510,7 +532,12 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
 
 
 def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Column]:
-    """Yield columns: printed numbers, our numbers, differences, other scores, and rounds."""
+    """Yield the columns of a table that has a row for each cell.
+
+    The columns are the printed numbers, our numbers, their differences, other scores, and the
+    numbers of rounds to reach an accuracy.
+    entries: the cells of the whole section, among which are those of FedAvg.
+    """
     yield number_column(
         "paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells]
     )

@@ -1,4 +1,7 @@
-"""Compute the gains of methods over FedAvg on equal seeds, also by the split of the data."""
+"""Compute the gains of methods over FedAvg on equal seeds.
+
+If each seed has its own split of the data, also compute the gain on each split.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,10 @@ class PairedSetting:
 
     setting: the settings that all of these runs share.
     fedavg: the runs of FedAvg, by seed.
-    others: the methods that share at least `MIN_PAIRS` seeds with FedAvg, with their runs by seed.
-    too_few: the methods that share fewer.
-    scores: by title, the scores that all runs have.
+    others: the runs of each method that shares at least `MIN_PAIRS` seeds with FedAvg, by method
+    and seed.
+    too_few: the runs of each method that shares fewer seeds, by method and seed.
+    scores: the scores that all runs have, by title.
     """
 
     setting: Setting
@@ -48,7 +52,7 @@ class PairedSetting:
 
     @property
     def most_frequent(self) -> tuple[str, RunsBySeed]:
-        """Return the method that shares most seeds with FedAvg, and its runs."""
+        """Return the method that shares the largest number of seeds with FedAvg, and its runs."""
         return max(self.others.items(), key=lambda item: len(self.seeds(item[1])))
 
     def seeds(self, runs: RunsBySeed) -> list[int]:
@@ -103,7 +107,11 @@ def _paired(setting: Setting, by_method: RunsByMethod, paper: PaperRuns) -> Pair
 
 # --- Markdown -------------------------------------------------------------------------------------
 def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
-    """Yield a section about every setting as Markdown. The score is the paper's own."""
+    """Yield a section about every setting as Markdown.
+
+    runs: our runs of the paper's methods and of FedAvg.
+    paper: defines the scores that are compared.
+    """
     for setting in by_setting(runs, paper):
         yield f"## Gains over FedAvg: {setting.setting.title}"
         yield f"Scale `{setting.setting.name}`: `{setting.setting.command}`."
@@ -129,7 +137,10 @@ def _gain_row(name: str, by_seed: RunsBySeed, setting: PairedSetting) -> tuple[s
 
 
 def _gains_by_split(setting: PairedSetting) -> Iterator[str]:
-    """Yield Markdown: the gains of the most frequent method, the most uneven split first."""
+    """Yield Markdown about the gain of one method on each split, the most uneven split first.
+
+    The method is the one that shares the largest number of seeds with FedAvg.
+    """
     name, by_seed = setting.most_frequent
     seeds = setting.seeds(by_seed)
     entropies = [label_entropy(setting.fedavg[seed]) for seed in seeds]

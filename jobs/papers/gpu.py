@@ -1,16 +1,16 @@
-"""Run the papers' studies at full scale on a GPU, in limited time, without Ray and Hydra.
+"""Run the papers' studies at full scale on a GPU, in a limited time and without Ray or Hydra.
 
     python -m jobs.papers.gpu prepare DIR data.root=DATA [NAME...]
     python -m jobs.papers.gpu run DIR [--minutes 25] [--device cuda] [NAME...]
 
-`prepare` needs all dependencies and the data sets. For each run it writes a file with the run's
-objects and a copy of its data. DIR can then be carried to another machine.
+`prepare` needs all dependencies of raysim, and the data sets. For each run it writes a file with the
+run's Python objects, and it copies the data sets. Then DIR can be copied to another machine.
 
-`run` needs only what `raysim bench gpu` needs. It continues the unfinished runs in the order of
-`STUDIES`, and stops after the given minutes. Its folders are run folders: `python -m
-jobs.papers.results DIR/runs/*` stores the finished ones for the pages.
+`run` needs only the packages that `raysim bench gpu` needs. It starts or continues the unfinished
+runs in the order of `STUDIES`, and stops after the number of minutes. `python -m
+jobs.papers.results DIR/runs/*` stores the finished runs for the papers' pages.
 
-`jobs/papers/gpu.sh` does both.
+`jobs/papers/gpu.sh` executes `prepare` and then `run`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ PLAN, CONFIG, SUMMARY, HISTORY = "plan.pickle", "config.yaml", "summary.json", "
 class GpuStudy:
     """The runs for a claim at the paper's scale.
 
-    name: as on the command line.
-    setting: overrides of all runs.
-    methods: overrides of each method.
+    name: the name that selects the study on the command line.
+    setting: the overrides of all runs.
+    methods: the overrides that select each method.
     seeds: the seeds with which each method runs.
     """
 
@@ -100,11 +100,11 @@ def chosen_studies(names: Sequence[str]) -> list[GpuStudy]:
 
 # --- prepare --------------------------------------------------------------------------------------
 def prepare(folder: Path, overrides: Sequence[str], names: Sequence[str]) -> None:
-    """Prepare all runs of some studies, and copy their data sets into the folder.
+    """Prepare all runs of some studies, and copy their data sets.
 
     Runs that were prepared in this folder before are left out.
-    folder: gets runs/NAME for each run, and data/ with the data sets.
-    overrides: overrides of the configuration, as on the command line, for all runs.
+    folder: the folder in which runs/NAME is made for each run, and data/ for the data sets.
+    overrides: further overrides of all runs, such as "data.root=DIR".
     names: the names of the studies; empty means all studies.
     """
     for study in chosen_studies(names):
@@ -154,17 +154,18 @@ def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None
                 continue
             if not (run_folder / PLAN).is_file():
                 raise RefusedError(f"{run_folder}: this run is not prepared. Run `prepare` first.")
-            if monotonic() >= deadline or not _make(folder, run_folder, device, deadline):
+            if monotonic() >= deadline or not _continue_run(folder, run_folder, device, deadline):
                 print("the time is over; run the same command again to continue", flush=True)
                 return
 
 
-def _make(folder: Path, run_folder: Path, device: str, deadline: float) -> bool:
-    """Start or continue one run; return False if the time is over before the run's end.
+def _continue_run(folder: Path, run_folder: Path, device: str, deadline: float) -> bool:
+    """Start or continue one run; return False if it stops at the deadline before its end.
 
-    folder: the folder with the data.
-    run_folder: the folder of the run, which contains its plan.
-    deadline: the end of the time, in seconds of `time.monotonic`.
+    folder: the folder that contains data/ with the data sets.
+    run_folder: the folder of the run, which contains the file that `prepare` has written.
+    deadline: the time at which the run stops after its current round, as `time.monotonic` gives
+    it.
     """
     plan = pickle.loads((run_folder / PLAN).read_bytes())
     spec = plan["spec"]
@@ -191,9 +192,9 @@ def _make(folder: Path, run_folder: Path, device: str, deadline: float) -> bool:
 
 
 def _with_step_mode(spec: RunSpec, concurrency: int) -> RunSpec:
-    """Return the spec with the usual number of lanes, and on a GPU with recorded steps.
+    """Return the spec with raysim's default number of lanes, and with recorded steps on a GPU.
 
-    concurrency: the number of clients in flight.
+    concurrency: the largest number of clients in flight.
     """
     spec = replace(spec, graph=spec.device.startswith("cuda"), lanes=1)
     return replace(spec, lanes=default_lanes(spec, declare_run(spec), concurrency))
@@ -212,9 +213,10 @@ def _finish(
     rows: the history of the run.
     end: the event at the end of the run, which has the checksums of the model and the states.
     spec: the run with this machine's device and number of lanes.
-    plan: the dict that `_prepare_run` stored. Used are "config" (the configuration), "split" (facts
-    about the split of the data) and "identity" (versions of the machine that prepared the run).
-    seconds: the wall time of the run.
+    plan: the dict that `_prepare_run` has stored. This function reads "config" (the configuration),
+    "split" (numbers about the split of the data) and "identity" (hardware and versions of the
+    machine that prepared the run).
+    seconds: the wall time since the run was started or continued.
     """
     config = plan["config"]
     runtime = config["runtime"] | {"lanes": spec.lanes, "graph": spec.graph}
@@ -234,7 +236,10 @@ def _finish(
 
 
 def _identity_here(spec: RunSpec) -> dict[str, object]:
-    """Return facts about this machine, which replace those about the machine of `prepare`."""
+    """Return the hardware and the versions with which this machine executes a run.
+
+    They replace the values of the machine that prepared the run.
+    """
     is_gpu = spec.device.startswith("cuda")
     return {
         "device": torch.cuda.get_device_name(spec.device) if is_gpu else spec.device,

@@ -96,10 +96,11 @@ def _title(paper_tables: Mapping[str, Table]) -> str:
 
 
 def _explanations(paper: str) -> Any:
-    """Read from `known.json` why our numbers differ from a paper's.
+    """Read the explanations of a paper's page from `known.json`.
 
-    causes: by "table1/row label" or "table1", the cause of a difference.
-    remarks: what a reader of the claims should know.
+    The result has two entries. "causes" maps "table1/ROW LABEL", or "table1" for a whole table, to
+    the reason for which our numbers differ from the paper's. "remarks" is a list of texts that are
+    printed below the claims.
     """
     return json.loads((Path(__file__).parent / "known.json").read_text(encoding="utf-8"))[paper]
 

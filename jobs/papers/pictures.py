@@ -74,7 +74,10 @@ def _draw_intervals(ax: Axes, setting: PairedSetting, score: Score) -> None:
 
 
 def _draw_by_entropy(ax: Axes, setting: PairedSetting) -> None:
-    """Draw the gain of the most frequent method on each split."""
+    """Draw a method's gain on each split against the split's label entropy.
+
+    The method is the one that shares the largest number of seeds with FedAvg.
+    """
     name, by_seed = setting.most_frequent
     entropies = [label_entropy(setting.fedavg[seed]) for seed in setting.seeds(by_seed)]
     for colour, (title, score) in zip(LIGHT, setting.scores.items(), strict=False):

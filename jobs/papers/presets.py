@@ -21,9 +21,9 @@ class Command:
     """The command of a run.
 
     experiment: the preset.
-    methods: the names of the methods; empty is FedAvg.
-    overrides: values by key.
-    places: overrides that the user must complete, such as a folder.
+    methods: the names of the methods; empty for FedAvg.
+    overrides: maps the keys of overrides to their values.
+    places: overrides with a path that the user must fill in, such as "data.root=DIR".
     """
 
     experiment: str
@@ -45,11 +45,14 @@ class Command:
 class Score:
     """A score of a run.
 
-    column: the column of the history; also used for rounds to a threshold.
+    column: the name of the column of the history. The number of rounds until an accuracy is
+    reached is also counted in this column.
     summary: function that computes the score from the history and the name of the column.
     factor: number by which the score is multiplied, such as 100 for percent.
-    spread: function like `summary` for the deviation within a single run; None without one.
-    beside: the columns of other scores that are shown, by title.
+    spread: function that computes the deviation within one run, with the arguments of `summary`;
+    None if the table prints no such deviation.
+    beside: additional scores that are printed next to this one: maps a title to the name of a
+    column.
     """
 
     column: str
@@ -67,10 +70,10 @@ class PaperRuns:
     score: function from a table and a cell to the compared score.
     row_prefixes: prefixes of the keys whose values differ between rows. A run belongs to a row only
     if it has the row's values.
-    notes: remarks on our runs, by table.
-    scored: a text that explains which of our scores is compared.
-    gains: the scores that are used for gains over FedAvg, by title.
-    gained: a text that names these scores.
+    notes: remarks on our runs, by the name of the table.
+    scored: a text that explains which of our scores is compared with the printed numbers.
+    gains: the scores for which gains over FedAvg are computed, by title.
+    gained: a text that names the scores in `gains`.
     """
 
     command: Callable[[Table, Cell], Command]
@@ -160,8 +163,9 @@ FEDBR_BESIDE = {
 def fedbr_score(table: Table, cell: Cell) -> Score:
     """Return the score for a cell of FedBR's tables; `FEDBR_SCORED` explains it.
 
-    The paper's numbers of floats are compared with those that a client receives: in the paper,
-    FedCM has twice FedAvg's number, so the paper counts one direction.
+    The paper's numbers of sent parameters are compared with the parameters that a client of ours
+    receives. In the paper, FedCM has twice the number of FedAvg. FedCM sends more only to clients,
+    so the paper counts what clients receive.
     """
     if cell.unit == "million parameters":
         return Score("floats_down", total_per_job, 1e-6)
@@ -356,7 +360,9 @@ def fedld_score(table: Table, cell: Cell) -> Score:
 def last_central(rows: Sequence[Row], name: str) -> float | None:
     """Return the last score on the central test set.
 
-    The score is that of the clients' own models; without these, of the shared model.
+    If clients have models of their own, return the score of these models, else that of the shared
+    model.
+    name: the name of the column with the score of the shared model.
     """
     own = last(rows, "accuracy_common")
     return last(rows, name) if own is None else own

@@ -111,7 +111,10 @@ def store_run(folder: Path) -> Path:
 
 
 def command(config: Mapping[str, object]) -> str:
-    """Return the command of a run: its preset, its methods, and settings unlike the preset's."""
+    """Return the command of a run: the preset, the methods, and the settings that differ from it.
+
+    config: the configuration in the run's folder.
+    """
     choices, methods = config["choices"], config.get("method") or {}
     assert isinstance(choices, Mapping) and isinstance(methods, Mapping)
     overrides = [f"experiment={choices['experiment']}", f"method={'+'.join(methods) or 'fedavg'}"]
@@ -137,9 +140,11 @@ def command(config: Mapping[str, object]) -> str:
 
 
 def _execution(config: Mapping[str, object]) -> list[str]:
-    """Return the overrides of the run's execution that change bits.
+    """Return the overrides of the device, lanes, recorded steps and precision of a run.
 
-    Overrides that equal the defaults of a CPU are left out.
+    The bits of a run's results depend on these settings. A setting with the default value of a run
+    on a CPU is left out.
+    config: the configuration in the run's folder.
     """
     defaults = {"lanes": 1, "graph": False, "precision": "float32"}
     runtime = config.get("runtime") or {}

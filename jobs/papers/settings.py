@@ -23,7 +23,7 @@ class Setting:
 
     name: a short, unique name.
     title: a description.
-    overrides: as on the command line, sorted.
+    overrides: the overrides of the setting, such as "partition=iid", in alphabetical order.
     study: the command that runs the methods at this setting on all seeds; "" if there is none.
     """
 
@@ -43,7 +43,7 @@ class Setting:
 def _setting(name: str, title: str, overrides: str, study: str) -> Setting:
     """Return a setting.
 
-    overrides: in one text, separated by spaces.
+    overrides: the overrides of the setting, separated by spaces.
     study: a name in `jobs/studies.sh`, or a whole command.
     """
     command = study if " " in study else f"bash jobs/studies.sh {study}"

@@ -19,14 +19,14 @@ class Cell:
     """One printed number of a table.
 
     methods: the names of the methods; FedAvg, which all of them extend, is left out.
-    variant: settings of the methods in this row, by name, such as {"tau2": 0.5}.
+    variant: the values of the methods' parameters in this row, such as {"tau2": 0.5}.
     printed: the label of the row in the paper; None if the row has none.
     dataset: the name of the data set, such as "cifar10".
     column: the title of the column in the paper.
     mean: the number with all printed digits.
     deviation: the number after "±"; None if there is none.
-    rounds_to: the printed number of rounds until an accuracy, by this accuracy, such as
-    {"0.80": 828}; None is printed as a dash.
+    rounds_to: maps an accuracy to the printed number of rounds until it is reached, such as
+    {"0.80": 828}; None if the paper prints a dash.
     unit: the unit of the number, such as "percent".
     """
 
@@ -42,7 +42,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Return the printed label of the row; without one, its parameters."""
+        """Return the printed label of the row, or the methods' parameters if there is no label."""
         values = {
             key: "+".join(map(str, value)) if isinstance(value, list) else value
             for key, value in self.variant.items()
@@ -57,11 +57,11 @@ class Table:
     name: such as "fedbr/table1".
     title: the name of the paper and the number of the table.
     caption: what the table shows.
-    metric: which score the numbers are, and over which rounds it is summarised.
-    deviation_of: over what the deviations are, such as seeds or rounds; "" without deviations.
-    momentum: the momentum of the local optimizer, by data set; {} if it is the same for all or not
-    stated.
-    notes: what the paper leaves open or contradicts.
+    metric: a text that says which score the table has, and from which rounds it is computed.
+    deviation_of: what the deviations are taken over, such as "seeds"; "" if the table has none.
+    momentum: maps a data set to the momentum of the local optimizer; {} if it is the same for all
+    data sets or not stated.
+    notes: texts about contradictions and missing information in the paper.
     cells: the printed numbers, in the order of the paper.
     """
 

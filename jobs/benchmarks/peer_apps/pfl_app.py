@@ -34,7 +34,11 @@ LAYERS = {"flatten": nn.Flatten, "relu": nn.ReLU, "pool": lambda: nn.MaxPool2d(2
 
 
 class Network(nn.Module):
-    """A network of `settings.json` with the loss, in the form that pfl requires."""
+    """The workload's network, with the methods `loss` and `metrics` that pfl requires.
+
+    layers: the names of the layers in `settings.json`.
+    parameters: the weight and the bias of each layer that has them, in the order of `layers`.
+    """
 
     def __init__(self, layers: list[str], parameters: list[Tensor]):
         super().__init__()
@@ -73,7 +77,7 @@ class Times(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        """Store the time; return that the training goes on."""
+        """Store the time; return False, which tells pfl not to stop, and no metrics."""
         self.times.append(time.monotonic())
         return False, Metrics()
 

@@ -135,7 +135,10 @@ def image_panel(title: str, images: np.ndarray) -> Panel:
 
 
 def embed(features: np.ndarray) -> np.ndarray:
-    """Map m rows [m, F] to [m, 2] by t-SNE; equal features give equal points."""
+    """Map m rows of features [m, F] to points in the plane [m, 2] by t-SNE.
+
+    The same array of features always gives the same points.
+    """
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 

@@ -1,7 +1,7 @@
 """Redraw figures of FedBR, on RotatedMNIST at 14 x 14 pixels with a small CNN.
 
-Features and outputs are those of the probes (`raysim.results.probes`): local models before they are
-averaged, on balanced rows of the central test set.
+The features and outputs come from probes (`raysim.results.probes`): clients' models before they are
+averaged, applied to equally many samples of each class of the central test set.
 """
 
 from __future__ import annotations
@@ -153,7 +153,10 @@ LABELS = {
 
 # --- pseudo-data ----------------------------------------------------------------------------------
 def pseudo_data(runs: Runs) -> Sequence[Panel]:
-    """Return panels of images: samples of a client, means of 2, and means of 10 samples."""
+    """Return three panels of 16 images each, made from the samples of client 0.
+
+    The images are single samples, means of 2 samples, and means of 10 samples.
+    """
     result = runs.run(*SMALL, "method=fedavg")
     data = result.experiment.spec.data
     rows = data.partition.train.rows(0)
@@ -171,11 +174,13 @@ def pseudo_data(runs: Runs) -> Sequence[Panel]:
 
 # --- other starts ---------------------------------------------------------------------------------
 def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
-    """Return features and outputs of a local model after one round from a given model.
+    """Return panels about a client's model after one round of FedAvg from a start model.
 
-    epochs: the number of rounds of centralized training that made the given model; 0 takes the
-    final model of a federated run.
-    overrides: overrides of this round; they may redraw parts of the given model.
+    The panels show the features of the start model and of the client's model, and the client's
+    mean output on classes that it lacks.
+    epochs: the number of epochs of the centralized training that makes the start model; 0 takes
+    the final model of a federated run.
+    overrides: overrides of the round. They may give parts of the start model new random values.
     """
     if epochs:
         words = ["method=centralized", f"rounds={epochs}", "local.steps=null", "local.epochs=1"]

@@ -32,10 +32,12 @@ def _accuracy(label: str, runs: Runs, *overrides: str) -> dict[str, object]:
 def halves(runs: Runs, column: str, factor: float, y: str) -> Sequence[Panel]:
     """Return panels of a column over rounds, for training on all samples and on half of them.
 
-    The halves are the samples with the lowest and with the highest loss.
-    column: with {} in place of the method's name.
-    factor: by which values are multiplied.
-    y: the label of the axis.
+    A panel has three lines: all samples, the half with the lowest losses, and the half with the
+    highest losses.
+    column: the name of the column of the history. It may contain {}, which is replaced by the name
+    of the method.
+    factor: the number by which the values are multiplied.
+    y: the label of the vertical axis.
     """
     panels = []
     for title, setting in (("Dirichlet 0.1", SMALL), ("50 % wrong labels", NOISY)):

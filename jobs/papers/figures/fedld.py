@@ -1,6 +1,7 @@
-"""Redraw Figure 2 of FedLD: the terms of its loss decomposition against the split.
+"""Redraw Figure 2 of FedLD: the two terms of its loss decomposition against alpha.
 
-The split is more uneven for a smaller alpha (Dirichlet).
+alpha is the parameter of the Dirichlet distribution that splits the data. A smaller alpha makes the
+clients' labels more uneven.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ SMALL = (
 
 
 def terms(runs: Runs) -> Sequence[Panel]:
-    """Return panels with both terms of FedAvg's last round for each alpha: means over seeds."""
+    """Return a panel for each of the two terms of the loss decomposition.
+
+    A panel shows the absolute value of the term in FedAvg's last round for each alpha, as a mean
+    over seeds.
+    """
     means: dict[str, list[float]] = {name: [] for name in TERMS}
     for alpha in ALPHAS:
         rows = [

@@ -20,9 +20,10 @@ SMALL = (
 
 
 def shares(runs: Runs) -> Sequence[Panel]:
-    """Return the accuracy for each share of local data.
+    """Return a panel with each method's accuracy for each share of the clients' training data.
 
-    Each client counts with its accuracy in the round of its best validation score.
+    The accuracy is a mean over clients. For each client, it is the test accuracy in the round in
+    which the client has its best validation score.
     """
     lines = []
     for label, method in METHODS.items():

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class LossHalf(Method):
-    """A method that trains on half of each client's samples: lowest or highest loss.
+    """A method that trains on the half of each client's samples with the lowest or highest losses.
 
-    The losses are those of the received model. The method reports how far the client's parameters
-    moved (Euclidean distance).
-    half: "low" or "high".
-    warmup_rounds: the number of aggregations before the selection of samples begins.
+    The losses are those of the received model. The method reports the Euclidean distance between
+    the trained and the received parameters.
+    half: "low" trains on the samples with the lowest losses, "high" on those with the highest.
+    warmup_rounds: the number of first rounds in which clients train on all samples.
     """
 
     name = "loss_half"
@@ -78,7 +78,7 @@ class SplitPoints(FedBSS):
     """A FedBSS that also reports each client's split point, in one column per client.
 
     The split point is the share of the client's samples that FedBSS treats as unbiased.
-    clients: the first `clients` clients report; more columns would be too many.
+    clients: the number of clients that report: the clients 0 to `clients` - 1.
     """
 
     name = "split_points"

@@ -1,6 +1,6 @@
-"""Run FedAvg in Flower for ROUNDS rounds; write the times at their ends to the file TIMES.
+"""Run FedAvg in Flower, and write the time at the end of each round to a file.
 
-ROUNDS and TIMES are environment variables.
+The environment variable ROUNDS has the number of rounds, TIMES the path of the file.
 """
 
 from __future__ import annotations
