@@ -157,9 +157,11 @@ def here(shell: str) -> str:
 
 
 def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
-    """Type all commands into a shell; return the arguments that each one passes to raysim.
+    """Run all commands in a shell, and map each command to the arguments that raysim gets from it.
 
-    The list is empty if the command does not call raysim.
+    The arguments are an empty list for a command that does not call raysim.
+    shell: "bash" or "zsh".
+    folder: the working folder of the shell.
     """
     out = folder / f"{shell}.txt"
     typed = "\n".join(f"{command}\nprintf '\\n' >> $OUT" for command in COMMANDS)
@@ -203,7 +205,10 @@ def test_search_finds_commands_in_texts() -> None:
 def test_command_gets_same_arguments_in_zsh_and_bash(
     in_bash: dict[str, list[str]], in_zsh: dict[str, list[str]]
 ) -> None:
-    """The comments after commands are removed: an interactive zsh passes them on as arguments."""
+    """raysim gets the same arguments from a command in an interactive zsh as in bash.
+
+    The test removes comments first, because an interactive zsh passes them to the command.
+    """
     for command, words in in_zsh.items():
         assert without_comment(words) == in_bash[command], f"{COMMANDS[command]}: {command}"
 
@@ -286,7 +291,10 @@ def test_programs_in_texts_exist() -> None:
 
 
 def test_no_text_installs_raysim_from_a_package_index() -> None:
-    """Check for raysim, which is another package there, and raysim-fl, which is not published."""
+    """No text installs raysim or raysim-fl from a package index.
+
+    On the index, raysim is an unrelated package, and raysim-fl is not published.
+    """
     asking = re.compile(
         r"\b(?:install|add|uvx|--with)\s+(?:-[-\w]+\s+)*[\"']?raysim(?:-fl)?(?:\[[\w,]+\])?[\"']?(?=[\s,;:`)]|$)"
     )

@@ -1,4 +1,7 @@
-"""Test that Ray, Hydra and MLflow are imported in one place each, and import circles."""
+"""Test that Ray, Hydra and MLflow are each imported in one file only.
+
+Also test that no modules import each other in a circle.
+"""
 
 from __future__ import annotations
 

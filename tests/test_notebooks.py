@@ -22,7 +22,10 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Any]:
-    """Run all notebooks in one process: each starts with no names, but imports are read once."""
+    """Yield a Jupyter kernel, in which all notebooks of this file run one after another.
+
+    Each notebook starts without names, but packages that an earlier notebook imported stay loaded.
+    """
     from jupyter_client.manager import KernelManager
 
     manager = KernelManager(kernel_name="python3")

@@ -1,4 +1,4 @@
-"""Test what is published: a wheel that works alone, and files with the same version."""
+"""Test what is published: an installed wheel works, and all files name the same version."""
 
 from __future__ import annotations
 

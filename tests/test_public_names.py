@@ -93,7 +93,10 @@ def targets(node: ast.AST) -> list[ast.expr]:
 
 
 def is_private_module(name: str) -> bool:
-    """Return whether a part of a module's or a name's path begins with one underscore."""
+    """Return whether a dotted path has a private part, which begins with a single underscore.
+
+    name: the path of a module, or of a name in a module.
+    """
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
@@ -109,7 +112,10 @@ def uses_private_part(names: Mapping[str, str], path: str) -> bool:
 
 
 def names_private_module(value: object) -> bool:
-    """Return whether a text is the dotted path of a private part of a `STRICT` library."""
+    """Return whether a value is the dotted path of a private part of a library in `STRICT`.
+
+    A value that is not a text or not a dotted path gives False.
+    """
     if not isinstance(value, str) or not all(part.isidentifier() for part in value.split(".")):
         return False
     return value.partition(".")[0] in STRICT and is_private_module(value)
@@ -123,10 +129,10 @@ def imports_ray(text: str) -> bool:
 
 
 class Scopes:
-    """The variables of a file that hold a module, class or function of another package.
+    """The variables of a source file whose value is a module, class or function of another package.
 
-    A variable gets such an object by an import, by an assignment, by a loop over several of them,
-    or as an argument of a function of the file.
+    A variable gets such a value by an import, by an assignment, or as the variable of a `for` loop.
+    A parameter gets it if a call in the same file passes such a value.
     """
 
     def __init__(self, tree: ast.AST, names: Mapping[str, str]):
@@ -215,7 +221,11 @@ def is_own(node: ast.AST, tree: ast.AST) -> bool:
 
 
 def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
-    """Return the assignments that may change an object of another package."""
+    """Yield the source text of each assignment that may change an object of another package.
+
+    tree: the syntax tree of the file.
+    names: for each name that the file imports, its dotted path in the other package.
+    """
     scopes = Scopes(tree, names)
     functions = {*scopes.functions}
     for node in scopes.scopes:
@@ -244,7 +254,11 @@ def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
-    """Return whether an expression is the attribute dictionary of a third-party object."""
+    """Return whether an expression is the attribute dictionary of an object from another package.
+
+    Examples are `vars(x)`, `x.__dict__` and `sys.modules`.
+    tree: the syntax tree of the file, which shows whether x is an object of the file's own classes.
+    """
     if isinstance(node, ast.Call) and dotted(node.func) == "vars" and node.args:
         return not is_own(node.args[0], tree)
     if isinstance(node, ast.Attribute) and node.attr == "__dict__":

@@ -1,4 +1,7 @@
-"""Test that runs have the same bits in process and on Ray, with any workers, and resumed."""
+"""Test that a run has the same bits in one process and on Ray, with any number of workers.
+
+A run that is interrupted and resumed has these bits, too.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,10 @@ def test_bits_of_lanes_are_the_same_on_ray_and_resumed(
 
 
 def _ranked(result: FinishedRun) -> list[int]:
-    """Return for each client the version under which FedBSS last ranked the client's samples."""
+    """Return, for each client, the version with which FedBSS last ranked the client's samples.
+
+    The versions are in the client states at the end of the run.
+    """
     states = result.private
     return [int(value[0]) for key, value in states.items() if key.endswith("fedbss.version")]
 

@@ -1,4 +1,4 @@
-"""Test every function for which the shared folder has test vectors: arguments and results."""
+"""Test functions of raysim with the arguments and results in the shared test vectors."""
 
 from __future__ import annotations
 

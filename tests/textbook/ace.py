@@ -1,7 +1,7 @@
-"""ACE and ACED: Chang et al. 2025, as its specification reads them.
+"""ACE and ACED: Chang et al. 2025, with the choices that raysim's specification makes.
 
 Symbols: u_i, the last update of client i that arrived; tau_i, the version that this update started
-from; eta, the server's rate. An aggregation that leaves x unchanged makes a new version, too.
+from; eta, the server's rate. Each aggregation makes a new version, even if it does not change x.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from textbook.world import Book, Params, World
 def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool = False) -> Book:
     """Run x <- x + eta times the mean of the stored updates u_i.
 
-    Each aggregation first stores the updates that arrive; it then uses those u_i whose base version
-    is at most `oldest` versions old. Without any, x stays as it is. lr: eta. initialise: x also
-    stays until every client has sent an update. Network buffers become the mean of those that
-    arrive.
+    Each aggregation first stores the updates that arrive. It then averages the u_i whose base
+    version tau_i is at most `oldest` versions old. If there are none, x does not change.
+    When x changes, floating buffers become the mean over the arriving models. Integer buffers
+    always become their maximum.
+    lr: eta.
+    oldest: the largest age of a base version, in versions.
+    initialise: True changes x only after every client has sent an update.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     u: dict[int, tuple[int, Tensor]] = {}  # by client, in the order of first arrival: tau_i, u_i

@@ -1,7 +1,7 @@
-"""AFL: Mohri et al. 2019, with local steps.
+"""AFL: Mohri et al. 2019, with several local steps in a round.
 
-Symbols: lambda_i, the weight of client i, at least 0; all lambda_i sum to 1. The projection onto
-such weights finds its threshold by bisection.
+Symbol: lambda_i, the weight of client i. All lambda_i are at least 0, and their sum is 1.
+`nearest_on_simplex` projects onto such weights: it searches the threshold t by bisection.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from textbook.world import Book, World
 
 
 def nearest_on_simplex(values: Tensor) -> Tensor:
-    """Return max(values - t, 0) with the number t for which the sum is 1."""
+    """Return max(values - t, 0), where t is the number for which these entries have the sum 1.
+
+    values: [N].
+    """
     low, high = float(values.min()) - 1.0, float(values.max())
     for _ in range(200):
         middle = (low + high) / 2
@@ -29,8 +32,9 @@ def nearest_on_simplex(values: Tensor) -> Tensor:
 def afl(world: World, gamma: float) -> Book:
     """Run FedAvg with weights lambda_i, which grow for clients with large losses.
 
-    After each round, lambda_i of each of its m clients grows by gamma N / m times the loss of x on
-    the client's samples before training. Then lambda is projected: `nearest_on_simplex`.
+    A round has m clients. After it, lambda_i of each of them grows by gamma N / m times the
+    client's loss. This is the loss of x on the client's samples before training. Then
+    `nearest_on_simplex` projects all lambda_i.
     """
     x, lam = (
         detach(world.start),

@@ -39,10 +39,11 @@ def mixture(v: Params, w: Params, alpha: float) -> Params:
 
 
 def apfl(world: World, alpha: float, adaptive: bool = True) -> Book:
-    """Run v <- v - eta alpha grad f(m) and w <- w - eta grad f(w), both from the same m and w.
+    """Run v <- v - eta alpha grad f(m) and w <- w - eta grad f(w) on each batch.
 
-    f: the cross-entropy of the step's batch. alpha: the first value for all clients. adaptive: each
-    job of a client begins with a gradient step on its alpha.
+    f: the cross-entropy of the batch. Both gradients are computed before v and w change.
+    alpha: the initial weight of v in m, for all clients.
+    adaptive: True: each job begins with a gradient step on the client's alpha.
     """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("apfl.")}
     v = {client: copy_for_training(x) for client in range(world.clients)}

@@ -35,11 +35,13 @@ def attacked(
     sigma: float = 1.0,
     z: float | None = None,
 ) -> Book:
-    """Run FedAvg of the honest clients' updates and of those that attackers send.
+    """Run FedAvg, in which attackers send other updates than those that they trained.
 
-    kind: "sign_flip", "scaled", "gaussian" or "alie". share: the share of clients that are
-    attackers. scale: factor of an attacker's own update. sigma: standard deviation of the noise. z:
-    ALIE's number of standard deviations; None: `z_max`.
+    kind: "sign_flip", "scaled", "gaussian" or "alie".
+    share: the share of the clients with samples that are attackers.
+    scale: the factor of an attacker's own update, for "sign_flip" and "scaled".
+    sigma: the standard deviation of the noise that "gaussian" sends.
+    z: the number of standard deviations for "alie"; None: `z_max`.
     """
     some = [client for client in range(world.clients) if len(world.data[client][0])]
     evil = set(

@@ -22,11 +22,13 @@ from textbook.world import Book, World
 
 
 def centralized(world: World) -> Book:
-    """Run SGD on pooled data.
+    """Run SGD on the training samples of all clients.
 
-    world.drawn has `images` and `labels` of the whole data set, and `rows`, each client's positions
-    in it. Its `cohort` and `local` are the number of clients and the local settings of the
-    federated run.
+    It uses these entries of world.drawn:
+    images, labels: the whole data set.
+    rows: for each client, the positions of its training samples in the data set.
+    cohort: the number of clients in a round of the federated run.
+    local: the local settings of the federated run.
     """
     drawn, asked = world.drawn, world.drawn["local"]
     rows = np.sort(np.concatenate(drawn["rows"]))

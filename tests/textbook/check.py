@@ -34,13 +34,17 @@ EXACT = 1e-9  # float64 end to end
 
 @dataclass(frozen=True)
 class Row:
-    """A textbook, the methods that must equal it, and the settings of the run that compares them.
+    """A textbook, the methods that must agree with it, and the settings of the compared run.
 
-    By default four clients of different sizes, of which three train in each of three rounds. book:
-    the textbook. methods: a function that returns new methods for the run. study: arguments of
-    `tiny_runs.run_spec`. run: arguments of `tiny_runs.coordinate`. drawn: `World.drawn`, or a
-    function that makes it from the run's worker. skips: entries of client or server state that only
-    raysim's implementation has; by their names, the reason.
+    By default, a run has four clients of different sizes and three rounds, and three clients train
+    in each round.
+    book: the textbook.
+    methods: a function that returns new methods for the run.
+    study: arguments of `tiny_runs.run_spec`.
+    run: arguments of `tiny_runs.coordinate`.
+    drawn: `World.drawn`, or a function that returns it for the run's worker.
+    skips: maps the name of an entry of client or server state that the textbook lacks to the
+    reason.
     """
 
     book: Callable[[World], Book]
@@ -53,13 +57,19 @@ class Row:
 
 
 class RecordingTrainer(Trainer):
-    """A trainer that records its batches, and what was drawn for them, by client and job."""
+    """A trainer that records the batches of each job, and the random draws of each batch.
+
+    The keys of both records are (client, number of the client's job).
+    """
 
     batches: dict[tuple[int, int], list[tuple[Tensor, Tensor]]]
     draws: dict[tuple[int, int], list[Mapping[str, Tensor]]]
 
     def begin(self, *received: Any) -> RunningJob:
-        """Begin a job whose batches are recorded."""
+        """Begin a job whose batches and draws are recorded.
+
+        received: the arguments of `Trainer.begin`.
+        """
         job = super().begin(*received)
         return replace(job, batches=self._record(job))
 
@@ -78,8 +88,9 @@ class RecordingTrainer(Trainer):
 class Recorded:
     """A finished run, with all that a textbook needs to repeat it.
 
-    ended: the run's results. world: the run without its training, which a textbook gets. starts:
-    for each replica, its initial tensors by full name.
+    ended: the results of the run.
+    world: what the textbook gets: data, batches and draws of the run, but no results.
+    starts: for each replica, its initial tensors by full name.
     """
 
     ended: FinishedRun
@@ -124,7 +135,10 @@ def replica_tensors(coordinator: Coordinator, server: Server) -> dict[str, Tenso
 
 
 def check(row: Row) -> None:
-    """Assert that raysim and the textbook of a row end with the same tensors and columns."""
+    """Assert that raysim and the textbook of a row end with the same values.
+
+    These are the tensors of models, client states and server state, and the columns of the history.
+    """
     recorded = run_recorded(row)
     ended, coordinator, worker = recorded.ended, recorded.coordinator, recorded.worker
     study, rounds = coordinator.spec, recorded.world.rounds
@@ -151,7 +165,11 @@ def _world(
     coordinator: Coordinator,
     worker: Worker,
 ) -> World:
-    """Return what the textbook gets: the run without its training."""
+    """Return what the textbook gets: data, batches and draws of the run, but no results.
+
+    rounds: for each aggregation its jobs, in the order in which they are aggregated.
+    start: the initial values of all networks, by full name.
+    """
     study = coordinator.spec
     partition = study.data.partition
     clients = range(partition.train.counts.size)
@@ -204,7 +222,10 @@ def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, 
 
 
 def client_state(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
-    """Return a client's committed state, with personal tensors by name."""
+    """Return a client's committed state as arrays by name; personal tensors have their full names.
+
+    The result is empty for a client without a state.
+    """
     state = dict(coordinator.client_states.committed()).get(client)
     return {} if state is None else to_named_arrays(state, coordinator.layout)
 
@@ -250,7 +271,13 @@ def assert_equal(
     expected: Mapping[str, Tensor],
     skips: Mapping[str, str] | None = None,
 ) -> None:
-    """Assert that raysim has the textbook's tensors, up to rounding, and no others."""
+    """Assert that raysim has the same tensors as the textbook, up to rounding, and no others.
+
+    where: what is compared, for error messages.
+    tensors: raysim's tensors by name.
+    expected: the textbook's tensors by name.
+    skips: the names of tensors of raysim that the textbook lacks.
+    """
     tensors = {name: value for name, value in tensors.items() if name not in (skips or {})}
     assert tensors.keys() == expected.keys(), (
         f"{where}: raysim has {sorted(tensors)}, the textbook {sorted(expected)}"

@@ -17,7 +17,12 @@ from raysim.primitives.streams import stream
 
 @dataclass
 class FlyingJob:
-    """A job with its finish time on the virtual clock."""
+    """A job with its finish time on the virtual clock.
+
+    number: the number of the job in the run.
+    turn: the number of the client's job, from 0.
+    finish: in seconds.
+    """
 
     number: int
     client: int
@@ -58,8 +63,15 @@ def timetable(
 ) -> list[Aggregated]:
     """Return the state after each aggregation.
 
-    counts: each client's training samples; a client without samples is never dispatched.
+    seed: the seed of the run, from which clients are drawn.
+    counts: for each client, its number of training samples. A client without samples is never
+    dispatched.
+    rounds: the number of aggregations.
     seconds(client): the duration of a job of the client.
+    concurrency: the largest number of jobs in flight.
+    size: the number of updates in an aggregation.
+    synchronous: True: clients are only drawn, and updates only aggregated, while no job is in
+    flight.
     """
     able = [client for client, count in enumerate(counts) if count]
     running, waiting = list[FlyingJob](), list[FlyingJob]()
@@ -148,10 +160,13 @@ def lognormal_seconds(
 ) -> float:
     """Return the seconds in which a client receives the model, trains and sends its update.
 
-    samples: samples that the job trains on. floats: numbers in the model, of four bytes each.
-    speed: samples a second. down, up: bytes a second. sigma, network_sigma: standard deviations of
-    the logarithms of speed and bandwidth. The client's two normal numbers are for its speed and its
-    network.
+    clients: the number of clients.
+    samples: the number of samples that the job trains on.
+    floats: the number of float32 parameters in the model.
+    speed: samples a second of a typical client.
+    down, up: bytes a second of a typical client.
+    sigma, network_sigma: the standard deviations of the logarithms of speed and bandwidth. Each
+    client has two random normal numbers, one for its speed and one for its bandwidth.
     """
     of_speed, of_network = stream(seed, "fleet").standard_normal((clients, 2))[client]
     network = np.exp(network_sigma * of_network)

@@ -101,10 +101,10 @@ def flat(p: Mapping[str, Tensor]) -> Tensor:
 
 
 def best_bipartition(updates: Sequence[Tensor]) -> tuple[set[int], float]:
-    """Split the updates in two, so that updates of different parts have little in common.
+    """Split the updates into two parts whose updates are as different as possible.
 
-    The best bipartition has the least value of c, the largest cosine similarity between an update
-    of one part and one of the other part. Return the positions of the part that lacks the first
+    Let c be the largest cosine similarity between two updates of different parts. The best split
+    has the smallest c. Return the positions of one part, which is the part without the first
     update, and c.
     """
     best: tuple[float, set[int]] = (math.inf, set())

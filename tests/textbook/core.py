@@ -1,7 +1,7 @@
-"""FedAvg with all local options, batches cut by hand, and updates that may be stale.
+"""FedAvg with all local options, batches computed by hand, and updates that may be stale.
 
-Buffers are averaged as values, parameters as changes from what each client received. A stale update
-has the same weight as a fresh one.
+Parameters are averaged as changes from the model that each client received, buffers as values. A
+stale update has the same weight as one that is not stale.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""SCAFFOLD and FedCM for a client with several optimizers.
+"""SCAFFOLD and FedCM for clients that use several optimizers.
 
-Each optimizer trains its own group of parameters, and its gradients are corrected before its step.
-An optimizer that maximises a loss gets the gradient of the negated loss. A client calls its
-argument `correct` once for each step of a group, which also counts the group's steps. The movement
-of a group's parameters is divided by these steps and by the group's learning rate.
+Each optimizer trains its own group of parameters. In each step, the client passes the gradients of
+a group to the function `correct`, which returns corrected gradients and counts the steps. The
+gradients of a loss that is maximised are negated before. SCAFFOLD and FedCM divide the change of a
+group's parameters by its steps and its learning rate.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def uncorrected(params: Params, grads: Params) -> Params:
 def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
     """Run FedAvg's rounds without a correction.
 
-    client(job, x, correct): the trained model. factor: not used; it stands here because the other
-    functions for rounds have it.
+    client(job, x, correct): the model that the client trains from x, with gradients from `correct`.
+    factor: ignored; an argument because `with_scaffold` and `with_fedcm` have it.
     """
     x = dict(world.start)
     for jobs in world.rounds:
@@ -51,10 +51,11 @@ def by_round(world: World, reported: Iterable[RowMean]) -> list[float]:
 
 
 def _steps(world: World, count: int) -> float:
-    """Return K', by which SCAFFOLD divides a movement of `count` steps with momentum.
+    """Return K', by which SCAFFOLD divides the change of the parameters after `count` steps.
 
-    K' counts for each step how often its gradient is part of the movement. Without momentum this is
-    once, and K' is `count`.
+    With momentum rho, the gradient of a step also moves the parameters in all later steps. If n
+    steps remain, its own included, its total weight is 1 + rho + ... + rho^(n - 1). K' is the sum
+    of these weights over all steps. Without momentum it is `count`.
     """
     rho = world.local.momentum
     return sum((1 - rho ** (count - k)) / (1 - rho) for k in range(count))
@@ -71,11 +72,13 @@ def _flat(p: Params, names: list[str]) -> Tensor:
 
 
 def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
-    """Run SCAFFOLD, Algorithm 1, Option II: correct a gradient g to g - c_i + c.
+    """Run SCAFFOLD, Algorithm 1, Option II: replace a gradient g by g - c_i + c.
 
     c_i: the control variate of client i; c: that of the server. After a job, c_i <- c_i - c + (x -
-    y) / (K' eta), with K' of `_steps`. c grows by 1/N of the sum of all changes of c_i.
-    factor(name): the learning rate of a parameter, in units of the run's.
+    y) / (K' eta), where `_steps` gives K'. After a round, the sum of the changes of all c_i,
+    divided by N, is added to c.
+    client(job, x, correct): the model that the client trains from x, with gradients from `correct`.
+    factor(name): a parameter's learning rate, divided by the learning rate of the run.
     """
     x, names = dict(world.start), _networks(world)
     c = {name: torch.zeros_like(x[name]) for name in names}
@@ -115,9 +118,11 @@ def with_fedcm(
 ) -> Book:
     """Run FedCM, Algorithm 1: replace g + wd y in each step by alpha (g + wd y) + (1 - alpha) D.
 
-    g: the gradient; y: the parameters; wd: the weight decay. D, the server's direction, is 0 in the
-    first round, then the mean over the last round's clients of (x - y) / (K eta). K: the client's
-    steps. factor(name): the learning rate of a parameter, in units of the run's.
+    g: the gradient; y: the parameters; wd: the weight decay; K: the number of the client's steps.
+    D, the server's direction, is 0 in the first round. Later it is the mean of (x - y) / (K eta)
+    over the clients of the last round.
+    client(job, x, correct): the model that the client trains from x, with gradients from `correct`.
+    factor(name): a parameter's learning rate, divided by the learning rate of the run.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay
     direction = {name: torch.zeros_like(x[name]) for name in names}

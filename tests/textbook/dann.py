@@ -1,10 +1,10 @@
 """DANN with a domain for each client: Ganin et al. 2016, or the alternating form of DomainBed.
 
-Symbols: z, the features; omega, the classifier; phi, the extractor; delta, the discriminator, which
-predicts the client i from z; lam, the weight of its loss. In the alternating form each step trains
-either the discriminator or the network, and both kinds count as local steps. In the paper's form,
-gradient reversal, one optimizer steps all: the extractor gets -lam times the gradient of the
-discriminator's loss.
+Symbols: z, the features; phi, the extractor; omega, the classifier; delta, the discriminator, which
+predicts the client i from z; lam, the weight of its loss. In the alternating form, a step trains
+either the discriminator or the network, and each such step counts as a local step. The form of the
+paper is gradient reversal: each step trains all parts. There, the extractor gets -lam times the
+gradient of the discriminator's loss.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def dann(
     reversal: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """Minimise CE(omega(z), y) - lam CE(delta(z), i) in phi and omega, CE(delta(z), i) in delta.
+    """Train phi and omega on CE(omega(z), y) - lam CE(delta(z), i), and delta on CE(delta(z), i).
 
-    r: step k = 1, 2, ... of a job trains the discriminator if k mod (1 + r) < r. rate: the
-    discriminator's learning rate, in units of the run's. reversal: gradient reversal in place of
-    alternating steps. rounds: the function that runs the rounds, of `textbook.corrected`.
+    r: step k = 1, 2, ... of a job trains the discriminator if k mod (1 + r) < r.
+    rate: the discriminator's learning rate, divided by the learning rate of the run.
+    reversal: True: gradient reversal; False: alternating steps.
+    rounds: the function of the module `textbook.corrected` that runs the rounds.
     """
     reported: list[RowMean] = []  # the classifier's loss of each participation
 

@@ -49,7 +49,10 @@ class Clients:
 
 
 def _moments(adamw: torch.optim.AdamW, count: int) -> Params:
-    """Return AdamW's state, by the names that it has in raysim's client state."""
+    """Return the state of AdamW, with the names that raysim uses in client states.
+
+    count: the number of parameter tensors, which must all have a state.
+    """
     states = [adamw.state[parameter] for parameter in adamw.param_groups[0]["params"]]
     assert len(states) == count
     return {
@@ -60,9 +63,10 @@ def _moments(adamw: torch.optim.AdamW, count: int) -> Params:
 
 
 def run(world: World, rule: Callable[[Tensor, Tensor], Tensor]) -> Book:
-    """Run rounds, and return the last model and the state of each client's AdamW.
+    """Run rounds of AdamW on clients. Return the last model and the AdamW state of each client.
 
-    rule(x, update): the next parameters, from the current ones and the mean update, both [d].
+    rule(x, update): the next parameters, from the current ones and the mean update. All three are
+    vectors of all parameters.
     """
     names, models, clients = trainable(world.start), [dict(world.start)], Clients(world)
     for jobs in world.rounds:
@@ -97,10 +101,11 @@ def diloco(world: World, lr: float, momentum: float) -> Book:
 
 
 def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
-    """Run the delayed Nesterov update, in the paper's form: its gradient g is received - trained.
+    """Run the delayed Nesterov update. Its gradient g is the received minus the trained parameters.
 
-    every: the momentum is updated after so many arrivals, and each single step is g / every. c: the
-    paper's weight of the momentum in the steps between.
+    lr, momentum: the settings of the server's optimizer.
+    every: the momentum is updated only in each `every`-th step. Each step moves along g / every.
+    c: the paper's weight of the momentum in the other steps.
     """
     names = trainable(world.start)
     m = torch.zeros_like(flatten(world.start, names))
@@ -128,10 +133,11 @@ def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> B
 
 
 def streaming(world: World, lr: float, momentum: float, fragments: Sequence[Sequence[str]]) -> Book:
-    """Run rounds of which each synchronises one fragment, a list of names of parameters.
+    """Run rounds in which a job synchronises one fragment of the parameters.
 
-    lr, momentum: those of the server's optimizer. fragments: they take turns, one version after
-    another.
+    lr, momentum: the settings of the server's optimizer.
+    fragments: lists of parameter names. A job at version t synchronises fragment t mod the number
+    of fragments.
     """
     names, models, clients = trainable(world.start), [dict(world.start)], Clients(world)
     u = {name: torch.zeros_like(world.start[name]) for name in names}

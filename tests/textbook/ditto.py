@@ -1,7 +1,7 @@
 """Ditto: Li et al. 2021, Algorithm 1: FedAvg, and a second model v that stays on each client.
 
-The batches of v are cut from permutations on the stream "ditto.batches", where a rest of one sample
-is left out. There are as many as the shared model has in the job.
+A job trains v on as many batches as the shared model. The batches of v are parts of permutations
+from the stream "ditto.batches". If only one sample of a permutation is left, it is not used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from textbook.world import Book, Job, Params, World
 def ditto(world: World, lam: float, factor: float = 1.0) -> Book:
     """Run FedAvg, and in each job also v <- v - eta_v (grad F_k(v) + lam (v - x)).
 
-    F_k: the loss of client k. factor: eta_v in units of the run's learning rate. v starts at the
-    initial model and does not influence x.
+    F_k: the loss of client k. v starts at the initial model and does not influence x.
+    lam: the weight that pulls v to the received model x.
+    factor: eta_v, divided by the learning rate of the run.
     """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("ditto.")}
     v = {client: dict(x) for client in range(world.clients)}

@@ -27,10 +27,15 @@ def dp_fedavg(
 ) -> Book:
     """Clip each update to the norm c, add Gaussian noise to the sum, and divide by m.
 
-    m: clients in a round. z: the noise multiplier. c: the first clipping bound. gamma: the share of
-    updates that the adapted bound should leave unclipped; None: the bound stays c. eta: the rate of
-    this adaptation. s: the deviation of the noise on the number of unclipped updates; None: max(m /
-    20, z).
+    m: the number of clients in a round.
+    z: the noise multiplier: the standard deviation of the noise, divided by c, if the bound is
+    fixed.
+    c: the first clipping bound.
+    gamma: the share of updates that the adapted bound should leave unclipped; None: the bound stays
+    c.
+    eta: the rate at which the bound adapts.
+    s: the standard deviation of the noise that is added to the number of unclipped updates; None:
+    max(m / 20, z).
     """
     bounds, shares, state = [], [], {"c": c}
     s = max(m / 20, z) if s is None else s

@@ -68,9 +68,10 @@ class AmsGrad:
 
 
 def fadas(world: World, **settings: object) -> Book:
-    """Run AMSGrad on the mean update, which is uniform unless the run weighs by samples.
+    """Run AMSGrad on the mean update.
 
-    settings: those of `AmsGrad`.
+    The mean is uniform, or weighted by samples if the run weighs clients by samples.
+    settings: arguments of `AmsGrad`.
     """
     amsgrad = AmsGrad(world, **settings)
     book = run_server_rule(world, lambda at: amsgrad(at, at.mean))

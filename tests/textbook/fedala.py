@@ -1,7 +1,7 @@
-"""FedALA: Zhang et al. 2023, Algorithm 1, on the head or on a network of one hidden layer.
+"""FedALA: Zhang et al. 2023, Algorithm 1, for the head or for the whole network.
 
-Symbols: x, the received parameters; y', those that the client trained in its last job; W, its
-learned weights between 0 and 1, one per parameter.
+Symbols: x, the received parameters; y', the parameters that the client trained in its last job; W,
+the client's learned weights, one between 0 and 1 for each parameter.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedala(world: World, rate: float, share: float, top: str = "model.head") -> Book:
-    """Start each job from y' + (x - y') W in the modules under `top`, except a client's first job.
+    """Start each job of a client from y' + (x - y') W, elementwise; the first job starts from x.
 
-    W is learned before the job, on a random share of the client's samples. rate: the learning rate
-    of W.
+    W is learned before the job, on random samples of the client.
+    rate: the learning rate of W.
+    share: the share of the client's samples that W is learned on.
+    top: the module whose parameters are mixed; all others start from x.
     """
     x, names = dict(world.start), trainable(world.start, top)
     trained, shares = dict[int, Params](), dict[int, Params]()
@@ -38,7 +40,11 @@ def fedala(world: World, rate: float, share: float, top: str = "model.head") -> 
         return x | {name: old[name] + (x[name] - old[name]) * w[name] for name in names}
 
     def learnt(job: Job) -> Params:
-        """Return W after this participation's passes."""
+        """Train W for a job, and return it.
+
+        The first time this takes passes over the samples until the loss settles, and at most 100.
+        Later it takes one pass.
+        """
         i, first = job.client, job.client not in shares
         w = shares.get(i, {name: torch.ones_like(x[name]) for name in names})
         inputs, labels = world.data[i]

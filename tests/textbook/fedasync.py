@@ -22,15 +22,16 @@ def fedasync(
     decay: float = 1.0,
     rho: float = 0.0,
 ) -> Book:
-    """Run x <- (1 - a_t) x + a_t y for one arrival after the other; a_t = alpha sigma(t - tau).
+    """Run x <- (1 - a_t) x + a_t y for each arriving model y in turn; a_t = alpha sigma(t - tau).
 
-    t is the version plus the arrival's position in its aggregation, from 0. kind, a, b: sigma is
-    "constant", "polynomial" with exponent a, or "hinge" with slope a after staleness b. oldest: a
-    staler model gets a_t = 0. decay: factor of alpha at each version. rho: weight of the proximal
-    term.
-
+    t is the version plus the arrival's position in its aggregation, from 0.
     If the run weighs by samples, a_t is also multiplied by n_i / mean n, and is at most 1. Floating
     buffers are mixed as parameters are; integer buffers take the maximum of the arrivals.
+    kind, a, b: the function sigma: "constant", "polynomial" with exponent a, or "hinge" with slope
+    a for a staleness above b.
+    oldest: a model of a larger staleness gets a_t = 0.
+    decay: a_t is also multiplied by decay to the power of the version.
+    rho: the weight of the proximal term in the local loss.
     """
     versions: list[Params] = [dict(world.start)]
     mean_samples = sum(len(labels) for _, labels in world.data) / world.clients

@@ -1,4 +1,4 @@
-"""FedBN: Li et al. 2021, Algorithm 1, with the scopes of its spec."""
+"""FedBN: Li et al. 2021, Algorithm 1. A setting says which BatchNorm tensors stay on clients."""
 
 from __future__ import annotations
 

@@ -3,10 +3,12 @@
 Symbols: phi, the extractor; omega, the classifier; theta, the projector. z, features of the batch;
 z_p, features of the pseudo-data; z_g, features of the pseudo-data from the received extractor.
 
-Where paper and code differ, the textbook does this: similarities are multiplied by the temperatures
-(code), or divided by them (eqs. 5-6). Row j of the pseudo-data meets row j of the batch, modulo the
-batch's length. The received extractor is in eval mode. Pseudo-data leave BatchNorm's statistics
-alone. theta has the same momentum and weight decay as phi and omega.
+Paper and code differ in the temperatures: the code multiplies similarities by them, eqs. 5-6
+divide. A setting chooses between both. The textbook also makes these choices:
+Row j of the pseudo-data is compared with row j of the batch, modulo the length of the batch.
+The received extractor is in eval mode.
+Pseudo-data do not change BatchNorm's statistics.
+theta has the same momentum and weight decay as phi and omega.
 """
 
 from __future__ import annotations
@@ -73,16 +75,19 @@ def cross_entropy(logits: Tensor, rows: Tensor) -> Tensor:
 
 
 def class_chances(labels: Tensor) -> np.ndarray:
-    """Return each sample's probability if every class that occurs is drawn equally often."""
+    """Return the probability of each sample if all classes that occur are equally likely.
+
+    labels: the class of each sample.
+    """
     classes = labels.tolist()
     return np.array([1 / classes.count(label) for label in classes]) / len(set(classes))
 
 
 def means(world: World, size: int, count: int, sources: str) -> Tensor:
-    """Return means of random training samples, `size` for each client (Algorithm 2).
+    """Return the pool of FedBR's Algorithm 2: for each client `size` means of its training samples.
 
-    count: samples in a mean. sources: with "classes" all classes of a client are equally likely,
-    otherwise all samples.
+    count: the number of random samples in a mean.
+    sources: with "classes", all classes of a client are equally likely; otherwise, all its samples.
     """
     pool = []
     for client, (inputs, labels) in enumerate(world.data):
@@ -98,8 +103,9 @@ def means(world: World, size: int, count: int, sources: str) -> Tensor:
 def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
     """Return a function that draws `size` rows of the pool for a version, without replacement.
 
-    sources: with "unbalanced" a client's rows are as likely as it has samples, otherwise all
-    clients' rows are equally likely.
+    pool: the means of all clients, the same number for each client.
+    sources: with "unbalanced", a row's probability is proportional to its client's number of
+    samples. Otherwise all rows are equally likely.
     """
     counts = np.array([len(labels) for _, labels in world.data], float)
     each = len(pool) // len(counts)
@@ -114,8 +120,9 @@ def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
 def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
     """Return a function that makes pseudo-data for a version: `size` new means of raw samples.
 
-    Each is the mean of `count` samples of one random client. sources: with "unbalanced" a client is
-    as likely as it has samples; with "classes" the classes of a client are equally likely.
+    Each is the mean of `count` samples of one random client.
+    sources: with "unbalanced", a client's probability is proportional to its number of samples.
+    With "classes", all classes of a client are equally likely.
     """
     counts = np.array([len(labels) for _, labels in world.data], float)
     chances = (
@@ -176,10 +183,12 @@ def fedbr(
 ) -> Book:
     """Run FedAvg of phi, omega and theta with two steps on every batch.
 
-    The max step moves theta to increase L_con; the min step moves phi and omega to decrease CE +
-    lam CE(pseudo-data) + mu L_con. Most arguments are the settings of the class `FedBR`. pseudo:
-    "rsm", "mixture", or "fresh" for FedBR's fresh=True. mixup: Mixup changes the batches. rounds: a
-    function of `textbook.corrected`.
+    The max step changes theta to increase L_con, which is `contrast`. The min step changes phi and
+    omega to decrease CE + lam CE(pseudo-data) + mu L_con.
+    pseudo: "rsm", "mixture", or "fresh" for FedBR's fresh=True.
+    mixup: True: Mixup changes the batches.
+    rounds: the function of the module `textbook.corrected` that runs the rounds.
+    All other arguments are settings of the class `FedBR`.
     """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
     pool = (

@@ -1,12 +1,13 @@
-"""FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1, with the choices of its spec.
+"""FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1.
 
 Symbols: S_i, the loss of sample i; alpha_i, its uncertainty, 1 minus the range of its class
-probabilities; a_e, the fraction of the biased samples that epoch e uses. Unbiased samples are those
-with at most the loss of the most uncertain sample; biased ones are the others.
+probabilities; a_e, the fraction of the biased samples that epoch e uses. A sample is unbiased if
+its loss is at most the loss of the most uncertain sample. All others are biased.
 
 The textbook draws its own batches. The samples of an epoch are put in the order of the client's
-data, then shuffled. A budget of steps is cut into `phases` parts, which take the epochs' place. A
-last batch of one sample is left out if the network has BatchNorm, which cannot normalise it.
+data, then shuffled. If a job has a number of steps, these are divided into `phases` parts, which
+are used like epochs. A last batch of one sample is left out if the network has BatchNorm, which
+cannot normalise it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 def fedbss(
     world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
 ) -> Book:
-    """Run FedAvg with uniform means; from version `warmup` on, jobs use unbiased samples first.
+    """Run FedAvg with uniform weights; from version `warmup` on, an epoch uses selected samples.
 
-    kind: how a_e grows, a key of `FRACTION`, or "all" for no selection. refresh: samples are ranked
-    again in each `refresh`-th job of a client. fraction_of: with "loss" all samples take part, and
-    a_e multiplies the losses of the biased ones.
+    These are all unbiased samples, and the fraction a_e of the biased ones.
+    kind: how a_e grows, a key of `FRACTION`; "all" uses all samples.
+    refresh: the samples of a client are ranked again in every `refresh`-th of its jobs.
+    fraction_of: with "loss", all samples are used, and a_e multiplies the losses of the biased
+    ones.
     """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]

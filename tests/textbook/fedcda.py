@@ -1,13 +1,14 @@
 """FedCDA: Wang et al. 2024, Algorithm 1, by trying all combinations of models.
 
-Symbols (eqs. 3, 7, 8): K, how many of its last models a client's cache has (`memory`); F_n, a
-model's mean batch loss in its last epoch (with a step budget: in its last tenth); L, the
-smoothness. J, the objective, is the mean F_n of the chosen models plus L / 2 times their mean
-squared distance from their mean.
+Symbols (eqs. 3, 7, 8): K, the number of the last models of a client that its cache holds; F_n, the
+mean batch loss of a model in the last epoch of its job; L, the smoothness. J, the objective, is the
+mean F_n of the chosen models plus L / 2 times their mean squared distance from their mean. If a job
+has a number of steps instead of epochs, F_n is over the last tenth of the steps.
 
 x is the uniform mean of one model of every client that has taken part. The clients of an
-aggregation are put in random order and divided into batches of equal sizes if possible, the larger
-ones first. A client that arrives twice in a buffer is one participant with two more models.
+aggregation are put in random order and divided into batches. The batches have equal sizes, or the
+first ones have one client more. A client that arrives twice in a buffer is one participant with two
+more models.
 """
 
 from __future__ import annotations
@@ -46,11 +47,16 @@ def fedcda(
     warmup_rounds: int,
     everybody: bool = False,
 ) -> Book:
-    """Let an aggregation's clients choose those of their last K models that minimise J.
+    """Choose one of the last K models of each participant of an aggregation, so that J is minimal.
 
-    They choose batch by batch. batches: number of batches. smoothness: L. warmup_rounds:
-    aggregations at the beginning that choose nothing. everybody: these average the newest model of
-    each client that has taken part, not only the participants' models.
+    The participants are divided into batches, and one batch chooses after another.
+    memory: K.
+    batches: the number of batches.
+    smoothness: L.
+    warmup_rounds: the number of aggregations at the beginning in which nothing is chosen. They
+    average the newest models of their participants.
+    everybody: True: the aggregations of the warmup average the newest model of each client that has
+    ever taken part.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     seen: dict[int, History] = {}
@@ -128,7 +134,10 @@ def fedcda(
 
 
 def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Tensor]:
-    """Return raysim's form of the cache: per client a ring, with its model k in place k mod K."""
+    """Return all caches as raysim stores them, with one row for each client.
+
+    A row has `memory` places, which are reused: the client's model k is in place k mod `memory`.
+    """
     order = list(trainable(world.start))
     order += [
         name for name in world.start if name not in order and world.start[name].is_floating_point()

@@ -1,8 +1,9 @@
 """FedCM: Xu et al. 2021, Algorithm 1.
 
 Symbols: g, a gradient; wd, the weight decay; Delta, the server's direction, which starts at zero;
-eta_l, the local learning rate; K_i, client i's steps. Momentum is applied to the mixed direction v.
-A stale client mixes with the Delta that it received.
+eta_l, the local learning rate; K_i, the number of steps of client i; p_i, its normalised weight.
+Momentum is applied to the mixed direction v. A client with a stale model mixes with the Delta that
+it received.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
-    """Run v = alpha (g + wd y) + (1 - alpha) Delta; Delta+ = sum_i p_i (x - y_i) / (eta_l K_i).
+    """Step along v = alpha (g + wd y) + (1 - alpha) Delta on clients.
 
-    p_i: normalised weights. warm_start: the first round does not mix (FedBR's code).
+    After each round, Delta becomes sum_i p_i (x - y_i) / (eta_l K_i).
+    warm_start: True: clients that received version 0 use alpha = 1, as in FedBR's code.
     """
     names = trainable(world.start)
     xs, directions = (

@@ -1,4 +1,7 @@
-"""FedDecorr: Shi et al. 2023, the regulariser |K|_F^2 / d^2 in three forms."""
+"""FedDecorr: Shi et al. 2023: a penalty on correlations of features, in three variants.
+
+The penalty is |K|_F^2 / d^2, where K is the correlation matrix of the d features.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from textbook.world import Book, Params, World
 
 
 def penalty(z: Tensor, variant: str) -> Tensor:
-    """Return the penalty of features [n, D]; a constant feature correlates with no other."""
+    """Return the penalty on the correlations of features.
+
+    z: [n, d], a row for each sample. A feature that is constant has no correlation with others.
+    variant: "authors" (their code), "paper", or "fedbr" (FedBR's code).
+    """
     n, d = z.shape
     if n == 1:
         return torch.zeros(())

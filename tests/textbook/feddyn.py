@@ -1,7 +1,7 @@
-"""FedDyn: Acar et al. 2021, Algorithm 1, with the local loss as printed and a uniform mean.
+"""FedDyn: Acar et al. 2021, Algorithm 1, with the paper's local loss and a uniform mean.
 
-Symbols: F_k, the task loss of client k; g_k, its accumulated gradient, which it keeps; h, the
-server's drift.
+Symbols: F_k, the task loss of client k; g_k, its accumulated gradient, which stays on the client;
+h, the server's drift.
 """
 
 from __future__ import annotations

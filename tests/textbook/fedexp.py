@@ -1,9 +1,9 @@
 """FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
-Symbols: D, the mean update; p_i, the weight of client i's update D_i, normalised; eta, the step
-size of the server; M, the number of the round's clients. The central scores are those of the mean
-of the last two iterates of x, with the newest model's buffers; after the first round, those of the
-first iterate.
+Symbols: D, the mean update; p_i, the normalised weight of client i's update D_i; eta, the step size
+of the server; M, the number of clients in the round. The central scores are those of the mean of
+the last two x, with the buffers of the newest model. After the first round, they are those of the
+first x.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ def fedexp(
 ) -> Book:
     """Run x <- x + eta D with eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps))).
 
-    At version t, eps is epsilon decay^t, times M if `count` is True (released code). minimum: in
-    place of 1 in the formula. weigh: the unnormalised weights of D and p_i. direction: in place of
-    D in the step, but not in eta.
+    At version t, eps is epsilon decay^t; with count=True it is also multiplied by M (released
+    code).
+    minimum: the smallest eta, which is 1 in the formula.
+    weigh(world, version, jobs): the weights of the jobs before they are normalised to p_i.
+    direction(cohort): the vector that eta multiplies in the step, in place of D.
     """
     names = trainable(world.start)
     etas: list[float] = []

@@ -1,8 +1,8 @@
-"""FedGH: Zhang et al. 2024, and the algorithm in FedLD's code under that name ("hierarchical").
+"""FedGH: Zhang et al. 2024. `hierarchical` is another algorithm, which FedLD's code calls FedGH.
 
 Symbols: G_i, client i's update D_i before any projection; g_i, the same update after the
-projections so far; r, the reference direction of the hierarchy. Two updates conflict if their dot
-product is negative.
+projections so far; r, the reference direction by which `hierarchical` sorts updates. Two updates
+conflict if their dot product is negative.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ def fedgh(
     conflict_test: str = "original",
     tensor: bool = False,
 ) -> Book:
-    """Run g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j for both updates of all pairs that conflict.
+    """For each pair of clients that conflicts, run g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j, for both.
 
-    order: pairs in the order of client numbers ("lexicographic"), or permuted ("random").
-    conflict_test: pairs conflict by <G_i, G_j> < 0 ("original"), or one by one by <g_i, G_j> < 0.
-    tensor: treat each tensor of the parameters by itself, not the whole vector.
+    order: the pairs are in the order of client numbers ("lexicographic"), or permuted ("random").
+    conflict_test: "original": a pair conflicts if <G_i, G_j> < 0. Otherwise each g_i is projected
+    if <g_i, G_j> < 0.
+    tensor: True: treat each tensor of the parameters separately; False: the whole vector.
     """
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
     parts = slices(world) if tensor else [slice(None)]
@@ -65,13 +66,15 @@ def fedgh(
 
 
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
-    """Merge updates in pairs until two are left, for each tensor by itself; project these two.
+    """Merge updates in pairs until at most two remain, then project these two onto each other.
 
-    At each level, updates are sorted by <g_i, r>; the largest is merged with the smallest, the
-    second largest with the second smallest, and so on. Merging is addition, after projections if
-    the two conflict. All updates have the same weight. In the first round r is the mean update;
-    later r moves to the result by 1%. eps: added to squared norms. If an aggregation has two
-    updates only, they keep the order of their aggregation, as in the code.
+    Each tensor of the parameters is treated separately. At each level, updates are sorted by <g_i,
+    r>; the largest is merged with the smallest, the second largest with the second smallest, and so
+    on. Merging is addition; updates that conflict are projected before. All updates have the same
+    weight.
+    In the first round, the step and r are the mean update. Later, r <- 0.99 r + 0.01 times the
+    step. An aggregation of only two updates keeps their order, as in the code.
+    eps: the number that is added to squared norms.
     """
     r: Tensor | None = None
     name = "fedgh_hierarchical"

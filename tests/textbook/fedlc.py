@@ -20,8 +20,11 @@ from textbook.world import Book, Job, Params, World
 def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -> Tensor:
     """Return the mean over the batch of log(1 + sum_{c != y} exp(z_c - z_y + m_y - m_c)).
 
-    z: logits [B, C]. y: classes [B]. counts: n_c, [C]. tau: scale of the margins m_c = tau
-    n_c^(-1/4). others: leave out the 1, which is the true class's term.
+    z: logits [B, C].
+    y: classes [B].
+    counts: n_c, the client's number of samples of class c, [C].
+    tau: the scale of the margins m_c = tau n_c^(-1/4).
+    others: True: omit the 1, which is the term of the true class.
     """
     present = counts.nonzero().flatten()
     if len(present) == 1:
@@ -35,10 +38,12 @@ def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -
 def fedlc(
     world: World, tau: float, others: bool = False, floor: float = 0.0, mixed: float | None = None
 ) -> Book:
-    """Run FedAvg with the calibrated loss.
+    """Run FedAvg with the loss `calibrated`.
 
-    tau, others: as in `calibrated`. floor: a class counts with at least so many samples. mixed:
-    None, or Mixup's alpha; then each of a sample's two labels has its share of the loss.
+    tau, others: arguments of `calibrated`.
+    floor: a smaller number n_c of samples of a class is replaced by this number.
+    mixed: the parameter alpha of Mixup, or None. With Mixup, the loss is the weighted mean over
+    both labels of a sample.
     """
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 

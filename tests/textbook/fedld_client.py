@@ -15,16 +15,20 @@ from textbook.world import Book, Job, Params, World
 
 
 def margins(f: Tensor, y: Tensor) -> Tensor:
-    """Return rho_b = f_b,y - max_{c != y} f_b,c."""
+    """Return rho_b, the logit of the true class minus the largest other logit of sample b.
+
+    f: logits [B, C].
+    y: classes [B].
+    """
     return f[range(len(y)), y] - other_class_logits(f, y).amax(1)
 
 
 def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) -> Book:
     """Run FedAvg with the loss CE + lam times a penalty on large logits.
 
-    kind: "marg_log", mean log(1 + |f_b|^2), eq. (3); "batch_softmax", log(1 + sum of squared
-    probabilities of the batch); "logit_l2", mean |f_b|^2; any other, the mean square of rho_b -
-    threshold where it is positive.
+    kind: the penalty. "marg_log": mean log(1 + |f_b|^2), eq. (3). "batch_softmax": log(1 + sum of
+    squared probabilities of the batch). "logit_l2": mean |f_b|^2. Any other text: mean max(rho_b -
+    threshold, 0)^2.
     """
 
     def penalty(f: Tensor, y: Tensor) -> Tensor:
@@ -46,7 +50,8 @@ def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) 
 def damped_margin(world: World, temperature: float, mixed: float | None = None) -> Book:
     """Run FedAvg with the loss CE((1 - sigmoid(rho_b / T)) f_b, y_b), with T the temperature.
 
-    mixed: None, or Mixup's alpha; then rho_b is the margin of the label with the larger share.
+    mixed: the parameter alpha of Mixup, or None. With Mixup, rho_b is computed with the label that
+    has the larger weight.
     """
 
     def losses(job: Job, received: Params) -> Parts:

@@ -1,9 +1,10 @@
-"""FedLD's server: Zeng et al. 2024, eqs. (4)-(7), on the vectors themselves; and whole FedLD.
+"""FedLD: Zeng et al. 2024: the server's rule of eqs. (4)-(7), alone or with FedLD's local loss.
 
+The rule is computed on whole vectors.
 Symbols: g_i, the update of client i; v_l, the l-th principal direction of the updates, of norm 1;
 lambda_l, its eigenvalue, in descending order; w_l, its weight; L, the number of directions that are
-used. Directions point to the side of the mean update, as in eq. (6), which changes nothing.
-Clients' weights are n_i / n.
+used. The sign of v_l is chosen as in eq. (6), towards the mean update; this does not change the
+result. The weights of clients are n_i / n, with n the sum of all n_i.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""FedNTD: Lee et al. 2022, L_CE + beta L_NTD; the teacher is the received model in eval mode."""
+"""FedNTD: Lee et al. 2022: cross-entropy plus beta times the distillation loss `not_true`.
+
+The teacher is the received model in eval mode.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,9 @@ def not_true(student: Tensor, teacher: Tensor, y: Tensor, tau: float) -> Tensor:
 def fedntd(world: World, beta: float, tau: float, mixed: float | None = None) -> Book:
     """Run FedAvg with the loss CE + beta NTD, where NTD is `not_true`.
 
-    mixed: None, or Mixup's alpha; then NTD is lam NTD(., y) + (1 - lam) NTD(., y_pi) on the mixed
-    inputs. y_pi: the labels of the rows' partners.
+    mixed: the parameter alpha of Mixup, or None. Mixup combines each sample with a partner, with
+    the weights lam and 1 - lam. Then CE and NTD are lam times the value for the sample's label,
+    plus 1 - lam times the value for the partner's label.
     """
 
     def losses(job: Job, received: Params) -> Parts:

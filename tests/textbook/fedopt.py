@@ -1,8 +1,8 @@
 """FedAvgM: Hsu et al. 2019; FedAdagrad, FedAdam, FedYogi: Reddi et al. 2021, Algorithm 2.
 
-Symbols: D, the mean update; u, m and v, the server's momentum and moments; eta, the server's rate;
-tau, added to sqrt(v). v starts at tau^2. Bias correction changes the rate, as in TensorFlow, not
-tau. Steps are counted from 1.
+Symbols: D, the mean update; u, the server's momentum; m and v, its first and second moments; eta,
+the server's rate; tau, a constant that is added to sqrt(v). v starts at tau^2. As in TensorFlow,
+bias correction changes eta and not tau. Steps are counted from 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from textbook.world import Book, World
 
 
 class ServerMomentum:
-    """A rule u <- beta u + D, x <- x + eta u; Nesterov: x <- x + eta (D + beta u)."""
+    """Server momentum: u <- beta u + D, and x <- x + eta u.
+
+    lr, momentum: eta and beta.
+    nesterov: True: x <- x + eta (D + beta u).
+    """
 
     def __init__(self, world: World, lr: float, momentum: float, nesterov: bool = False):
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
@@ -34,7 +38,11 @@ class ServerMomentum:
 
 
 class Adaptive:
-    """A rule m <- beta1 m + (1 - beta1) D, x <- x + eta m / (sqrt(v) + tau), with three v."""
+    """Adaptive server rules: m <- beta1 m + (1 - beta1) D, and x <- x + eta m / (sqrt(v) + tau).
+
+    name: "fedadagrad", "fedadam" or "fedyogi", which differ in v.
+    lr: eta.
+    """
 
     def __init__(
         self,
