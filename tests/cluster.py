@@ -9,7 +9,10 @@ from raysim.training.run_spec import RunSpec
 
 
 class Workers:
-    """Actors that become the workers of one run after another."""
+    """Ray actors that serve as the workers of several runs, one run after another.
+
+    count: the number of actors. The first call of `runtime` starts them.
+    """
 
     def __init__(self, count: int):
         self._count = count
@@ -18,7 +21,7 @@ class Workers:
     def runtime(self, spec: RunSpec, count: int) -> on_ray.RayRuntime:
         """Return a runtime whose workers are the first `count` actors.
 
-        The coordinator may live in this process.
+        spec: the run that these actors serve from now on.
         """
         if not self._actors:
             self._actors = on_ray.start_workers(spec, self._count, cpus=0).actors

@@ -53,7 +53,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use Ray as slow; mark those with the shared Ray, and run them last."""
+    """Mark all tests that use Ray as `slow`.
+
+    Tests that use the fixture `ray_session` also get the mark `shared_ray`, and run last.
+    """
 
     def uses(item: pytest.Item, *fixtures: str) -> bool:
         return not {*fixtures}.isdisjoint(getattr(item, "fixturenames", ()))
@@ -80,9 +83,9 @@ def freeze_existing_objects() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Remove the cache, and end processes of pytest-xdist without a last garbage collection.
+    """Remove the folder of built data sets; end a process of pytest-xdist at once.
 
-    That collection takes seconds.
+    Without this, Python would collect garbage at the end of the process, which takes seconds.
     """
     shutil.rmtree(os.environ["RAYSIM_CACHE"], ignore_errors=True)
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -92,7 +95,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Return the folder with real data sets and test vectors; skip the test without it."""
+    """Return the folder with real data sets and test vectors.
+
+    The environment variable RAYSIM_SHARED names it. Skip the test if there is no such folder.
+    """
     folder = os.environ.get("RAYSIM_SHARED", "")
     if not folder or not Path(folder).is_dir():
         pytest.skip("RAYSIM_SHARED does not name a folder with the real data and the vectors")

@@ -1,4 +1,4 @@
-"""A method that kills the process of its run, but only the first time."""
+"""Define a method that kills the process of its run, but only the first time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from raysim.api.server_view import Aggregation, ServerView
 
 
 class DyingOnce(Method):
-    """Kill the process that aggregates round 3, unless a file exists; write this file before."""
+    """A method that kills the process which aggregates round 3, but only once.
+
+    marker: the path of a file that the method writes before it kills the process. If the file
+    exists, the method does nothing.
+    """
 
     name = "dying_once"
 
@@ -19,7 +23,7 @@ class DyingOnce(Method):
         self.marker = marker
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Kill this process in round 3, if it is the first time."""
+        """Kill this process in round 3, unless the file exists."""
         marker = Path(self.marker)
         if server.version == 2 and not marker.exists():
             marker.touch()

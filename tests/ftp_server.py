@@ -1,4 +1,4 @@
-"""An FTP server for tests of stores behind URLs."""
+"""Run an FTP server for tests of stores behind URLs."""
 
 from __future__ import annotations
 

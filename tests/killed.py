@@ -1,4 +1,8 @@
-"""Run `raysim` and kill it after its first checkpoint in a folder whose name has a given word."""
+"""Run `raysim`, and kill its process after the first checkpoint in certain folders.
+
+The first argument is a text. The process is killed once it has written a checkpoint whose path
+contains the text. The remaining arguments are those of `raysim`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ write = Checkpoints.write
 
 
 def write_and_kill(self: Checkpoints, *arguments: Any) -> str:
-    """Write a checkpoint, and end this process if its address has the word."""
+    """Write a checkpoint; kill this process if the checkpoint's path contains the text."""
     address = write(self, *arguments)
     if sys.argv[1] in address:
         os.kill(os.getpid(), signal.SIGKILL)

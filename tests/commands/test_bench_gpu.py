@@ -1,4 +1,4 @@
-"""`raysim bench gpu`, on the CPU with tiny sizes, where neither Ray nor Hydra can be imported."""
+"""Test `raysim bench gpu` on the CPU with tiny sizes, without Ray and Hydra."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`raysim new`: the package passes its own tests and runs by name, in process and on Ray.
+"""Test that the tests of a package from `raysim new` pass, and that its parts run by name.
 
-See `test_submit.py` for a cluster.
+The runs are in this process and on a local Ray. `test_submit.py` runs such a package on a cluster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RUN = ["run", "--quiet", "--allow", "mine"]
 def mine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Path]:
-    """Write a package, and give its folder, which is the current one."""
+    """Make the package `mine` with `raysim new`, change into its folder, and yield its path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert cli.call(["new", "mine"]) == 0

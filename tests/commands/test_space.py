@@ -1,4 +1,4 @@
-"""Search spaces: what is drawn from them, and what they refuse."""
+"""Test what is drawn from search spaces, and what they refuse."""
 
 from __future__ import annotations
 

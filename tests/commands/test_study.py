@@ -1,4 +1,4 @@
-"""A study: what it plans and refuses, how its runs are made and continued, what it reports."""
+"""Test what a study plans and refuses, how it makes and continues runs, and what it reports."""
 
 from __future__ import annotations
 
@@ -404,8 +404,10 @@ def example_study() -> StudyPlan:
 
 
 def example_scores(planned: StudyPlan, missing: Sequence[str] = ()) -> list[RunScores]:
-    """Return artificial scores: fedprox is 0.01, 0.02, 0.03 above fedavg, scaffold equal to it.
+    """Return artificial scores of the runs of a study.
 
+    The score of fedprox is that of fedavg plus 0.01, 0.02 and 0.03 with the seeds 0, 1 and 2.
+    scaffold has the same scores as fedavg.
     missing: the names of runs without a score.
     """
     scores = []

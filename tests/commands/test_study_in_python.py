@@ -1,4 +1,4 @@
-"""`raysim.study`: a study from Python."""
+"""Test `raysim.study`, a study from Python."""
 
 from __future__ import annotations
 

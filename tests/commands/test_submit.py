@@ -1,4 +1,4 @@
-"""`raysim submit`: what is packed and refused, jobs on a cluster, the files in jobs/."""
+"""Test what `raysim submit` packs and refuses, jobs on a cluster, and the files in jobs/."""
 
 from __future__ import annotations
 
@@ -456,7 +456,11 @@ class Cluster:
     token: Path
 
     def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run a program of this environment to its end."""
+        """Run a program of the virtual environment to its end.
+
+        words: the name of the program, then its arguments.
+        env: environment variables in addition to those of the cluster.
+        """
         program = [str(BIN / words[0]), *words[1:]]
         return subprocess.run(
             program, env=self.env | env, cwd=ROOT, capture_output=True, text=True, timeout=1800
@@ -574,7 +578,12 @@ def answers(url: str, token: str) -> bool:
 
 @dataclass
 class Submitted:
-    """A job that has ended well: the folder of its run, its name, and the lines it printed."""
+    """A job on the cluster that ended without an error.
+
+    out: the folder of its run.
+    job: the name of the job, which `raysim fetch` needs.
+    lines: the lines that `raysim submit` printed.
+    """
 
     out: Path
     job: str
@@ -583,7 +592,10 @@ class Submitted:
 
 @pytest.fixture(scope="module")
 def submitted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Submitted:
-    """Submit a run of a new package with all its parts, for several tests."""
+    """Submit a run that uses all parts of a package from `raysim new`.
+
+    Several tests look at this one run.
+    """
     folder = tmp_path_factory.mktemp("submitted")
     assert cli.call(["new", str(folder / "fresh")]) == 0
     words = [
@@ -718,7 +730,7 @@ def rayjob() -> tuple[dict[str, Any], dict[str, Any]]:
     "place", ["spec", "spec.rayClusterSpec", "spec.rayClusterSpec.headGroupSpec.template.spec"]
 )
 def test_rayjob_fits_kuberays_schema(place: str) -> None:
-    """Check jobs/rayjob.yaml, and that the schema finds an unknown key at any depth of the file.
+    """Check jobs/rayjob.yaml with the schema, which must reject an unknown key in any mapping.
 
     place: the path of the mapping to which the unknown key "workers" is added.
     """

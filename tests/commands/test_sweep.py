@@ -1,4 +1,4 @@
-"""Sweeps as a user starts them: what they refuse, their results, and how they continue."""
+"""Test what sweeps refuse, which results they write, and how they continue."""
 
 from __future__ import annotations
 
@@ -66,15 +66,19 @@ def sweep(*overrides: str, status: int = 0) -> Path:
 
 
 def trials(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of the table, in the order of the trials' numbers."""
+    """Return the rows of a sweep's table, in the order of the trials' numbers.
+
+    folder: the folder of the sweep.
+    """
     rows: list[dict[str, Any]] = pq.read_table(folder / "trials.parquet").to_pylist()
     return sorted(rows, key=lambda row: int(row["trial"]))
 
 
 def run_accuracy(config: Path, *words: str) -> float:
-    """Return the final accuracy of a single run of a stored configuration.
+    """Execute a run with a stored configuration; return its final accuracy.
 
-    words: further words of the command.
+    config: the file of the configuration.
+    words: further arguments of `raysim run`.
     """
     overrides = [*INPROCESS, "out=single", *words]
     assert cli.call(["run", "--config", str(config), *overrides, "--quiet"]) == 0
@@ -91,7 +95,11 @@ def records_of(folder: Path, overrides: Sequence[str], metric: str = "accuracy")
 # --- the plan -----------------------------------------------------------------------------------
 @functools.cache
 def shipped(name: str) -> SweepPlan:
-    """Return the plan of a search space in `conf/sweep`; keep it for other tests, as it is slow."""
+    """Return the plan of a sweep over a search space in `conf/sweep`.
+
+    Planning is slow, so each plan is made once for all tests.
+    name: the name of the search space. It begins with the name of a method.
+    """
     method = name.partition("_")[0]
     extra = ["partition.validation_fraction=0.1"] if method == "fraug" else []
     return plan([f"sweep={name}", f"method=[{method}]", *extra])
@@ -363,7 +371,7 @@ GRID = (
 
 @pytest.fixture(scope="module")
 def grid(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return the folder of a sweep of six trials, of which two fail, and what it printed."""
+    """Run a sweep of six trials, of which two fail; return its folder and the printed text."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.chdir(tmp_path_factory.mktemp("grid"))

@@ -1,4 +1,4 @@
-"""`raysim ui`: which server is started, and where its page opens."""
+"""Test which server `raysim ui` starts, and where its page opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What `raysim ui` sends to MLflow's database: each stored run once, however it began and ended."""
+"""Test that `raysim ui` sends each stored run to MLflow's database once.
+
+This also holds for runs that were killed, resumed or moved.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,12 @@ def rows(first: int, last: int) -> list[Row]:
 
 
 def begin(folder: Path, earlier: int = 0, parent: Path | None = None) -> StoredTracker:
-    """Start the tracker of a run that has made some rounds before."""
+    """Start the tracker of a run.
+
+    folder: the folder of the run.
+    earlier: the number of rounds that the run has made before, as a resumed run.
+    parent: the folder of the study to which the run belongs; None for a run without a study.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tracker = StoredTracker(folder)
     tracker.start({"local": {"lr": 0.1}}, {"kind": "run"}, rows(1, earlier + 1), parent=parent)

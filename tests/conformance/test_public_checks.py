@@ -1,4 +1,4 @@
-"""Checks for users' own parts: a good part passes all, a bad one fails the right check."""
+"""Test that a good part of a user passes all checks, and that a bad one fails the right check."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ FEW = Synthetic(samples=80, test_samples=10, classes=5)
 
 
 def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
-    """Return the messages of the checks that a part does not pass, by name."""
+    """Map the name of each check that a part does not pass to the check's message.
+
+    part: a method or another part of raysim that a user can write.
+    study: the setting of the runs that the checks make; None for a small default.
+    """
     messages = {}
     for check in checks(part, study or Study(data=FEW)):
         try:
@@ -162,7 +166,7 @@ class Telling(FedProx):
 
 
 class Hoarding(FedProx):
-    """A method whose client state is the first quarter of the update, which is then uploaded."""
+    """A method whose client state is the first quarter of the update that the client uploads."""
 
     name = "hoarding"
 
@@ -207,7 +211,10 @@ def test_check_finds_argument_with_the_name_of_a_hook() -> None:
 
 
 def users_method(**attributes: Any) -> Method:
-    """Return a method of a user's class with these hooks."""
+    """Return an object of a new method class, as a user would write it.
+
+    attributes: the class's hooks and other attributes, by name.
+    """
     return type("Mine", (Method,), {"__module__": __name__, "name": "mine", **attributes})()  # type: ignore[no-any-return]
 
 
@@ -308,7 +315,10 @@ def test_check_finds_unseeded_model_and_wrong_features() -> None:
 
 @dataclass(frozen=True)
 class Drawing(Source):
-    """A source that draws images from NumPy's global generator; one class has no name."""
+    """A source with two errors.
+
+    It draws images from NumPy's global generator. It has three classes, but names for only two.
+    """
 
     def read(self) -> Raw:
         images = np.random.randint(0, 256, (30, 1, 8, 8)).astype(np.uint8)  # noqa: NPY002
@@ -322,7 +332,11 @@ def test_check_finds_unstable_data_and_missing_label_names() -> None:
 
 @dataclass(frozen=True)
 class Normalising(SklearnLinear):
-    """A learner whose initial values have no seed, and whose outputs depend on the batch."""
+    """A learner with two errors.
+
+    Its initial values do not depend on the seed. Its outputs for a sample depend on the other
+    samples of the batch.
+    """
 
     name = "normalising"
 
@@ -362,7 +376,10 @@ def test_check_finds_partition_with_shared_samples() -> None:
 
 
 class Forgetful(Synchronous):
-    """A schedule that dispatches more jobs than `concurrency`, and counts calls in itself."""
+    """A schedule with two errors.
+
+    It dispatches more jobs than `concurrency`, and it counts calls in an attribute.
+    """
 
     def decide(self, view: Any) -> Any:
         object.__setattr__(self, "asked", getattr(self, "asked", 0) + 1)
@@ -391,7 +408,7 @@ def test_check_finds_unseeded_fleet() -> None:
 
 
 class CountingSelection(Selection):
-    """A selection that chooses the first clients, and counts its decisions in itself."""
+    """A selection that chooses the first clients, and counts its decisions in an attribute."""
 
     def __init__(self) -> None:
         self.decisions = 0
@@ -441,14 +458,17 @@ class Halves(Compressor):
 
 
 class TooLong(Halves):
-    """A compressor that sends one word more than it declares."""
+    """A compressor that sends one 32-bit word more than it declares."""
 
     def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
         return np.append(super().encode(values, layout, key, kept), np.uint32(0))
 
 
 class Drawn(Halves):
-    """A compressor that sends a random word, which does not depend on the key."""
+    """A compressor that draws the first 32-bit word of a message from a generator without a seed.
+
+    Random parts of a message should depend only on the argument `key`.
+    """
 
     def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
         message = super().encode(values, layout, key, kept).copy()
@@ -465,7 +485,7 @@ class Changing(Halves):
 
 
 class Adding(Halves):
-    """A compressor that does not overwrite the second half of `out` when it decodes."""
+    """A compressor whose `decode` leaves the old values in the second half of `out`."""
 
     def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
         out.numpy()[: len(message)] = message.view(np.float32)
@@ -487,7 +507,7 @@ class Telepathic(Halves):
 
 
 class Doubled(Halves):
-    """A compressor that decodes three times the encoded values."""
+    """A compressor whose decoded values are three times the encoded values."""
 
     def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
         super().decode(message, layout, out)

@@ -1,4 +1,4 @@
-"""The settings of small runs in this process, for tests of data."""
+"""Define settings of small runs in this process, for tests of data."""
 
 from typing import Any
 

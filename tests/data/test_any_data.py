@@ -1,4 +1,4 @@
-"""Data other than images: their inputs, labels and users."""
+"""Test inputs, labels and users of data sets that have no images, such as texts and tables."""
 
 from __future__ import annotations
 
@@ -295,7 +295,11 @@ def test_leaf_reads_numeric_inputs(tmp_path: Path) -> None:
 
 
 def write_users(folder: Path, x: Any, y: Any) -> Path:
-    """Write files of LEAF with four samples for each of two users; x and y return a sample."""
+    """Write files in LEAF's format with four samples of each of the users "a" and "b".
+
+    x: function that returns the input of a sample from the user and the number of the sample.
+    y: function that returns the label of a sample from its number.
+    """
     for split in ("train", "test"):
         (folder / split).mkdir(parents=True)
         users = {

@@ -1,4 +1,4 @@
-"""The training pipeline: exact normalisation, and augmentation as a function of one stream."""
+"""Test the batches of training: exact normalisation, and augmentation from one random stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language data: packing, vocabularies, scores of tokens, and runs with a small GPT."""
+"""Test language data: packing, vocabularies, scores of tokens, and runs with a small GPT."""
 
 from __future__ import annotations
 
@@ -446,7 +446,7 @@ def test_causal_settings_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(("temperature", "expected"), [(0.0, "1 2 3 4"), (1.0, "1 2 3 4")])
 def test_text_generation_stops_at_the_end_token(temperature: float, expected: str) -> None:
     class Counts(torch.nn.Module):
-        """The next token is one more, and the end after 4."""
+        """A network whose next token is the last token plus 1, and the end token 0 after 4."""
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             following = torch.where(tokens < 4, tokens + 1, 0)
@@ -507,7 +507,11 @@ def test_prompts_need_language_data(tmp_path: Path) -> None:
 def test_language_run_has_the_same_bits_in_every_runtime(
     is_asynchronous: bool, tmp_path: Path
 ) -> None:
-    """DiLoCo in rounds, and its asynchronous form: on one worker and on three, and resumed."""
+    """Compare a run on one worker with a run on three workers and with a resumed run.
+
+    is_asynchronous: True trains with an asynchronous variant of DiLoCo, False with DiLoCo in
+    rounds.
+    """
     markov = Markov(kind="causal", users=4, samples=8, test_samples=2, length=6, shortest=3)
     local = Local(optimizer="adamw", lr=0.01, batch=4, keep_optimizer=True)
     method = DelayedNesterov(every=2) if is_asynchronous else FedAvgM(0.7, nesterov=True)

@@ -1,4 +1,4 @@
-"""Colour augmentation: torchvision's formulas up to rounding, with one strength per image."""
+"""Test that colour augmentation has torchvision's formulas, and its own strength for each image."""
 
 from __future__ import annotations
 

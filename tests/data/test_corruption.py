@@ -1,4 +1,4 @@
-"""Label noise changes the stated number of labels; rotations are counter-clockwise as seen."""
+"""Test how many labels noise changes, and that a displayed image rotates counter-clockwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Random resized crops: torchvision's rectangles, and pixels interpolated inside them only."""
+"""Test random resized crops.
+
+Their boxes follow torchvision's rules. A box is resized without pixels from outside of it.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,10 @@ def test_crop_boxes_fall_back_to_the_centre(height: int, width: int, expected: l
 
 
 def test_crops_of_area_above_one_do_not_exceed_the_image() -> None:
-    """Areas of 0.8 to 1.2 (COVID-FL) give crops below the whole image, or all of it."""
+    """Test areas of 0.8 to 1.2 of the image, the setting of COVID-FL.
+
+    A crop is smaller than the image, or it is the whole image.
+    """
     _, _, tall, wide = boxes(100, 100, (0.8, 1.2))
     whole = (tall == 100) & (wide == 100)
     assert 0.0 < whole.mean() < 0.1 and (tall * wide)[~whole].min() >= 7900

@@ -1,4 +1,4 @@
-"""The files of conf/data and conf/partition, and values that the user gives."""
+"""Test the files of conf/data and conf/partition, and values that the user sets."""
 
 from __future__ import annotations
 

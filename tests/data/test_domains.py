@@ -1,4 +1,4 @@
-"""Several data sets as one: the order of rows, and sets that do not fit together."""
+"""Test several data sets as the domains of one, and errors of sets with other classes or shapes."""
 
 from __future__ import annotations
 

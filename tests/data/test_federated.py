@@ -1,4 +1,4 @@
-"""Federated data: the pixels and labels that a corruption changes, and statistics of splits."""
+"""Test which pixels and labels a corruption changes, and statistics of splits."""
 
 from __future__ import annotations
 

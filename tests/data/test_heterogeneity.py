@@ -1,4 +1,4 @@
-"""Measures of heterogeneity against hand-computed values."""
+"""Compare measures of heterogeneity with values that are computed by hand."""
 
 from __future__ import annotations
 

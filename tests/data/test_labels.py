@@ -1,4 +1,4 @@
-"""The meaning of labels: one rule for every source, and `data.kind` changes it."""
+"""Test that every source reads labels by the same rule, and that `data.kind` changes the rule."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- the same labels in every form ---------------------------------------------------------------
 def write_leaf(folder: Path, inputs: list, labels: list) -> Path:
-    """Write training files of LEAF, in which three users have the samples in turn."""
+    """Write a training file in LEAF's format; return `folder`.
+
+    The first of three users has the first four samples, the next user the next four, and so on.
+    """
     users = {}
     for user, part in enumerate(ROWS):
         users[f"f{user}"] = {"x": [inputs[row] for row in part], "y": [labels[row] for row in part]}

@@ -1,4 +1,4 @@
-"""Strips: every image at its place, and errors that name the file."""
+"""Test that strips are cut into the right images, and that errors name the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitioners: the split of each seed, its properties, and the settings that are rejected."""
+"""Test the splits of partitioners, their properties, and the settings that are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Labels per position, samples without a label, and values of any shape: data, losses, scores."""
+"""Test data, losses and scores of samples that do not have one label each.
+
+A sample may have a label for each position, such as a pixel, or no label, or an array of values.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ FAST = quick_runs.FAST | {"quiet": True}
 
 
 def images(count: int = 60, ignore: int = 255) -> tuple[np.ndarray, np.ndarray]:
-    """Return small images, and the class of each pixel; the first row of pixels has none."""
+    """Return images, float32 [count, 1, 4, 4], and the class of each pixel, [count, 4, 4].
+
+    ignore: the number that marks a pixel without a class. The first row of each image has it.
+    """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(count, 1, 4, 4)).astype(np.float32)
     y = np.digitize(x[:, 0], [-0.5, 0.5])

@@ -1,4 +1,4 @@
-"""Several inputs of a sample, as a dictionary or a tuple, and tables from Python."""
+"""Test samples with several inputs, as a dictionary or a tuple, and tables from Python."""
 
 from __future__ import annotations
 

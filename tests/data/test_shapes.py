@@ -1,4 +1,4 @@
-"""The generated data set for segmentation."""
+"""Test the generated data set for segmentation."""
 
 from __future__ import annotations
 

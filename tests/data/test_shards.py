@@ -1,4 +1,4 @@
-"""Tar files of samples, several inputs and structured targets from files."""
+"""Test tar files of samples, and files with several inputs or structured targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources become one memory-mapped file, and name the files that they miss."""
+"""Test that a source is stored as one memory-mapped file, and that errors name missing files."""
 
 from __future__ import annotations
 
@@ -109,7 +109,10 @@ def test_error_names_damaged_file(cache: Path) -> None:
 
 
 def flip(path: Path, place: int) -> None:
-    """Another byte at one place of a file."""
+    """Invert the bits of one byte of a file.
+
+    place: the position of the byte.
+    """
     content = bytearray(path.read_bytes())
     content[place] ^= 0xFF
     path.write_bytes(content)
@@ -274,7 +277,10 @@ def test_mnist_cache_of_old_torchvision_is_not_read(tmp_path: Path) -> None:
 
 
 def write_usps(folder: Path) -> None:
-    """Three training images and one test image; labels are 1 to 10 in the file, pixels -1 to 1."""
+    """Write USPS with three training images and one test image.
+
+    In the files, labels are from 1 to 10 and pixels from -1 to 1.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, labels in (("usps.bz2", (1, 10, 3)), ("usps.t.bz2", (2,))):
         values = " ".join(f"{place}:{1.0 if place == 1 else -1.0}" for place in range(1, 257))

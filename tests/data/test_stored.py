@@ -1,4 +1,4 @@
-"""Parquet files, folders of pictures, and data sets by name in either form."""
+"""Test Parquet files and folders of pictures, also for data sets that raysim knows by name."""
 
 from __future__ import annotations
 

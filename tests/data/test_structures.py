@@ -1,4 +1,4 @@
-"""Targets that are dictionaries of arrays, such as boxes: a loss and metrics of one's own."""
+"""Test targets that are dictionaries of arrays, such as boxes, with a user's loss and metrics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def miscounted(outputs: Tensor, targets: list[dict[str, Tensor]]) -> float:
 
 
 class Padded:
-    """A loss that gets the number of boxes of each target, from its collate function."""
+    """A loss of the number of boxes.
+
+    Its method `collate` makes the labels of a batch: the number of boxes in each target.
+    """
 
     def collate(self, targets: list[dict[str, Tensor]]) -> Tensor:
         return torch.tensor([len(target["boxes"]) for target in targets])

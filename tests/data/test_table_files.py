@@ -1,4 +1,4 @@
-"""CSV, JSON lines, Parquet and an archive for each client: their columns and settings."""
+"""Test columns and settings of CSV, JSON lines and Parquet files, and of a .npz file per client."""
 
 from __future__ import annotations
 

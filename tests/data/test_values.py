@@ -1,4 +1,4 @@
-"""Columns in every type of NumPy, PyTorch, pandas, SciPy and Arrow are read or rejected."""
+"""Test columns in every type of NumPy, PyTorch, pandas, SciPy and Arrow."""
 
 from __future__ import annotations
 

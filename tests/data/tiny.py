@@ -35,7 +35,8 @@ def write_parquet(
 
     struct: True stores an image as {"bytes": ..., "path": ...}, as Hugging Face does; False stores
     only the bytes of its PNG file.
-    columns: further columns, by name; `metadata` is the metadata of the file.
+    columns: further columns, by name. The key `metadata` is not a column but the metadata of the
+    file.
     """
     content = [encoded(one) for one in pixels]
     images = (
@@ -63,7 +64,14 @@ def write_strips(
     classes: list[str] = DIGITS,
     per_strip: int = 5,
 ) -> np.ndarray:
-    """Write strips with `rows` training and test images; return all images, [n, h, w(, 3)]."""
+    """Write a data set of strips; return all images, [n, h, w] or [n, h, w, 3].
+
+    size: the height and width of an image in pixels.
+    channels: 1 for grey images, 3 for RGB.
+    rows: the numbers of training images and of test images.
+    classes: the names of the classes, which the images have in turn.
+    per_strip: the largest number of images in a strip.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     images = np.stack([picture(size, size, channels) for _ in range(sum(rows))])
     for split, part in (("train", images[: rows[0]]), ("test", images[rows[0] :])):
@@ -80,7 +88,12 @@ def write_strips(
 
 
 def write_mnist(folder: Path, train: int = 6, test: int = 3) -> np.ndarray:
-    """Write torchvision's four files below folder/MNIST/raw; return all images in order."""
+    """Write torchvision's four files below folder/MNIST/raw; return all images, [n, 28, 28].
+
+    The result has the training images first.
+    train: the number of training images.
+    test: the number of test images.
+    """
     images = RNG.integers(0, 256, (train + test, 28, 28), dtype=np.uint8)
     labels = (np.arange(train + test) % 10).astype(np.uint8)
     (folder / "MNIST/raw").mkdir(parents=True)

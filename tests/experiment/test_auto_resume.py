@@ -1,4 +1,4 @@
-"""A run restarts after it lost a process, and the same command continues a stopped run."""
+"""Test that a run restarts after it lost a process, and that its command continues it later."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class Waited(Observer):
 
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the rounds after which the run loses a process, one for each attempt."""
+    """Return an empty list; a test appends the rounds after which the run loses a process.
+
+    Each start of the run removes the first entry. Without an entry, the run loses no process.
+    """
     whole, rounds = inprocess.run, list[int]()
 
     def run(*parts: Any) -> Iterator[Event]:
@@ -84,7 +87,11 @@ def test_run_ends_after_restarts_without_progress(fails: list[int], tmp_path: Pa
 
 
 def replace_ray(monkeypatch: pytest.MonkeyPatch, plan: Any, run: Any) -> None:
-    """Replace the functions that plan and run with Ray by the functions `plan` and `run`."""
+    """Replace the functions of raysim that use Ray.
+
+    plan: replaces the function that plans the workers.
+    run: replaces the function that executes the run.
+    """
     from raysim.runtime import ray as on_ray
 
     parts = {

@@ -1,4 +1,4 @@
-"""Checkpoints outside the run's folder: behind a URL, or in a folder of their own."""
+"""Test checkpoints that are not in the run's folder but in another folder or behind a URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration: the files of conf, overrides, and errors of wrong ones."""
+"""Test the files of the configuration, overrides, and errors of wrong files and overrides."""
 
 from __future__ import annotations
 

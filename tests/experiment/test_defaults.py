@@ -1,4 +1,4 @@
-"""Classes have the same defaults as their files in `conf`."""
+"""Test that classes have the same defaults as their files in `conf`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ OF_DATA_SETS = {
 
 
 def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of both, of nested dictionaries too; those of the second win."""
+    """Return a dictionary with the values of two; nested dictionaries are merged, too.
+
+    If both have a key, the result has the value of the second dictionary.
+    """
     merged = dict(first)
     for key, value in second.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
@@ -75,7 +78,11 @@ def values(path: Path) -> dict[str, Any]:
 
 
 def option_parts(option: str) -> dict[str, dict[str, Any]]:
-    """Return the nodes of an option that name a class, by their path in a configuration."""
+    """Map keys of the configuration to the mappings that an option sets for them.
+
+    The key is the group, such as "fleet", or "method.NAME" for each method of the option.
+    option: the path of the option's file below `conf`, without its ending.
+    """
     group = option.partition("/")[0]
     node = values(conf_folder() / f"{option}.yaml")
     if group != "method":
@@ -167,7 +174,11 @@ def test_class_defaults_equal_those_of_their_files(group: str) -> None:
 
 
 def check_node(node: Mapping[str, Any], path: Path) -> None:
-    """Compare the values of a node of a file with the arguments' defaults of its class."""
+    """Compare the values in a configuration file with the defaults of a class's arguments.
+
+    node: a mapping of the file that names the class in `_target_`.
+    path: the path of the file, for the error message.
+    """
     for name, parameter in parameters(node[TARGET]).items():
         default = parameter.default
         if isinstance(default, tuple):

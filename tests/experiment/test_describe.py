@@ -1,4 +1,4 @@
-"""The overview that a run prints before it starts."""
+"""Test the overview that a run prints before it starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ SMALL = [
 
 
 def lines(*words: str) -> dict[str, str]:
-    """Return the overview of a run by the first word of each line."""
+    """Return the overview of a run: map the first word of each line to the text after it.
+
+    words: overrides of the run.
+    """
     text = overview(build([*SMALL, *words]), Path("somewhere"))
     return {line[:10].strip(): line[10:] for line in text.splitlines()}
 
@@ -147,7 +150,7 @@ def test_run_refuses_fleet_without_available_clients(
 
 
 def test_version_is_known_without_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is not installed on the nodes to which `raysim submit` sends it."""
+    """Test the case of `raysim submit`, which sends the package to nodes without installing it."""
     monkeypatch.setattr(describe, "LIBRARIES", ("raysim-that-nobody-installed",))
     assert identity(build(SMALL))["libraries"] == {"raysim": raysim.__version__}
 

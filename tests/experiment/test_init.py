@@ -1,4 +1,4 @@
-"""Saved weights to start from: all or parts of them, and errors of those that do not fit."""
+"""Test runs that start from all or some saved weights, and errors of weights that do not fit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def assert_starts(experiment: Experiment, expected: Mapping[str, Tensor]) -> Non
 
 
 class Net(nn.Module):
-    """A network of the user's own, whose names are not raysim's."""
+    """A network of a user, whose modules have other names than raysim's `extractor` and `head`."""
 
     def __init__(self, outputs: int = 10) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Classes that a configuration names, and values for their arguments."""
+"""Test classes that a configuration names, and values for their arguments."""
 
 from __future__ import annotations
 

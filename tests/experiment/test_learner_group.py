@@ -1,4 +1,4 @@
-"""The configuration group `learner`: options, packages, objects, resumed runs and studies."""
+"""Test learners as options, from packages and as objects, also in resumed runs and studies."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Unnamed(Learner):
-    """A learner of this file, with an argument that no file can hold."""
+    """A learner with a function as its argument, which a configuration file cannot store."""
 
     name = "unnamed"
 

@@ -1,4 +1,4 @@
-"""Losses by name, by the user's own function, and as objects."""
+"""Test losses by name, as a user's function and as objects."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_losses_equal_those_of_pytorch() -> None:
 
 
 def test_custom_loss_trains_scores_and_resumes() -> None:
-    """Half the loss at twice the rate gives the same model; the reported loss is half."""
+    """Train with half the loss at twice the learning rate, which gives the same model."""
     usual = raysim.run(**SMALL, local={"lr": 0.1}, out="usual")
     halved = importlib.import_module("ownlosses").halved
     half = SMALL | {"local": {"lr": 0.2}, "allow": ["ownlosses"]}

@@ -1,4 +1,4 @@
-"""Names, folders and scores that studies and sweeps share."""
+"""Test the names, folders and scores of runs, which studies and sweeps have in common."""
 
 from __future__ import annotations
 

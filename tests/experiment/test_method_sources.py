@@ -1,4 +1,4 @@
-"""What `raysim methods` reads from source files is what the imported classes say."""
+"""Test that `raysim methods` reads from source files what the imported classes contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observers of a run: their events, their order, and errors in them."""
+"""Test the events that observers of a run get, their order, and errors in observers."""
 
 from __future__ import annotations
 

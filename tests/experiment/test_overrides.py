@@ -1,4 +1,4 @@
-"""Overrides with letters of any language, and with signs that Hydra's grammar does not know."""
+"""Test overrides with letters of any language, and with signs that Hydra itself would reject."""
 
 from __future__ import annotations
 

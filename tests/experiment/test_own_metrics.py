@@ -1,4 +1,4 @@
-"""Test metrics of the user's own and of torchmetrics: in every set, in every place that scores."""
+"""Test a user's metrics and those of torchmetrics, on every set of samples and in every process."""
 
 from __future__ import annotations
 

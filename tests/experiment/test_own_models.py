@@ -1,4 +1,4 @@
-"""The user's own networks, by the name of a class or function, and as objects from Python."""
+"""Test a user's networks, chosen by the name of a class or function, or passed as objects."""
 
 from __future__ import annotations
 

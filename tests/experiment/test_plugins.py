@@ -1,4 +1,4 @@
-"""The user's own packages, installed or allowed by --allow: their options and classes."""
+"""Test options and classes of a user's package that is installed or allowed by --allow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ SMALL = (
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Make a package `quietly` with a method in the current folder, and return its folder."""
+    """Make a package `quietly` in the current folder; yield the package's folder.
+
+    The package has a method and its option `quiet`.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     place = tmp_path / "quietly"

@@ -1,4 +1,4 @@
-"""A run from Python: parts as objects, what is stored of them, and its result."""
+"""Test runs from Python: objects as parts of a run, how they are stored, and the result."""
 
 from __future__ import annotations
 
@@ -446,7 +446,7 @@ def flat(num_classes: int, width: int = 7) -> nn.Module:
 
 
 def passing(num_classes: int, **more: int) -> nn.Module:
-    """A function that passes its arguments on."""
+    """Return a small network from a function that takes any keyword arguments."""
     return flat(num_classes, **more)
 
 

@@ -1,4 +1,4 @@
-"""The method with client state of docs/extending.md, and the state of its clients after a run."""
+"""Test the method with client state in docs/extending.md, and the client states after a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole folder of a run behind a URL."""
+"""Test runs whose folder is behind a URL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OVERRIDES = (
 
 @pytest.fixture(params=["memory", "file", "ftp"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Return the URL of an empty place."""
+    """Yield the URL of a folder that does not exist yet, for each protocol."""
     if request.param == "ftp":
         with serve_ftp(tmp_path / "served") as address:
             yield f"{address}/runs/first"

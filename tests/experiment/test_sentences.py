@@ -1,4 +1,4 @@
-"""Errors name keys that exist and that the user can set."""
+"""Test that errors name keys that exist and that the user can set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A setting next to an object from Python has its effect, or it is refused by its key."""
+"""Test that a setting next to an object has an effect, or that an error names its key."""
 
 from __future__ import annotations
 

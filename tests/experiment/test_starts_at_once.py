@@ -1,4 +1,4 @@
-"""Several processes start at the same moment in the same folder."""
+"""Test several processes that start at the same moment in the same folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def one_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Stop the clock at one second, in an empty folder."""
+    """Change into an empty folder, and let every time be formatted as "now".
+
+    All folders that are named after the time of their start then have the same name.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda *_: "now")
 
@@ -51,7 +54,7 @@ def _report(action: Callable[[], Any], barrier: Any, queue: Any, number: int) ->
 
 
 def at_once(action: Callable[[], Any]) -> list[Any]:
-    """Return what each of several processes returns that begin at the same moment."""
+    """Call a function in `COUNT` processes at the same moment; return the results of all."""
     context: Any = multiprocessing.get_context("fork")
     barrier, queue = context.Barrier(COUNT), context.SimpleQueue()
     return _answers(COUNT, context, queue, _report, action, barrier, queue)

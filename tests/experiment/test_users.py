@@ -1,4 +1,7 @@
-"""Clients are numbered in the users' natural order, and keep the users' names."""
+"""Test that clients have the order of the users' names, and keep these names.
+
+Names that are numbers are ordered by value, other names as text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings of methods about the schedule and about each other."""
+"""Test the warnings of methods about the schedule and about each other."""
 
 from __future__ import annotations
 
@@ -139,7 +139,11 @@ def test_krum_with_few_updates_gets_a_warning() -> None:
 
 # --- hooks of a user's own methods ----------------------------------------------------------------
 def own(name: str = "mine", **attributes: Any) -> Method:
-    """A method of a class of the user's own."""
+    """Return an object of a new method class, as a user would write it.
+
+    name: the name of the method.
+    attributes: the class's hooks and other attributes, by name.
+    """
     return cast(
         Method, type("Mine", (Method,), {"__module__": __name__, "name": name, **attributes})()
     )

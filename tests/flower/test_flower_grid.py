@@ -134,7 +134,10 @@ def test_grid_counts_samples_for_training_messages_only():
 
 
 class LateRuntime(InProcess):
-    """A runtime that calls a worker when its result is read; worker 0 dies at the second call."""
+    """A runtime that executes a call of a worker only when the call's result is read.
+
+    Worker 0 dies at its second call and later ones, until it is revived.
+    """
 
     is_in_process = False
 

@@ -197,7 +197,10 @@ class DyingWorker(AppWorker):
 
 
 class Revived(InProcess):
-    """The runtime of workers that start again after their death; `get` makes them work."""
+    """A runtime whose workers can be called again after they died.
+
+    A call is executed when `get` reads its result.
+    """
 
     def call(self, worker, method, *args, returns=1):
         return [lambda: getattr(self.members[worker], method)(*args)]

@@ -79,7 +79,10 @@ def test_start_simulation_takes_a_client_fn_with_defaults():
 
 
 class OlderServer(Server):
-    """A server that returns a history alone, and remembers the names of its clients."""
+    """A server whose `fit` returns only a history, as in older versions of Flower.
+
+    `cids` has the names of the clients after `fit`.
+    """
 
     def fit(self, num_rounds, timeout):
         history, _ = super().fit(num_rounds, timeout)

@@ -1,4 +1,4 @@
-"""Tests of the comparison with Flower's engine: its data, its commands and how it reads a log."""
+"""Test the data, the commands and the reading of logs in the comparison with Flower's engine."""
 
 import json
 import subprocess

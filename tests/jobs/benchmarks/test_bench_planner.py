@@ -1,6 +1,4 @@
-"""The benchmark of virtual time measures what it says, on a population that is small enough for a
-test.
-"""
+"""Test the benchmark of the planner on a small population."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of client states."""
+"""Test the benchmark of checkpoints and client states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every benchmark of a checkout prints a table and writes its numbers."""
+"""Test that every benchmark in jobs/benchmarks prints a table and writes its numbers."""
 
 from __future__ import annotations
 

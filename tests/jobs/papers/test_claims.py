@@ -1,4 +1,4 @@
-"""The papers' claims: their printed numbers, their settings, and the verdicts from stored runs."""
+"""Test the papers' claims: printed numbers, settings, and verdicts from stored runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The papers' studies for a GPU, on the CPU with tiny sizes, where Ray and Hydra cannot be
-imported.
-"""
+"""Test the papers' GPU studies on the CPU with tiny sizes, without Ray and Hydra."""
 
 from __future__ import annotations
 

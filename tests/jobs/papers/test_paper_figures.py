@@ -1,4 +1,4 @@
-"""The figures of the papers: their names, numbers and pictures, and the methods that they need."""
+"""Test the names, numbers and pictures of the papers' figures, and the methods that they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stored results of the papers' tables, and the pages that are written from them."""
+"""Test the stored results of the papers' tables, and the pages that are written from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ IDENTITY = {"device": "cpu", "threads": 1, "libraries": {"torch": "2.9"}}
 
 
 def finished(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Path:
-    """A finished run whose summary also says what a real one's does."""
+    """Write the folder of a finished run; return it.
+
+    The summary also has the split, the identity and the checksums that a real summary has.
+    words: overrides of the run.
+    history: the rows of its history.
+    """
     run = make(folder, words, history)
     summary = json.loads((folder / "summary.json").read_text())
     ending = {
@@ -130,7 +135,11 @@ def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """The rows of our results on RotatedMNIST, by how their setting differs from the paper's."""
+    """Return the rows of the tables with our results on RotatedMNIST.
+
+    The keys are texts about the differences from the paper's setting; "" is the paper's setting.
+    text: the result of `compare`.
+    """
     found: dict[str, list[str]] = {}
     setting = ""
     for part in text.split("\n\n"):

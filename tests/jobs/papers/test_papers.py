@@ -1,4 +1,4 @@
-"""The papers' tables: the numbers are the published ones, and ours stand where they belong."""
+"""Test that the papers' tables have the published numbers, and our scores in the right cells."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_fedbss_result_shows_mean_and_deviation_of_its_split(
 
 # --- the command ----------------------------------------------------------------------------------
 def status(*words: str) -> object:
-    """Run the command with these arguments; return its exit status."""
+    """Run `jobs.papers.report` with these arguments; return its exit status."""
     with pytest.raises(SystemExit) as ended:
         command.run(lambda: report.main(words))
     return ended.value.code

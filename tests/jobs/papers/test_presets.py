@@ -1,6 +1,4 @@
-"""The presets: every printed number of a paper has a command, which composes and holds the paper's
-settings.
-"""
+"""Test that every printed number of a paper has a command with the paper's settings."""
 
 from __future__ import annotations
 
@@ -46,9 +44,11 @@ def command(table: Table, cell: Cell) -> Command:
 
 
 def covering(table: Table, own: str) -> list[Cell]:
-    """Return the cells of a table that are composed, because composing takes its time.
+    """Return the cells of a table whose configurations a test composes.
 
-    These are every row in one column, and the rows with the paper's own method in all columns.
+    Composing all of them would take too long. The result has one cell of each row, and all cells
+    of the rows with the paper's own method.
+    own: the name of this method.
     """
     cells: list[Cell] = []
     rows: set[str] = set()
@@ -61,7 +61,10 @@ def covering(table: Table, own: str) -> list[Cell]:
 
 
 def setting(name: str) -> dict[str, Any]:
-    """A table's settings as its file has them."""
+    """Return the settings of a table as the JSON file of the paper has them.
+
+    name: the name of the table, such as "fedbr/table1".
+    """
     paper, key = name.split("/")
     path = conf_folder().parent / "jobs" / "papers" / f"{paper}.json"
     found: dict[str, Any] = json.loads(path.read_text())["tables"][key]["setting"]

@@ -1,4 +1,4 @@
-"""ClientApps that fail, one in each way."""
+"""Define ClientApps that fail, each in another way."""
 
 import sys
 

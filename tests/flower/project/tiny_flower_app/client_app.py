@@ -1,4 +1,8 @@
-"""A ClientApp that fits a line, with records of its own and draws from all generators."""
+"""Define a ClientApp that fits a linear model.
+
+It keeps a record in the state of its client. It draws from the global random generators of Python,
+NumPy and torch.
+"""
 
 import random
 

@@ -1,4 +1,7 @@
-"""A NumPyClient, and the two older ways to make it."""
+"""Define a NumPyClient and two functions that make it.
+
+`client_fn` gets a context, `old_client_fn` the number of a client as text, as in older versions.
+"""
 
 import numpy as np
 from flwr.client import ClientApp, NumPyClient

@@ -1,4 +1,4 @@
-"""A ServerApp with FedAvg."""
+"""Define a ServerApp with FedAvg."""
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
