@@ -142,7 +142,7 @@ class TestRun:
         assert bits("a") == bits("b")
         assert bits("a") != bits("c")
 
-    def test_run_in_python_returns_what_the_command_writes(self) -> None:
+    def test_run_in_python_returns_the_summary_that_it_writes(self) -> None:
         result = execute.run([*QUICK, "out=a"], quiet=True)
         assert result.folder == Path("a")
         assert result.summary == summary("a")
@@ -226,7 +226,7 @@ class TestRefusals:
         assert "out=a " in printed(["run", "out=a", "resume=latest"], capsys, status=2)
         assert list(Path().iterdir()) == []
 
-    def test_auto_resume_can_start_a_run_with_defaults(
+    def test_auto_resume_starts_a_run_with_no_override_but_out(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folders: list[Any] = []
@@ -242,7 +242,7 @@ class TestRefusals:
         ("words", "missing"),
         [(["out=a", "resume=latest"], "resume="), (["rounds=1"], "out=DIR")],
     )
-    def test_auto_resume_needs_out_and_refuses_resume(
+    def test_auto_resume_without_out_or_with_resume_is_refused(
         self, words: list[str], missing: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         error = printed(["run", "--auto-resume", *words], capsys, status=2)
@@ -415,7 +415,7 @@ class TestResume:
         run("out=a", "resume=latest", "rounds=6", "runtime.lanes=2", status=2)
         run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
 
-    def test_error_of_run_of_earlier_version_names_the_version(
+    def test_error_of_resuming_an_older_raysims_run_names_the_version(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a")
@@ -428,7 +428,7 @@ class TestResume:
         error = one_sentence(capsys.readouterr().err)
         assert "runtime.lanes=" in error and raysim.__version__ in error
 
-    def test_resume_with_another_runtime_keeps_a_finished_run(
+    def test_resume_of_a_finished_run_accepts_another_runtime(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a")
@@ -473,7 +473,7 @@ class TestResume:
         assert last.name in error
         assert "round-000002" in error
 
-    def test_checkpoint_continues_in_a_new_folder(self) -> None:
+    def test_run_continues_from_a_checkpoint_in_a_new_folder(self) -> None:
         run("out=a")
         run("out=b", "resume=a/checkpoints/round-000002")
         assert bits("a") == bits("b")
@@ -515,7 +515,7 @@ def two_samples() -> Samples:
 
 
 @pytest.mark.slow
-def test_line_about_a_locked_cache_names_its_owner(
+def test_message_of_waiting_for_a_data_cache_names_the_lock_owner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
@@ -643,7 +643,7 @@ class Failing(Method):
 class TestFailures:
     @pytest.mark.parametrize("hook", ["personalise", "absorb"])
     @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-    def test_command_error_of_a_hook_names_the_method(
+    def test_run_stopped_by_a_failing_hook_names_the_method(
         self, hook: str, error: type[BaseException]
     ) -> None:
         experiment = build([*QUICK, "out=a"])
@@ -661,7 +661,7 @@ class TestFailures:
             assert part in line
         assert not Path("a/summary.json").exists()
 
-    def test_tolerated_failures_are_recorded(self) -> None:
+    def test_tolerated_failures_are_written_to_the_run_folder(self) -> None:
         run("out=a", "local.lr=1e30", "local.batch=4", "faults.tolerate=1")
         lines = Path("a/failures.jsonl").read_text().splitlines()
         entries = [json.loads(line) for line in lines]
@@ -695,7 +695,7 @@ class TestMethods:
         assert [entry["name"] for entry in entries] == ["fedprox"]
         assert "did you mean fedbr?" in printed(["methods", "fedbrr"], capsys, status=2)
 
-    def test_methods_command_lists_or_refuses_users_methods(
+    def test_methods_command_lists_user_methods_and_refuses_wrong_ones(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "own/conf/method").mkdir(parents=True)
@@ -755,7 +755,7 @@ class TestReport:
             assert "nowhere" in printed(["report", "nowhere", other], capsys, status=2)
         printed(["report", *paths, "nowhere"], capsys, status=2)
 
-    def test_report_names_studies_and_sweeps_by_their_folders(
+    def test_report_of_a_study_folder_compares_its_runs(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for seed, name in enumerate(("one", "two")):
@@ -785,7 +785,9 @@ class TestHelp:
         words = [command, "-h"] if command else ["-h"]
         assert "examples:\n  raysim " in printed(words, capsys)
 
-    def test_raysim_help_is_a_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help_command_prints_the_same_as_the_help_flag(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert printed(["help"], capsys) == printed(["-h"], capsys) == printed([], capsys)
         assert printed(["help", "study"], capsys) == printed(["study", "-h"], capsys)
         assert "did you mean study?" in printed(["help", "stdy"], capsys, status=2)
@@ -823,14 +825,12 @@ class TestHelp:
         assert "mu: 0.5\n" in text and "${" not in text
         assert "did you mean rounds?" in printed(["run", "ronds=3", "--show"], capsys, status=2)
 
-    def test_comment_in_command_arguments_is_ignored(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_comment_after_a_command_is_ignored(self, capsys: pytest.CaptureFixture[str]) -> None:
         with_comment = printed(["run", "--show", "#", "what", "is it?"], capsys)
         assert with_comment == printed(["run", "--show"], capsys)
 
     @pytest.mark.slow
-    def test_python_m_raysim_is_the_command(self) -> None:
+    def test_python_m_raysim_runs_the_raysim_command(self) -> None:
         command = [sys.executable, "-m", "raysim", "rnu"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ran.returncode == 2
@@ -853,7 +853,7 @@ class TestHelp:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_error_of_hydra_or_tune_flag_names_the_alternative(
+    def test_error_of_a_flag_of_hydra_or_ray_tune_names_a_replacement(
         self, words: list[str], replacement: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert replacement in printed(words, capsys, status=2)
@@ -883,7 +883,7 @@ class TestCompletion:
             ("nothing", [], []),
         ],
     )
-    def test_completion_knows_overrides(
+    def test_completion_lists_options_and_keys_of_overrides(
         self, prefix: str, overrides: list[str], expected: list[str]
     ) -> None:
         assert completions(prefix, overrides) == expected

@@ -190,7 +190,7 @@ def in_zsh(folder: Path) -> dict[str, list[str]]:
     return words_of("zsh", folder)
 
 
-def test_search_finds_commands_in_texts() -> None:
+def test_documented_commands_are_found_in_pages_and_job_files() -> None:
     places = {*COMMANDS.values()}
     assert {
         "README.md",
@@ -243,7 +243,7 @@ def taken(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "command", COMMANDS, ids=[f"{place}: {text}"[:90] for text, place in COMMANDS.items()]
 )
-def test_raysim_accepts_the_arguments_of_a_command(
+def test_raysim_accepts_every_documented_command(
     command: str, in_bash: dict[str, list[str]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -272,7 +272,7 @@ def test_every_block_of_commands_is_valid_in_bash_and_zsh(path: Path) -> None:
             assert done.returncode == 0 and not done.stderr, done.stderr
 
 
-def test_programs_in_texts_exist() -> None:
+def test_programs_named_in_the_documentation_exist() -> None:
     """Texts call programs by `python -m jobs...` and `python tests/...`; their files must exist."""
     sources = [
         *ROOT.glob("jobs/**/*.py"),
@@ -290,7 +290,7 @@ def test_programs_in_texts_exist() -> None:
     assert missing + [name for name in files if not (ROOT / name).is_file()] == []
 
 
-def test_no_text_installs_raysim_from_a_package_index() -> None:
+def test_no_instruction_installs_raysim_from_a_package_index() -> None:
     """No text installs raysim or raysim-fl from a package index.
 
     On the index, raysim is an unrelated package, and raysim-fl is not published.
@@ -347,7 +347,7 @@ raysim() {
 
 
 @pytest.mark.slow
-def test_quick_commands_of_texts_succeed(
+def test_quick_documented_commands_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

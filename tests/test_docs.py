@@ -45,7 +45,7 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     assert pages == {"fedavg", *find_groups().files["method"]}
 
 
-def test_method_page_has_the_text_of_the_code(from_docs: Any) -> None:
+def test_method_page_shows_paper_costs_and_settings_of_a_method(from_docs: Any) -> None:
     reference: ModuleType = from_docs("reference")
     page = reference.method_page("scaffold")
     assert "Karimireddy et al., ICML 2020" in page
@@ -86,7 +86,7 @@ def test_every_option_has_an_explanation(from_docs: Any) -> None:
     assert lacking == []
 
 
-def test_tables_of_the_page_on_many_nodes_are_current(from_docs: Any) -> None:
+def test_tables_of_the_many_nodes_page_equal_computed_tables(from_docs: Any) -> None:
     many: ModuleType = from_docs("many_nodes")
     text = many.PAGE.read_text(encoding="utf-8")
     assert many.fill_tables(text) == text, "uv run python docs/many_nodes.py"
@@ -107,7 +107,7 @@ def test_asynchrony_pictures_are_made_with_the_planner(from_docs: Any) -> None:
     assert all(panel.has_data() for panel in pictures.staleness().axes)
 
 
-def test_extending_page_names_existing_checks() -> None:
+def test_check_functions_of_the_extending_page_exist() -> None:
     table = re.findall(
         r"^\| `(\w+)\((.*?)\)` \|", (DOCS / "extending.md").read_text(), re.MULTILINE
     )

@@ -95,7 +95,7 @@ def test_command_succeeds_in_every_output_encoding(
     assert all(stream.errors == "strict" for stream in streams), "as they were"
 
 
-def test_run_in_python_prints_to_the_console(
+def test_run_in_python_prints_ascii_to_an_ascii_console(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stream = strict("ascii")
@@ -127,6 +127,6 @@ def test_missing_characters_have_readable_equivalents() -> None:
     assert [ascii_equivalent(character) for character in "━⠋\udcff"] == ["-", "*", "?"]
 
 
-def test_lossy_output_does_not_change_other_streams() -> None:
+def test_lossy_output_accepts_string_missing_and_closed_streams() -> None:
     with lossy_output(io.StringIO(), None, closed := strict("ascii")):
         closed.close()

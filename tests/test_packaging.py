@@ -87,7 +87,7 @@ def test_installed_wheel_finds_its_configuration(installed: Path, tmp_path: Path
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
-def test_changelog_and_citation_have_the_version() -> None:
+def test_changelog_and_citation_have_the_package_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == raysim.__version__
     assert citation["license"] == PROJECT["license"]

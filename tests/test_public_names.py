@@ -335,7 +335,7 @@ def violations(text: str, allowed: Set[str] = frozenset()) -> Iterator[str]:
         "import sys\nsys._getframe(1)",
     ],
 )
-def test_name_checker_finds_private_names_and_assignments(text: str) -> None:
+def test_name_checker_finds_private_names_and_changed_attributes(text: str) -> None:
     assert list(violations(text))
 
 

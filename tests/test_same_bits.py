@@ -99,7 +99,7 @@ def test_bits_are_the_same_if_workers_return_sums_of_updates(
 @pytest.mark.parametrize(
     ("methods", "graph"), [([], False), ([Scaffold()], True)], ids=["lanes", "recorded"]
 )
-def test_bits_of_lanes_are_the_same_on_ray_and_resumed(
+def test_bits_of_lanes_are_the_same_on_ray_and_after_resume(
     methods: list[Any], graph: bool, workers: Workers, tmp_path: Path
 ) -> None:
     def lanes_study() -> Any:

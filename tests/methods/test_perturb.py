@@ -58,7 +58,7 @@ def bits_with(name: str, *more: Method) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", ["fedavg", *PARTNERS])
-def test_second_gradient_without_a_shift_equals_the_first(
+def test_second_gradient_at_unchanged_parameters_equals_the_first(
     name: str,
 ) -> None:
     alone = bits_with(name)
@@ -81,7 +81,7 @@ DROPPED: dict[str, Callable[[], list[Method]]] = {
 
 
 @pytest.mark.parametrize("partners", DROPPED)
-def test_dropout_masks_are_equal_in_first_and_second_gradient(partners: str) -> None:
+def test_both_gradients_of_a_step_use_the_same_dropout_masks(partners: str) -> None:
     asking = ShiftedGradient()
     ended = run(study(*DROPPED[partners](), asking, model=Dropping()), rounds=2)
     plain = run(study(*DROPPED[partners](), model=Dropping()), rounds=2)

@@ -117,7 +117,7 @@ class Watch(Method):
 
 
 @pytest.mark.parametrize("others", [(), (FedBN(),)], ids=["alone", "with fedbn"])
-def test_pfedavg_mode_after_local_scores_last_trained_model(
+def test_pfedavg_scores_each_clients_last_trained_model_by_default(
     others: tuple[Method, ...],
 ) -> None:
     watch = Watch()
@@ -187,14 +187,14 @@ def finetuning(method: PFedAvg) -> Finetune | None:
     return declared.finetune
 
 
-def test_pfedavg_mode_decides_how_evaluation_fine_tunes() -> None:
+def test_pfedavg_settings_become_the_fine_tuning_settings() -> None:
     assert finetuning(PFedAvg()) is None
     assert finetuning(PFedAvg("finetune", 3)) == Finetune(3)
     head = PFedAvg("finetune_last", 2, head_only=True)
     assert finetuning(head) == Finetune(2, head=True, last=True)
 
 
-def test_pfedavg_finetune_last_scores_in_the_last_round_only() -> None:
+def test_pfedavg_mode_finetune_last_fine_tunes_in_last_round_only() -> None:
     always, last = (run(study(PFedAvg(mode))).rows for mode in ("finetune", "finetune_last"))
     assert ["accuracy_finetuned" in row for row in always] == [True, True, True]
     assert ["accuracy_finetuned" in row for row in last] == [False, False, True]
@@ -202,7 +202,7 @@ def test_pfedavg_finetune_last_scores_in_the_last_round_only() -> None:
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["all", "head only"])
-def test_pfedavg_fine_tunes_as_the_setting_evaluate_finetune(head: bool) -> None:
+def test_pfedavg_scores_equal_those_of_setting_evaluate_finetune(head: bool) -> None:
     asked = Evaluation(finetune=Finetune(2, head=head))
     by_method = run(study(PFedAvg("finetune", 2, head_only=head))).rows
     by_setting = run(study(), evaluate=asked).rows

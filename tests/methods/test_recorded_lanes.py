@@ -118,7 +118,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
     )
-    def test_each_method_in_recorded_lanes_equals_one_by_one(
+    def test_recorded_lanes_of_each_method_equal_unrecorded_training(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         operations = waits_of_recorded_steps(monkeypatch)
@@ -130,24 +130,26 @@ class TestNumbers:
 
     @pytest.mark.parametrize("local", RECORDED.values(), ids=RECORDED)
     @pytest.mark.parametrize("lanes", [1, 3])
-    def test_recording_has_rates_and_step_counts_as_inputs(self, local: Local, lanes: int) -> None:
+    def test_one_recording_serves_all_learning_rates_and_step_counts(
+        self, local: Local, lanes: int
+    ) -> None:
         ended = assert_as_in_loop(study(local=local, lanes=lanes), rounds=4)
         assert 1 <= len(loop_of(ended).recordings) <= 8, (
             "one for each size of a batch and each lane, whatever the rate"
         )
 
-    def test_recording_has_weights_of_samples_as_inputs(self) -> None:
+    def test_recorded_steps_use_the_sample_weights_of_each_batch(self) -> None:
         method = FedBSS(1, fraction_of="loss")
         assert_as_in_loop(study(method, local=EPOCHS), rounds=3)
 
-    def test_distance_mmd_classes_can_be_recorded(self) -> None:
+    def test_fraug_with_metric_mmd_classes_can_be_recorded(self) -> None:
         method = FRAug(3, noise_dim=4, generator_metric="mmd_classes", rtnet_metric="mmd_classes")
         assert_as_in_loop(study(method, model=NORMED_MLP), rounds=2)
 
-    def test_recorded_convolutions_equal_one_by_one(self) -> None:
+    def test_recorded_convolutions_equal_unrecorded_training(self) -> None:
         assert_as_in_loop(study("fedbr", model=SmallCnn(norm="batch")), rounds=2)
 
-    def test_second_gradient_in_a_later_stage_can_be_recorded(self) -> None:
+    def test_fedsam_in_a_step_with_several_stages_can_be_recorded(self) -> None:
         fedbr = FedBR(projection="code", pseudo_batch=4, samples_per_mean=3)
         assert_as_in_loop(study(FedSAM(0.5), fedbr, model=MLP), rounds=2)
 
@@ -265,13 +267,13 @@ class TestInputs:
         assert list(loop.reads.facts) == ["version"]
         assert_as_in_loop(study(Ramping()), rounds=4)
 
-    def test_recording_depends_on_client_number_if_a_step_reads_it(self) -> None:
+    def test_recorded_step_reads_the_number_of_each_client(self) -> None:
         assert_as_in_loop(study(Numbered()), rounds=4)
 
-    def test_scratch_entry_added_by_a_step_needs_another_recording(self) -> None:
+    def test_recorded_steps_keep_a_value_stored_at_the_first_batch(self) -> None:
         assert_as_in_loop(study(Remembering()), rounds=3)
 
-    def test_recording_has_no_input_for_entry_that_is_only_written(self) -> None:
+    def test_value_that_a_step_only_writes_is_no_input_of_recording(self) -> None:
         loop = loop_of(run(study("fedmix"), rounds=2))
         assert not [entry for entry in loop.reads.entries if entry[0] == "kept"]
 
@@ -357,7 +359,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "read", [Tensor.item, bool, float, int, Tensor.tolist, Tensor.numpy, nonzeros]
     )
-    def test_error_of_recording_names_method_that_reads_a_value(
+    def test_recording_error_names_method_that_reads_tensor_values(
         self, read: Callable[[Tensor], Any]
     ) -> None:
         assert not run(study(Asking(read), lanes=1, graph=False), rounds=1).failures
@@ -366,12 +368,12 @@ class TestRefusals:
         ):
             run(study(Asking(read)), rounds=1)
 
-    def test_error_of_recording_names_method_that_reports(self) -> None:
+    def test_recording_error_names_method_that_reports_during_a_step(self) -> None:
         with pytest.raises(LanesError, match=r"^runtime\.graph=true: method 'reporting'"):
             run(study(Reporting()), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
-    def test_error_of_wrong_hook_in_lanes_names_the_method_only(self, method: Method) -> None:
+    def test_invalid_hook_in_recorded_lanes_raises_no_lanes_error(self, method: Method) -> None:
         with pytest.raises(RefusedError, match=method.name) as refused:
             run(study(method), rounds=1)
         assert not isinstance(refused.value, LanesError)
@@ -398,7 +400,7 @@ def test_recorded_lane_that_fails_does_not_change_other_lanes(hook: str) -> None
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def test_train_and_eval_modes_of_later_stages_replace_earlier() -> None:
+def test_later_stage_replaces_the_train_or_eval_mode_of_a_network() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
     assert list(after.items()) == [
@@ -422,7 +424,7 @@ class TestUsual:
         )
         assert not recorded(asked=False, device="cuda") and recorded(asked=True)
 
-    def test_third_party_or_random_parts_are_not_recorded_by_default(self) -> None:
+    def test_user_code_and_dropout_are_not_recorded_by_default(self) -> None:
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
 

@@ -115,12 +115,12 @@ def test_run_without_what_its_method_requires_is_refused(row: str) -> None:
 
 
 @pytest.mark.parametrize("method", [FlexLoRA(), FLoRA()], ids=lambda method: method.name)
-def test_adapters_of_other_layers_are_accepted(method: Method) -> None:
+def test_flexlora_and_flora_accept_untied_and_ungrouped_layers(method: Method) -> None:
     for network, layer in ((Grouped, "spread"), (Plain, "first")):
         declare_run(run_spec(method, model=adapted(network, layer)))
 
 
-def test_methods_declare_how_they_correct_gradients() -> None:
+def test_known_methods_shift_or_mix_gradients() -> None:
     corrections = {name: declared(name).correction for name in TABLE}
     shifting = {name for name, kind in corrections.items() if kind == "shift"}
     mixing = {name for name, kind in corrections.items() if kind == "mix"}
@@ -139,6 +139,8 @@ def options_of_methods() -> list[tuple[type[Method], str]]:
 
 
 @pytest.mark.parametrize(("method", "argument"), options_of_methods())
-def test_method_refuses_an_unknown_word_by_its_setting(method: type[Method], argument: str) -> None:
+def test_method_refuses_an_unknown_option_and_names_the_setting(
+    method: type[Method], argument: str
+) -> None:
     with pytest.raises(ValueError, match=rf"{argument}.*'unknown'|{argument}=unknown"):
         method(**{argument: "unknown"})

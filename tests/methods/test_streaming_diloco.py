@@ -24,7 +24,7 @@ SIZES = [64 * 12 + 12, 12 * 8 + 8, 8 * 6 + 6, 6 * 5 + 5]  # of the layers; pixel
         ("sequential", [SIZES[0] + SIZES[1], SIZES[2] + SIZES[3]]),
     ],
 )
-def test_diloco_fragments_divide_the_layers(pattern: Pattern, expected: list[int]) -> None:
+def test_diloco_fragments_cover_each_layer_once(pattern: Pattern, expected: list[int]) -> None:
     layout = declare_run(run_spec(model=DEEP)).layout
     fragments = fragments_of(layout, 2, pattern)
     assert [sum(place.stop - place.start for place in part) for part in fragments] == expected

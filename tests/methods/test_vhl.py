@@ -84,7 +84,7 @@ def test_virtual_set_depends_on_seed_and_data_only() -> None:
     assert not torch.equal(first[0], other)
 
 
-def test_virtual_set_is_standardised_and_has_equal_classes() -> None:
+def test_virtual_set_is_standardised_and_has_classes_of_equal_size() -> None:
     method = Vhl(virtual=33, virtual_batch=6)
     images, labels = virtual_set(method, run_spec(method))
     assert images.shape == (33, *tiny_data().open().shape) and images.dtype == torch.float32
@@ -181,7 +181,7 @@ def test_vhl_score_is_the_larger_of_two_outputs_of_a_class() -> None:
     assert model.eval()(logits).tolist() == [[9.0, 2.0], [3.0, 4.0]]
 
 
-def test_vhl_evaluation_scores_the_classes_of_the_data() -> None:
+def test_vhl_evaluation_uses_the_larger_output_of_each_class() -> None:
     study = run_spec(Vhl(**SMALL))
     ended = run(study, rounds=1)
     worker = Worker(study)
@@ -196,7 +196,7 @@ def test_vhl_evaluation_scores_the_classes_of_the_data() -> None:
     assert ended.rows[-1]["loss_global"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_vhl_probes_score_the_classes_of_the_data() -> None:
+def test_vhl_probes_store_probabilities_of_real_classes_only() -> None:
     evaluate = Evaluation(probe=1, probe_rows=20)
     events = coordinate(run_spec(Vhl(**SMALL)), rounds=1, evaluate=evaluate).run()
     probes = [probe for event in events if isinstance(event, Round) for probe in event.probes]
@@ -224,7 +224,7 @@ def test_vhl_refuses_methods_that_replace_the_model() -> None:
     [([Vhl()], 20), ([Vhl(), Mixup()], 40), ([Mixup(), Vhl()], 40), ([Vhl(**NONE)], 0)],
     ids=str,
 )
-def test_vhl_costs_a_pass_and_one_more_for_changed_inputs(methods: Any, samples: int) -> None:
+def test_vhl_costs_one_pass_or_two_if_a_method_changes_inputs(methods: Any, samples: int) -> None:
     (vhl,) = [method for method in methods if method.name == "vhl"]
     assert vhl.cost(participation_facts(run_spec(*methods), 5, 20.0)) == samples
 

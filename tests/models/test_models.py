@@ -318,7 +318,7 @@ def test_cnn_accepts_three_channels_and_32_pixels() -> None:
 
 
 @pytest.mark.parametrize("depth", [18, 50])
-def test_resnet_with_imagenet_stem_computes_as_torchvision(depth: int) -> None:
+def test_resnet_with_imagenet_stem_equals_that_of_torchvision(depth: int) -> None:
     import torchvision
 
     torch.manual_seed(0)
@@ -386,7 +386,7 @@ def test_cct_block_adds_its_output_to_the_normalised_input() -> None:
         torch.testing.assert_close(block(u), v + block.mlp(v))
 
 
-def test_cct_drop_rates_rise_evenly() -> None:
+def test_cct_drop_rates_rise_evenly_from_block_to_block() -> None:
     net = Cct7().build(CIFAR, 100, seed=1).extractor
     assert [block.path.p for block in net[5:12]] == pytest.approx([i / 60 for i in range(7)])
     path = net[11].path.train()

@@ -117,7 +117,7 @@ def test_network_with_wrong_head_inputs_or_outputs_is_rejected(
         split_network(net(), 5, inputs(), head)
 
 
-def test_network_that_squeezes_its_outputs_is_rejected() -> None:
+def test_network_that_removes_the_output_dimension_is_rejected() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
     with pytest.raises(ValueError, match="squeeze"):
         split_network(net, 1, inputs())
@@ -191,7 +191,7 @@ def test_training_starts_from_the_users_module() -> None:
     )
 
 
-def test_network_without_features_trains_as_a_whole() -> None:
+def test_network_that_cannot_be_split_trains_but_has_no_features() -> None:
     whole = CustomModel(lambda: Two(after=True))
     assert run(run_spec(FedProx(), model=whole)).finished.model_sha256
     with pytest.raises(
@@ -212,7 +212,7 @@ class Bare(ModelRecipe):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, num_classes))
 
 
-def test_network_of_model_recipe_without_a_head_is_split() -> None:
+def test_network_of_a_model_class_without_a_head_is_split() -> None:
     rows = run(run_spec(FedDecorr(), model=Bare())).rows
     # Type: ignore[operator].
     assert not rows[-1]["failures"] and rows[-1]["loss_global"] < rows[0]["loss_global"]
@@ -259,7 +259,7 @@ def test_error_of_missing_package_names_its_extra(
         Timm("resnet10t").build((3, 32, 32), 4, 0)
 
 
-def test_error_of_old_class_name_has_the_new_name() -> None:
+def test_error_of_a_renamed_class_has_its_new_name() -> None:
     with pytest.raises(AttributeError, match="CustomModel"):
         raysim.models.Own  # noqa: B018
     with pytest.raises(RefusedError, match="HuggingFaceModel"):
@@ -288,7 +288,7 @@ def test_only_adapters_of_a_custom_network_are_sent() -> None:
     assert any(ended.tensors[name].any() for name in ended.tensors if "lora_B" in name)
 
 
-def test_adapters_reject_missing_layers() -> None:
+def test_adapters_of_layers_that_do_not_exist_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"model\.lora\.layers=\['nowhere'\]"):
         Transformer(lora=Lora(rank=2, layers=["nowhere"])).build((6,), 3, 5, Tokens(11))
 
@@ -306,7 +306,7 @@ def test_adapters_reject_rank_above_size_of_layers(recipe: ModelRecipe, lora: Lo
         replace(recipe, lora=lora).build((1, 8, 8), 4, 0)
 
 
-def test_adapters_leave_out_layers_below_the_rank() -> None:
+def test_layers_smaller_than_the_rank_get_no_adapter() -> None:
     model = Mlp((8, 3), Lora(rank=4)).build((1, 8, 8), 4, 0)
     assert [adapter.layer for adapter in find_adapters(model)] == ["extractor.1"]
 

@@ -71,7 +71,7 @@ def outputs_and_gradient(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tens
     ],
     ids=str,
 )
-def test_stored_layer_computes_exactly_as_a_rounded_layer(
+def test_layer_stored_in_few_bits_equals_a_rounded_layer(
     layer: Any, shape: tuple[int, ...], kind: type[HalfWeight | FourBitWeight]
 ) -> None:
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -105,7 +105,7 @@ def test_four_bit_weight_takes_nine_sixteenths_of_a_byte(size: int) -> None:
     assert torch.equal(weight.decode(torch.float64), torch.zeros(size, dtype=torch.float64))
 
 
-def test_stored_embedding_returns_rounded_rows() -> None:
+def test_embedding_stored_in_few_bits_returns_rounded_rows() -> None:
     layer = nn.Embedding(11, 4).requires_grad_(False)
     tokens = torch.tensor([[1, 10], [0, 1]])
     kept = stored(layer)
@@ -132,7 +132,7 @@ def test_backward_pass_decodes_the_stored_weight_again(
 
 
 @pytest.mark.parametrize("kind", [HalfWeight, FourBitWeight])
-def test_stored_layer_under_autocast_equals_a_rounded_layer(
+def test_layer_stored_in_few_bits_equals_rounded_one_in_autocast(
     kind: type[HalfWeight | FourBitWeight],
 ) -> None:
     layer, inputs = nn.Linear(7, 5).requires_grad_(False), torch.randn(3, 7)
@@ -195,7 +195,7 @@ def test_lora_base_dtype_is_refused_if_rank_is_zero(base: Literal["bfloat16", "n
         Lora(2, base="int3")  # type: ignore[arg-type]
 
 
-def test_lora_base_that_a_method_changes_is_refused() -> None:
+def test_method_that_changes_a_rounded_lora_base_is_refused() -> None:
     spec = run_spec(FLoRA(), model=Mlp((6,), Lora(RANK, base="bfloat16")))
     with pytest.raises(ValueError, match=r"model\.lora\.base=bfloat16"):
         declare_run(spec)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_hugging_face_model_type_fits_tokens_and_classes() -> None:
+def test_hugging_face_model_fits_vocabulary_and_ignores_padding() -> None:
     model = HuggingFaceModel("bert", options=TINY).build((5,), 3, 0, Tokens(7))
     assert model.is_split and model.feature_dim == 8
     assert model.get_parameter("extractor.net.bert.embeddings.word_embeddings.weight").shape == (
@@ -97,7 +97,7 @@ def test_hugging_face_causal_model_sees_no_later_token(tmp_path: Path) -> None:
     assert torch.allclose(fewer(tokens.clamp(max=5)), model(tokens.clamp(max=5))[:, :6], atol=1e-6)
 
 
-def test_adapters_leave_out_output_layer_of_hugging_face() -> None:
+def test_adapters_leave_out_output_layer_of_hugging_face_models() -> None:
     pytest.importorskip("peft")
     recipe = HuggingFaceModel("gpt2", options=GPT2, task="causal", lora=Lora(rank=2))
     layers = [adapter.layer for adapter in find_adapters(recipe.build((5,), 7, 0, Tokens(7)))]

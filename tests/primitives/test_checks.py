@@ -34,7 +34,7 @@ RANGES: list[tuple[Callable[[float], float], list[float], list[float], str]] = [
 
 
 @pytest.mark.parametrize(("check", "good", "bad", "words"), RANGES, ids=[row[3] for row in RANGES])
-def test_range_check_returns_or_refuses_numbers(
+def test_range_check_returns_valid_and_refuses_invalid_numbers(
     check: Callable[[float], float], good: list[float], bad: list[float], words: str
 ) -> None:
     assert [check(value) for value in good] == good
@@ -54,7 +54,7 @@ def test_number_check_refuses_infinity(
 
 
 @pytest.mark.parametrize("value", ["a", None, [1], {}, 1j])
-def test_number_check_refuses_other_types(value: Any) -> None:
+def test_number_check_refuses_values_that_are_no_numbers(value: Any) -> None:
     for check, _, _, words in RANGES:
         with pytest.raises(
             ValueError, match=rf"^x={re.escape(repr(value))} must be a number, {words}$"
@@ -68,7 +68,7 @@ def test_number_check_accepts_numpy_numbers() -> None:
     assert [at_least("x", value, 0) for value in (np.float32(0.5), np.int64(3))] == [0.5, 3]
 
 
-def test_error_of_a_check_ends_with_its_reason() -> None:
+def test_error_of_a_check_ends_with_the_reason_for_the_limit() -> None:
     with pytest.raises(
         ValueError, match=r"^eps=0 must be above 0: it keeps the divisor away from 0$"
     ):
@@ -107,7 +107,7 @@ def test_first_line_of_error_from_another_process_is_its_cause() -> None:
     assert first_line(crossed) == "what happened"
 
 
-def test_only_value_errors_become_refused_errors() -> None:
+def test_only_value_error_becomes_refused_error() -> None:
     with pytest.raises(RefusedError, match=r"^one two$"), errors_as_refusals():
         raise ValueError("one\n  two")
     with pytest.raises(ZeroDivisionError), errors_as_refusals():

@@ -26,14 +26,14 @@ def git(*words: str) -> str:
     return subprocess.run(named, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_commit_of_submitted_job_is_read_from_its_environment(
+def test_git_commit_of_a_submitted_job_is_read_from_a_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(SOURCE, '{"commit": "abc", "dirty": "true"}')
     assert source_commit() == {"commit": "abc", "dirty": "true"}
 
 
-def test_raysim_commands_store_the_commit() -> None:
+def test_git_commit_and_uncommitted_changes_are_recorded() -> None:
     git("init", "-q")
     Path("a.py").write_text("1\n")
     git("add", "a.py")

@@ -32,7 +32,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.param.format(tmp_path / "store"))
 
 
-def test_store_writes_lists_and_reads_files(address: str) -> None:
+def test_files_of_a_store_are_written_listed_and_read(address: str) -> None:
     there = open_store(address)
     assert there.names() == there.names("log") == []
     put(there, "log/a.json", "1")

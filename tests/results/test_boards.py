@@ -178,7 +178,7 @@ def test_error_names_missing_package_and_its_extra(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_option_of_tensorboard_and_wandb_makes_an_observer(
+def test_options_tensorboard_and_wandb_build_an_observer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Standing())  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def test_written_split_is_read_back_unchanged(tmp_path: Path) -> None:
     )
 
 
-def test_run_without_table_files_has_no_tables(tmp_path: Path) -> None:
+def test_missing_tables_of_clients_are_read_as_none(tmp_path: Path) -> None:
     assert read_split(tmp_path) is None and read_clients(tmp_path) is None
 
 

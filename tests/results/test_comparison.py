@@ -154,7 +154,7 @@ def test_percent_applies_to_thresholds_and_chosen_columns(study: Path) -> None:
         raysim.report(study, percent=True, columns=columns)
 
 
-def test_cost_of_a_score_ends_with_the_first_round_reaching_it(study: Path) -> None:
+def test_cost_of_a_score_counts_rounds_until_it_is_first_reached(study: Path) -> None:
     table = raysim.report(study, thresholds=[0.5], order="fedavgm").thresholds.set_index("setting")
     row = table.loc["fedprox"]
     # 0.8 * 0.7 is above 0.5, so each seed needs two rounds of 2,000 floats of four bytes.
@@ -180,7 +180,7 @@ def test_costs_are_compared_on_the_same_data_only(tmp_path: Path) -> None:
     assert [re.findall(r"fedprox, alpha=([\d.]+)", line) for line in best] == [["1.0"], ["0.1"]]
 
 
-def test_order_of_settings_extends_to_settings_with_same_data(tmp_path: Path) -> None:
+def test_named_setting_is_followed_by_those_with_the_same_data(tmp_path: Path) -> None:
     for method in ("fedavgm", "fedprox", "moon"):
         for alpha in (0.1, 1.0):
             folder = save(tmp_path / f"{method}-{alpha}", method, 0, 0.5 + alpha / 10)
@@ -360,7 +360,7 @@ def test_mean_is_never_best_if_a_seed_misses_the_score(study: Path) -> None:
     assert starred == ["fedprox"]
 
 
-def test_unknown_bold_rule_is_refused(study: Path) -> None:
+def test_unknown_value_of_flag_bold_is_refused(study: Path) -> None:
     with pytest.raises(RefusedError, match="--bold"):
         raysim.report(study, bold="bset")
 

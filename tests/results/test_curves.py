@@ -40,7 +40,7 @@ def test_curves_are_drawn_against_bytes() -> None:
     assert read({"floats_down": None, "floats_up": None}) == 0
 
 
-def test_mean_curve_has_rounds_of_all_seeds() -> None:
+def test_mean_curve_has_only_rounds_that_every_seed_scored() -> None:
     each = [history([0.5, None, 0.5]), history([0.25, 0.5, 1.0]), history([0.75, 0.5, 0.75, 0.75])]
     found = curves.mean_curve("x", each, "accuracy", 9)
     assert [(row["round"], y) for row, y in found.points] == [(1, 0.5), (3, 0.75)]
@@ -61,7 +61,7 @@ def test_long_history_is_thinned_and_keeps_its_ends() -> None:
 
 
 @pytest.mark.pictures
-def test_panels_show_used_axes_and_have_colours_of_the_page() -> None:
+def test_panels_leave_out_unused_axes_and_use_colours_of_the_page() -> None:
     drawn = curves.panels(
         [curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy"
     )
@@ -91,7 +91,7 @@ def test_panels_show_used_axes_and_have_colours_of_the_page() -> None:
         ),
     ],
 )
-def test_cost_has_an_axis_if_runs_differ_in_it_per_round(
+def test_cost_is_an_axis_if_runs_need_different_amounts_per_round(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
     """A cost has an axis if two runs need clearly different amounts of it for the same round.
@@ -164,7 +164,7 @@ def test_axis_of_shares_is_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0.4 < low < 0.5 and 0.6 < high < 0.7
 
 
-def test_missing_values_on_an_axis_count_as_0() -> None:
+def test_missing_values_of_a_cost_are_drawn_at_0() -> None:
     rows = [
         row | {"virtual_seconds": value}
         for row, value in zip(history([0.5] * 3), (math.nan, None, 2), strict=True)

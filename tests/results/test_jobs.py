@@ -91,7 +91,7 @@ def test_resumed_job_file_keeps_jobs_up_to_its_checkpoint(
     assert written(tmp_path) == all_of(range(1, 9))
 
 
-def test_run_resumed_without_the_file_writes_none(tmp_path: Path) -> None:
+def test_resumed_run_without_a_job_file_writes_none(tmp_path: Path) -> None:
     assert JobWriter.open(tmp_path, 3) is None
     assert read_jobs(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
@@ -105,7 +105,7 @@ def test_error_names_broken_job_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", [Oversample(4, 1.6), Buffered(6, 2, max_staleness=1)])
-def test_job_table_of_a_run_has_the_end_of_every_job(tmp_path: Path, schedule: Schedule) -> None:
+def test_job_table_of_a_run_says_how_every_job_ended(tmp_path: Path, schedule: Schedule) -> None:
     coordinator, _, _ = untrained_run(
         [30, 60, 90, 10] * 5, schedule, Lognormal(dropout=0.2), rounds=20
     )

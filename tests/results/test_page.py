@@ -138,7 +138,7 @@ def test_page_shortens_checksums(tmp_path: Path) -> None:
     assert "all of them are in the run&#39;s summary.json" in text
 
 
-def test_page_shows_no_checksum_without_state(tmp_path: Path) -> None:
+def test_page_shows_no_checksum_of_an_empty_state(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5])
     run.summary.update(
         model_sha256="0123456789abcdef" * 4, state_sha256=hashlib.sha256().hexdigest()
@@ -236,7 +236,7 @@ def test_page_shows_notes_below_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_class_map_has_the_colour_of_the_page(tmp_path: Path) -> None:
+def test_picture_of_client_classes_has_the_colour_of_the_page(tmp_path: Path) -> None:
     """A picture that is drawn for a light page is hard to see on a dark one."""
     run = make(tmp_path / "a", [0.5])
     write_split(

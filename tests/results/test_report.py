@@ -118,7 +118,7 @@ def test_error_of_report_names_broken_file(tmp_path: Path, name: str, content: s
         stored_runs.load_run(tmp_path / "one")
 
 
-def test_labels_of_settings_with_one_name_list_differences(tmp_path: Path) -> None:
+def test_labels_of_runs_with_equal_folder_names_list_differences(tmp_path: Path) -> None:
     config = (
         "{{local: {{lr: {lr}, batch: 10}}, out: {out}, "
         "method: {{fedprox: {{_target_: x, mu: {mu}}}}}}}"
@@ -406,7 +406,7 @@ def test_best_value_is_marked_for_virtual_but_not_wall_time(tmp_path: Path) -> N
     assert best["virtual"] and not best["wall"]
 
 
-def test_table_names_metric_and_tests(tmp_path: Path) -> None:
+def test_table_names_the_metric_and_the_test_set(tmp_path: Path) -> None:
     both = make(tmp_path / "both", [0.5])
     central = replace(both, rows=[row | {"accuracy": None} for row in both.rows])
     own = replace(both, rows=[row | {"accuracy_global": None} for row in both.rows])
@@ -435,7 +435,7 @@ def test_second_run_with_the_same_seed_is_another_row(tmp_path: Path) -> None:
     assert len({group.label for group in groups}) == 2
 
 
-def test_labels_of_settings_of_one_method_list_differences(
+def test_labels_of_settings_with_equal_methods_list_differences(
     tmp_path: Path,
 ) -> None:
     runs = [

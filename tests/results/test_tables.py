@@ -67,7 +67,7 @@ def test_best_value_is_marked_if_the_difference_is_clear(
     assert stars == best
 
 
-def test_csv_keeps_every_digit_and_whole_numbers() -> None:
+def test_csv_keeps_all_digits_and_writes_integers_without_a_point() -> None:
     rows = [
         {"run": "a, b", "rounds": 5, "score": 2 / 3},
         {"run": "c", "rounds": None, "seed": 1, "done": True, "score": math.nan},
@@ -77,7 +77,7 @@ def test_csv_keeps_every_digit_and_whole_numbers() -> None:
     assert lines == ['"a, b",5,0.6666666666666666,,', "c,,,1,True"]
 
 
-def test_text_rows_become_a_label_and_columns_of_numbers() -> None:
+def test_text_rows_are_converted_to_columns_of_a_table() -> None:
     label, count = text_columns(("method", "ms"), [("fedavg", "1.5"), ("fedbr", "20")])
     assert (label.title, label.texts, count.texts) == ("method", ["fedavg", "fedbr"], ["1.5", "20"])
     assert format_table([label, count]).splitlines()[-1] == "fedbr    20"
@@ -108,7 +108,7 @@ def test_latex_has_commands_in_place_of_greek_letters() -> None:
     assert r"FedProx ($\mu$ = 0.1, $\beta$ $\to$ 1)" in text
 
 
-def test_bold_rule_marks_the_best_even_with_a_small_lead() -> None:
+def test_bold_best_marks_the_best_value_even_with_a_small_lead() -> None:
     deviations = [0.1, 0.1, 0.1]
     column = Column("score", ["", "", ""], [0.50, 0.52, 0.51], 1, deviations)
     assert column.best() == set()

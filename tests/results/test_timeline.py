@@ -122,7 +122,7 @@ def test_job_bar_has_row_of_client_and_colour_of_staleness() -> None:
     assert taken.norm.vmin == 0 and taken.norm.vmax == 2
 
 
-def test_bar_of_job_without_aggregation_is_empty_with_marker() -> None:
+def test_bar_of_an_unaggregated_job_is_empty_and_has_a_marker() -> None:
     ax = drawn()[0]
     others = [bars for bars in boxes(ax) if bars.get_label() != "aggregated"]
     assert [spans(bars) for bars in others] == [
@@ -271,7 +271,7 @@ def test_timeline_has_light_and_dark_version(
     assert not (tmp_path / "none.png").exists()
 
 
-def test_timeline_titles_and_names_of_clients_do_not_overlap() -> None:
+def test_timeline_titles_and_tick_labels_do_not_overlap() -> None:
     many = made(*[(k % 60, k / 3, k / 3 + 1 + k % 60, "aggregated", k % 7) for k in range(300)])
     with matplotlib.rc_context(page_theme(False)):
         figure = Figure(figsize=(13, 9.6), dpi=50, layout="constrained")

@@ -33,7 +33,9 @@ def test_traffic_is_read_from_last_row_of_each_replica() -> None:
 
 @pytest.mark.pictures
 @pytest.mark.parametrize("topology", [Hierarchical(2), Gossip("ring")])
-def test_picture_shows_the_topology(topology: Hierarchical | Gossip, tmp_path: Path) -> None:
+def test_topology_picture_of_edge_servers_or_gossip_is_drawn(
+    topology: Hierarchical | Gossip, tmp_path: Path
+) -> None:
     network = connect(topology, 6)
     scores = {"accuracy": np.array([0.1, 0.2, np.nan, 0.4, 0.5, 0.6])}
     assert draw_topology(network, scores, ROWS, tmp_path / "topology.png", "title")
@@ -41,7 +43,7 @@ def test_picture_shows_the_topology(topology: Hierarchical | Gossip, tmp_path: P
 
 
 @pytest.mark.pictures
-def test_picture_shows_clusters_with_the_scored_clients(tmp_path: Path) -> None:
+def test_picture_of_clusters_accepts_clients_without_a_score(tmp_path: Path) -> None:
     network = connect(Clustered("loss", 3), 4)
     scores = {
         "accuracy": np.array([0.1, np.nan, 0.4, 0.5]),

@@ -165,7 +165,9 @@ def test_tracker_stores_no_passwords(tmp_path: Path) -> None:
     "content",
     ["null", "[]", "3", "[" * 100_000, "\0", '{"round": 1' + "0" * 400 + "}", '{"round": null}'],
 )
-def test_damaged_record_and_backlog_are_read_as_far_as_valid(content: str, tmp_path: Path) -> None:
+def test_damaged_tracking_files_are_read_as_far_as_they_are_valid(
+    content: str, tmp_path: Path
+) -> None:
     (tmp_path / "tracking.json").write_text(content)
     (tmp_path / "tracking_backlog.jsonl").write_text(content + "\n" + '{"round": 3}' + "\n")
     assert isinstance(read_record(tmp_path), dict)
@@ -355,7 +357,7 @@ def test_tracker_names_nested_settings_with_dots() -> None:
     assert flatten({"a": {"b": {"c": 1}, "d": [2]}, "e": {}}) == {"a.b.c": 1, "a.d": [2], "e": {}}
 
 
-def test_tracker_of_untracked_run_sends_nothing(tmp_path: Path) -> None:
+def test_run_without_a_tracker_sends_nothing_to_mlflow(tmp_path: Path) -> None:
     none = NoTracker()
     none.start({}, {}, [])
     none.log({"round": 1})
@@ -415,7 +417,9 @@ def identity(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["online", "offline"])
-def test_mlflow_gets_the_whole_run(tracked: Path, client: MlflowClient, name: str) -> None:
+def test_mlflow_gets_settings_scores_and_files_of_a_run(
+    tracked: Path, client: MlflowClient, name: str
+) -> None:
     run = client.get_run(identity(tracked / name))
     assert (run.info.run_name, run.info.status) == (name, "FINISHED")
     assert (len(run.data.params), run.data.params["local.lr"], len(run.data.params["long"])) == (
@@ -515,7 +519,7 @@ def test_mlflow_run_is_complete_and_its_model_predicts(
     assert model.predict(data.inputs[rows[:1]].copy()).shape == (1, 10)
 
 
-def test_mlflow_gets_no_model_with_personal_parts(tmp_path: Path) -> None:
+def test_mlflow_gets_no_model_with_personal_parameters(tmp_path: Path) -> None:
     experiment = build(["data=synthetic", "model=small_cnn", "method=[fedbn]", "model.norm=batch"])
     assert load_shared_model(experiment.spec, tmp_path / "none") is None
 
@@ -568,7 +572,7 @@ def test_mlflow_continues_a_finished_run_under_its_id(tracked: Path, client: Mlf
     assert [m.step for m in client.get_metric_history(before, "round")] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_mlflow_without_the_run_receives_its_whole_history(
+def test_mlflow_that_lost_a_run_receives_its_whole_history(
     tracked: Path, tmp_path: Path, client: MlflowClient
 ) -> None:
     folder = tracked / "moved"
@@ -667,7 +671,7 @@ def test_locked_mlflow_database_prints_no_traceback(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_mlflow_experiment_of_another_process_is_used(
+def test_mlflow_experiment_just_created_by_another_process_is_used(
     mlflow_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Mlflow(f"sqlite:///{mlflow_database}")

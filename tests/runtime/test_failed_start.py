@@ -30,7 +30,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_error_of_long_path_names_its_length_and_variable(
+def test_error_of_a_too_long_ray_path_names_length_and_variable(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{folder}/ray/session/sockets/plasma_store"

@@ -83,7 +83,7 @@ def test_cluster_has_a_token_if_the_user_has_none(
     assert "RAY_AUTH_TOKEN" not in os.environ and joined == ["local"] * 3
 
 
-def test_process_on_loopback_cannot_join_a_cluster(
+def test_runtime_address_is_refused_if_ray_is_limited_to_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.runtime import ray

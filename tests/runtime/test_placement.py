@@ -134,7 +134,9 @@ def test_error_of_too_many_workers_names_what_to_change(
         choose_size(options, each, nodes, 20)
 
 
-def test_start_of_a_run_waits_for_nodes_until_runtime_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_waits_for_missing_nodes_up_to_runtime_wait_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from raysim.runtime.ray import driver
 
     now, tries, said = [0.0], [0], list[str]()
@@ -212,7 +214,7 @@ def test_trial_has_a_worker_for_each_bundle_of_its_group() -> None:
 
 
 # --- what a job needs -----------------------------------------------------------------------------
-def test_jobs_and_client_states_share_a_gpu() -> None:
+def test_memory_of_client_states_reduces_workers_per_gpu() -> None:
     need = MemoryNeed(job=GIB * 13 // 10, room=16 * GIB, state=GIB // 10)
     assert workers_per_gpu(replace(need, state=0), 100, 1) == 11  # 15.2 / 1.3
     assert workers_per_gpu(need, 100, 1) == 4  # (15.2 - 10) / 1.3
@@ -269,7 +271,7 @@ def test_preflight_trains_one_largest_client_per_lane() -> None:
 
 # --- what a run shows -----------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
-def test_history_has_shares_of_busy_workers_and_store_bytes(
+def test_history_has_busy_worker_shares_and_object_store_bytes(
     methods: tuple[Method, ...],
 ) -> None:
     study = run_spec(*methods, data=equal_clients(), model=Mlp((32,)))
@@ -289,7 +291,7 @@ def test_history_has_shares_of_busy_workers_and_store_bytes(
     assert max(row["worker_busy"] for row in result.rows) > 0  # type: ignore[type-var, operator]
 
 
-def test_history_store_bytes_count_a_sum_as_one_vector() -> None:
+def test_history_counts_a_sum_of_updates_as_one_stored_vector() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(study, Synchronous(4), runtime=several_workers(study, 2), rounds=1)
     (row,) = run_to_end(coordinator).rows
@@ -617,7 +619,7 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
     return told, refused, failed, _gone(_groups)
 
 
-def test_run_that_does_not_fit_waits_or_is_refused(
+def test_run_without_free_cpus_waits_or_is_refused_if_wait_is_0(
     driver: Call,
 ) -> None:
     told, refused, failed, gone = driver(_queued_then_failed)
@@ -842,7 +844,7 @@ def test_trial_of_a_sweep_uses_and_keeps_its_placement_group(
     assert size == Size(1, {"CPU": 0.5})
 
 
-def test_coordinator_writes_nothing_until_events_are_read(tmp_path: Path) -> None:
+def test_coordinator_writes_no_file_before_its_events_are_read(tmp_path: Path) -> None:
     # The driver makes the run's folder at its start; on a busy machine the coordinator would be
     # there first.
     spec = run_spec()

@@ -44,7 +44,7 @@ def test_client_stays_on_its_worker_only_if_loads_stay_even() -> None:
     assert assign_units(units_of(1, 1), [0.0, 0.0], [0, 0], home_of) == [1, 0]
 
 
-def test_client_stays_on_its_worker_while_its_state_is_pending() -> None:
+def test_client_stays_on_its_worker_while_its_job_has_not_ended() -> None:
     assert assign_units(
         units_of(1), [0.0, 99.0], [0, 0], lambda client: StateHome(1, is_pending=True)
     ) == [1]

@@ -52,7 +52,7 @@ def changes(presence: Availability, client: int, until: float) -> list[float]:
 
 
 # --- by hand --------------------------------------------------------------------------------------
-def test_diurnal_client_is_available_from_its_midnight() -> None:
+def test_diurnal_client_is_available_from_its_local_midnight() -> None:
     presence = Diurnal(np.array([0, 6, 23]), hours=8.0)
     hours = [h for h in range(48) if presence.available(1, h * HOUR)]
     assert hours == [*range(6, 14), *range(30, 38)]
@@ -94,7 +94,7 @@ def test_availability_interval_includes_its_start_not_its_end() -> None:
     ]
 
 
-def test_client_is_unavailable_after_a_trace_without_wrap() -> None:
+def test_client_is_unavailable_after_a_trace_that_is_not_repeated() -> None:
     presence = intervals([10.0, 20.0], wrap=False)
     assert changes(presence, 0, 500.0) == [10.0, 20.0]
     assert not presence.available(0, 110.0)
@@ -274,7 +274,7 @@ def test_list_of_availability_changes_has_those_of_all_clients(
     members=st.sets(st.integers(0, 8), min_size=1),
 )
 @settings(max_examples=60, deadline=None)
-def test_tracked_idle_clients_equal_a_new_count(
+def test_idle_clients_updated_by_events_equal_a_new_count(
     presence: Availability, events: list[tuple[float, int]], members: set[int]
 ) -> None:
     clients, busy, now = np.array(sorted(members)), set[int](), 0.0
@@ -326,7 +326,7 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
 
 
-def test_markov_availability_of_many_equals_that_of_one() -> None:
+def test_markov_availability_of_many_clients_equals_single_queries() -> None:
     """Asking for many clients at once gives the same answers as asking for each client.
 
     In each step the test asks for the clients next to two limits. One limit separates the clients
@@ -383,7 +383,7 @@ def test_availability_interval_contains_time_despite_rounding() -> None:
 
 
 @pytest.mark.parametrize(("on", "off"), [(600.0, 600.0), (300.0, 900.0), (5000.0, 100.0)])
-def test_markov_durations_have_the_means_on_and_off(on: float, off: float) -> None:
+def test_markov_on_and_off_durations_have_the_given_means(on: float, off: float) -> None:
     presence = MarkovAvailability(17, 250, on, off)
     there = np.array(
         [[presence.available(client, at * (on + off)) for at in range(40)] for client in range(250)]
@@ -496,7 +496,7 @@ def test_run_without_clients_ends_before_its_last_round(tmp_path: Path) -> None:
     assert run_to_end(again).bits == run_to_end(straight).bits
 
 
-def test_run_continues_in_the_next_period_of_a_trace() -> None:
+def test_run_continues_in_the_next_repetition_of_a_trace() -> None:
     coordinator, _, _ = untrained_run(
         [10], Buffered(1, 1), Recorded([0.0, 25.0], wrap=True), rounds=4
     )

@@ -136,7 +136,7 @@ def test_best_model_file_is_kept_on_resume(
         assert one == other
 
 
-def test_resumed_run_keeps_best_model_that_is_the_current_one() -> None:
+def test_resumed_run_keeps_best_model_equal_to_the_current_model() -> None:
     """If the current version has the best weights, a resumed run gets them without a second copy.
 
     The current version stays the best one, for example, while all clients of the later rounds fail.
@@ -156,7 +156,7 @@ def test_round_without_a_score_is_not_best(value: float | None) -> None:
     assert best.summary() is None
 
 
-def test_result_has_the_best_model(tmp_path: Path) -> None:
+def test_run_result_has_model_and_predictions_of_the_best_round(tmp_path: Path) -> None:
     result = raysim.run(
         [*WORDS, "partition.validation_fraction=0.2", f"out={tmp_path / 'run'}"], quiet=True
     )
@@ -175,7 +175,7 @@ def test_result_has_the_best_model(tmp_path: Path) -> None:
         result.predictions(client=0, best=True)
 
 
-def test_missing_best_model_is_refused(tmp_path: Path) -> None:
+def test_best_model_whose_file_is_missing_is_refused(tmp_path: Path) -> None:
     result = raysim.run([*WORDS, f"out={tmp_path / 'run'}"], quiet=True)
     assert result.summary["best_model"]["by"] == "train_loss"
     (tmp_path / "run" / "best.safetensors").unlink()

@@ -144,7 +144,7 @@ def test_checkpoints_write_rows_of_a_long_history_once(
     assert len(json.loads(Path(path, "run.json").read_text())["rows"]) == 2
 
 
-def test_checkpoint_with_damaged_rows_is_refused(
+def test_checkpoint_with_damaged_history_rows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 2)
@@ -172,7 +172,7 @@ def test_removal_of_checkpoints_keeps_other_folders(tmp_path: Path) -> None:
     assert names(tmp_path) == ["log", "round-000000", "round-000002", "round-000003", "round-best"]
 
 
-def test_checkpoint_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
+def test_permissions_of_checkpoint_files_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write(tmp_path, 1, snapshot())
@@ -243,7 +243,7 @@ def test_checkpoint_writes_only_changed_states(tmp_path: Path) -> None:
             run = Checkpoints(tmp_path, resume=path)
 
 
-def test_log_of_states_is_at_most_twice_as_large_as_all_states(
+def test_size_of_the_client_state_log_is_bounded(
     tmp_path: Path,
 ) -> None:
     run, now, written = Checkpoints(tmp_path, keep=1), states(range(40), job=1), 0
@@ -259,7 +259,7 @@ def test_log_of_states_is_at_most_twice_as_large_as_all_states(
     assert same_states(checkpoint.read(path).clients, now.clients)
 
 
-def test_many_small_files_of_the_state_log_are_merged(
+def test_many_small_files_of_the_client_state_log_are_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_log, "MAX_SMALL_FILES", 8)
@@ -291,7 +291,7 @@ def test_resuming_from_a_checkpoint_removes_later_ones(
         assert same_states(checkpoint.read(path).clients, whole.clients)
 
 
-def test_run_in_another_folder_begins_a_new_state_log(tmp_path: Path) -> None:
+def test_run_resumed_in_another_folder_stores_all_client_states(tmp_path: Path) -> None:
     first = Checkpoints(tmp_path / "a").write(1, states(range(5), job=1))
     before = content(tmp_path / "a")
     now = after(states(range(5), job=1), 2, job=50)
@@ -301,7 +301,7 @@ def test_run_in_another_folder_begins_a_new_state_log(tmp_path: Path) -> None:
     assert before and checkpoint.find_damage(first)
 
 
-def test_checkpoint_has_empty_states_and_no_missing_clients(tmp_path: Path) -> None:
+def test_checkpoint_keeps_empty_client_states_and_drops_removed_ones(tmp_path: Path) -> None:
     now = after(states(range(3), job=1), 5, job=9)
     now = replace(now, clients={**now.clients, 1: {}})
     run = Checkpoints(tmp_path)
@@ -310,7 +310,7 @@ def test_checkpoint_has_empty_states_and_no_missing_clients(tmp_path: Path) -> N
     assert same_states(checkpoint.read(run.write(2, fewer)).clients, fewer.clients)
 
 
-def test_copied_checkpoint_is_complete(tmp_path: Path) -> None:
+def test_copied_checkpoint_is_readable_without_the_original(tmp_path: Path) -> None:
     run = Checkpoints(tmp_path / "a")
     run.write(1, states(range(5), job=1))
     now = after(states(range(5), job=1), 2, job=50)
@@ -420,7 +420,7 @@ def test_error_of_damaged_checkpoint_names_a_valid_one(
     assert not checkpoint.find_damage(good)
 
 
-def test_error_of_damaged_only_checkpoint_says_to_start_again(tmp_path: Path) -> None:
+def test_error_of_damaged_checkpoint_says_that_no_valid_one_exists(tmp_path: Path) -> None:
     first, second = (write(tmp_path, version, snapshot()) for version in (4, 8))
     flip(first / "run.json")
     flip(second / "run.json")
@@ -622,7 +622,7 @@ def test_resumed_run_can_be_resumed_again(tmp_path: Path) -> None:
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
-def test_checkpoint_of_earlier_version_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_an_earlier_raysim_release_is_refused(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).write(1, states(range(2), job=1))
     manifest = json.loads((Path(path) / "manifest.json").read_text())
     manifest["clients.safetensors"] = manifest.pop("index.safetensors")
@@ -631,7 +631,7 @@ def test_checkpoint_of_earlier_version_is_refused(tmp_path: Path) -> None:
         checkpoint.read(path)
 
 
-def test_client_state_without_names_is_refused() -> None:
+def test_client_state_without_tensor_names_is_refused() -> None:
     layout = run(run_spec(FedBN(), model=NORMED), rounds=1).coordinator.layout
     flats = {"personal": np.zeros(layout.total - layout.shared, np.float32)}
     with pytest.raises(ValueError, match=re.escape(__version__)):
@@ -814,7 +814,7 @@ def test_error_of_full_disk_has_the_needed_bytes(
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_resumed_run_continues_its_state_log(remote: bool, tmp_path: Path) -> None:
+def test_resumed_run_reuses_the_files_of_the_client_state_log(remote: bool, tmp_path: Path) -> None:
     where: Any = f"memory://{tmp_path.name}" if remote else tmp_path
     Checkpoints(where, 3).write(4, snapshot())
     there = stores.open_store(where)

@@ -186,7 +186,7 @@ class Forgetful(FedBSS):
 
 
 @pytest.mark.parametrize(("refresh", "matters"), [(1, False), (2, True)])
-def test_fedbss_cached_losses_are_used_only_without_refresh(refresh: int, matters: bool) -> None:
+def test_fedbss_uses_cached_losses_only_if_refresh_is_above_1(refresh: int, matters: bool) -> None:
     with_cache, without_cache = (
         run(study(kind(1, refresh)), Synchronous(3), rounds=6).finished
         for kind in (FedBSS, Forgetful)
@@ -194,7 +194,7 @@ def test_fedbss_cached_losses_are_used_only_without_refresh(refresh: int, matter
     assert (with_cache.model_sha256 != without_cache.model_sha256) == matters
 
 
-def test_fedbss_ranking_is_used_in_the_next_job(
+def test_fedbss_with_refresh_2_ranks_samples_in_every_second_job(
     tmp_path: Path,
 ) -> None:
     result = every_round(tmp_path, FedBSS(warmup_rounds=2, refresh=2))
@@ -299,7 +299,7 @@ def test_client_state_declared_twice_is_refused(kind: str) -> None:
         declare_run(run_spec(Twice(), model=NORMED_MLP))
 
 
-def test_client_state_of_two_methods_with_one_name_is_refused() -> None:
+def test_client_states_of_two_methods_with_equal_keys_are_refused() -> None:
     methods = [Keeps("mine", "own.state"), Keeps("mine.own", "state")]
     with pytest.raises(ValueError, match=r"method 'mine\.own' .* 'mine\.own\.state', .*'mine'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))

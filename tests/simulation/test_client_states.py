@@ -70,7 +70,7 @@ def values(states: Any) -> list[float]:
     return [float(state.personal[0]) for state in states]
 
 
-def test_states_of_jobs_in_flight_count_with_the_mean_size() -> None:
+def test_memory_counts_client_states_in_flight_with_the_mean_size() -> None:
     books = Books()
     first, second, third = (books.send(client)[0] for client in range(3))
     assert books.client_states.bytes == 0, "nothing is known yet"
@@ -81,7 +81,7 @@ def test_states_of_jobs_in_flight_count_with_the_mean_size() -> None:
     assert books.client_states.bytes == 3 * EACH
 
 
-def test_state_read_from_disk_counts_until_its_job_returns() -> None:
+def test_memory_counts_a_state_read_from_disk_until_its_job_ends() -> None:
     books = Books(budget=0)
     books.done(5)
     assert books.client_states.spilled_bytes == EACH and books.client_states.bytes == 0
@@ -110,7 +110,7 @@ def test_spilled_state_is_counted_when_it_is_replaced() -> None:
     assert books.client_states.spilled_bytes == books.client_states.bytes == EACH
 
 
-def test_spilled_state_is_released_by_its_worker() -> None:
+def test_worker_releases_a_client_state_that_was_written_to_disk() -> None:
     books = Books(budget=0)
     books.done(1)
     assert books.told == [(0, [1])]
@@ -131,7 +131,7 @@ def test_state_of_unknown_size_takes_no_memory() -> None:
     ) == [0.0]
 
 
-def test_moved_client_keeps_its_state() -> None:
+def test_client_on_another_worker_is_sent_its_state() -> None:
     books = Books()
     books.done(1)
     _, sent, read = books.send(1)
@@ -140,7 +140,7 @@ def test_moved_client_keeps_its_state() -> None:
     assert values(sent) == [1.0] and books.told == [(0, [1])]
 
 
-def test_states_of_a_worker_are_those_of_its_finished_jobs() -> None:
+def test_worker_has_the_client_states_of_jobs_that_it_finished() -> None:
     books = Books()
     finished = [books.send(client, worker)[0] for client, worker in ((1, 0), (2, 1), (3, 0))]
     in_flight, *_ = books.send(4, worker=0)

@@ -141,14 +141,14 @@ def test_clients_are_scored_with_the_model_of_their_cluster(
 
 @pytest.mark.parametrize("method", [Scaffold(), FedDyn(), GroupDRO()])
 @pytest.mark.parametrize("topology", [EAGER, CHOICE])
-def test_clusters_refuse_methods_with_server_values_per_client(
+def test_clusters_refuse_methods_with_server_state_per_client(
     method: Method, topology: Topology
 ) -> None:
     with pytest.raises(ValueError, match=f"topology: method '{method.name}'"):
         coordinate(spec(topology, method), ALL)
 
 
-def test_clusters_chosen_by_loss_refuse_messages_per_client() -> None:
+def test_clusters_chosen_by_loss_refuse_downloads_for_one_client() -> None:
     with pytest.raises(ValueError, match="topology: method 'fedpac'"):
         coordinate(spec(CHOICE, FedPAC(), local=Local(epochs=2)), ALL)
 
@@ -172,7 +172,7 @@ def test_more_clusters_than_clients_are_refused() -> None:
         Clustered("loss", 9).connect(Federation(0, np.full(CLIENTS, 5), "samples", 10))
 
 
-def test_error_of_method_ifca_names_the_topology(tmp_path: Path) -> None:
+def test_error_of_method_option_ifca_suggests_clustered_topology(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"topology=clustered topology\.rule=loss"):
         run_experiment(["method=ifca", f"out={tmp_path}"])
 
@@ -235,12 +235,12 @@ class Pieces(Topology):
         return Network(zeros, shares=np.ones(2), clusters=self.rule)
 
 
-def test_own_cluster_rule_moves_client_to_new_replica() -> None:
+def test_user_defined_cluster_rule_moves_client_to_new_replica() -> None:
     result = run(spec(Pieces(OneByOne())), ALL, rounds=2, evaluate=Evaluation(every=1))
     assert result.coordinator.replicas.clients_of.tolist() == [1] + [0] * (CLIENTS - 1)
 
 
 @pytest.mark.parametrize("rule", [OneByOne(target=0), OneByOne(target=5), OneByOne(many=True)])
-def test_wrong_result_of_own_cluster_rule_is_refused(rule: ClusterRule) -> None:
+def test_wrong_result_of_user_defined_cluster_rule_is_refused(rule: ClusterRule) -> None:
     with pytest.raises(ValueError, match=r"topology: OneByOne\.regroup"):
         run(spec(Pieces(rule)), ALL, rounds=2)

@@ -124,7 +124,7 @@ def test_extra_pass_over_the_data_costs_energy() -> None:
     assert aggregation.down == 12 and aggregation.up == 2 + 4
 
 
-def test_device_classes_have_costs() -> None:
+def test_costs_of_a_fleet_follow_the_clients_device_classes() -> None:
     result = run(run_spec(), Synchronous(4), DeviceClasses())
     assert all(result.rows[-1][name] > 0 for name in COLUMNS)
     fleet_costs = DeviceClasses().costs(0, 50)

@@ -336,7 +336,7 @@ def test_loss_of_the_last_node_ends_the_run() -> None:
         )
 
 
-def test_waiting_event_names_the_worker_that_does_not_answer(clock: None) -> None:
+def test_waiting_event_names_the_silent_worker_and_its_node(clock: None) -> None:
     asked = {"rounds": 4, "faults": Faults(timeout=35.0), "evaluate": Evaluation(every=10**9)}
     spec, in_hand = study("sums on workers"), set()
     for number in range(5, 9):
@@ -498,7 +498,7 @@ def test_death_of_a_worker_on_a_full_node_names_memory(monkeypatch: pytest.Monke
         assert words in runtime.explain_death(0, death)
 
 
-def test_worker_that_always_dies_stops_the_run() -> None:
+def test_run_stops_if_replaced_workers_die_at_every_call() -> None:
     runtime: Runtime = Mortal(study("upload and state"), 2, set(range(9, 99)))
     with pytest.raises(RunStoppedError) as stopped:
         run_to_end(
@@ -609,7 +609,7 @@ def test_stacks_of_a_frozen_actor_are_read(ray_session: None) -> None:
     assert "T (stopped)" in stacks
 
 
-def test_replacement_lost_with_its_node_counts_as_dead_worker(
+def test_replacement_lost_with_its_node_raises_worker_died_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The replacement dies before it reports its identity, and the error names the lost node."""
@@ -693,7 +693,7 @@ class Halting(Method):
         return direction
 
 
-def test_coordinator_that_stops_is_a_lost_process(
+def test_silent_coordinator_raises_process_lost_error(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime import ray as on_ray
@@ -721,7 +721,7 @@ def test_coordinator_that_stops_is_a_lost_process(
 
 
 @pytest.mark.parametrize(("error", "words"), [("RayActorError", []), ("OutOfMemoryError", ["no"])])
-def test_death_of_the_coordinator_is_a_lost_process(
+def test_dead_coordinator_raises_process_lost_error(
     error: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime import ray as on_ray

@@ -118,7 +118,7 @@ def test_immediate_schedule_keeps_both_workers_busy() -> None:
     assert min(jobs) > 0.4 * sum(jobs)
 
 
-def test_round_of_equal_clients_is_one_call_to_each_worker() -> None:
+def test_each_worker_gets_one_call_per_round_of_equal_clients() -> None:
     result = calls(Synchronous(10), Ideal(), 0.001, 5)
     assert sorted(result.calls) == [(0, 5)] * 5 + [(1, 5)] * 5
 

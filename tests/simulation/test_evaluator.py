@@ -109,7 +109,7 @@ def test_evaluation_has_the_same_bits_on_three_workers(
     assert one.history == three.history and one.bits == three.bits
 
 
-def test_personal_layers_decide_which_score_columns_exist() -> None:
+def test_run_with_personal_layers_has_no_central_score() -> None:
     plain = run(run_spec(data=apart())).rows[-1]
     normed = run(run_spec(FedBN(), model=NORMED_MLP, data=apart())).rows[-1]
     assert plain["accuracy_global"] is not None and "accuracy_shared" not in plain
@@ -185,12 +185,12 @@ def test_finetuning_can_also_use_samples_left_out_of_training() -> None:
     ]
 
 
-def test_finetuning_can_follow_the_last_round_only() -> None:
+def test_evaluation_can_fine_tune_in_the_last_round_only() -> None:
     rows = run(run_spec(data=apart()), evaluate=Evaluation(finetune=Finetune(1, last=True))).rows
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
-def test_common_score_needs_personal_models() -> None:
+def test_setting_evaluate_common_needs_personal_models() -> None:
     rows = run(
         run_spec(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)
     ).rows
@@ -239,7 +239,7 @@ def test_loss_decomposition_uses_models_before_personalisation() -> None:
     assert plain == doubled and all(plain)
 
 
-def test_loss_decomposition_of_one_client_has_no_shift() -> None:
+def test_loss_decomposition_of_one_client_has_no_distribution_shift() -> None:
     (part, *_) = decomposed(
         run(run_spec(data=apart()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows
     )
@@ -313,7 +313,7 @@ def test_best_round_ignores_worse_rounds() -> None:
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
-def test_best_round_has_the_lowest_error(methods: tuple[Method, ...]) -> None:
+def test_best_round_of_a_regression_has_the_lowest_error(methods: tuple[Method, ...]) -> None:
     data = federate(
         Tabular("diabetes"), IID(clients=4, test_fraction=0.2, validation_fraction=0.2), 0
     )
@@ -351,7 +351,7 @@ def test_validation_works_without_test_samples_of_clients(methods: tuple[Method,
     assert methods or row["accuracy_global_best"] is not None
 
 
-def test_best_rounds_are_kept_on_resume(tmp_path: Path) -> None:
+def test_resumed_run_keeps_the_best_validation_scores(tmp_path: Path) -> None:
     study = run_spec(FedBN(), model=NORMED_MLP, data=validated())
     straight = run(study, rounds=6)
     run(study, rounds=6, checkpoint_every=3, folder=str(tmp_path))
@@ -375,7 +375,7 @@ def test_best_round_is_the_first_of_equal_ones() -> None:
     assert best.take_shared(6, 0.75, None) == (6, None)
 
 
-def test_centralized_model_is_scored_on_every_clients_tests() -> None:
+def test_centralized_model_is_scored_on_test_samples_of_clients() -> None:
     data = pool_clients(apart())
     assert np.array_equal(data.partition.train.rows(0), np.sort(apart().partition.train.indices))
     result = run(run_spec(Pooled(), data=data), Synchronous(1))
@@ -427,7 +427,7 @@ def test_worst_domain_needs_several_domains() -> None:
         )
 
 
-def test_worst_domain_is_scored_on_its_samples() -> None:
+def test_worst_domain_score_is_the_lowest_mean_of_a_domain() -> None:
     evaluator = coordinate(
         run_spec(data=federate(Synthetic(samples=40, domains=3), IID(clients=4), SEED))
     ).evaluator
@@ -448,13 +448,13 @@ def test_worst_domain_is_scored_on_its_samples() -> None:
         ("decompose_rows", 1),
     ],
 )
-def test_evaluation_settings_have_lower_bounds(key: str, least: int) -> None:
+def test_evaluation_settings_below_their_minimum_are_refused(key: str, least: int) -> None:
     assert getattr(Evaluation(**{key: least}), key) == least  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"evaluate.{key}={least - 1} "):
         Evaluation(**{key: least - 1})  # type: ignore[arg-type]
 
 
-def test_evaluation_sends_client_state_to_other_worker() -> None:
+def test_evaluation_has_equal_scores_with_client_states_on_disk() -> None:
     study = run_spec(FedBN(), model=NORMED_MLP, data=apart(clients=1))
     kept, on_disk = (run(study, Synchronous(1), state_budget=budget) for budget in (math.inf, 0.0))
     assert "accuracy" in kept.history[-1] and on_disk.rows[-1]["spilled_bytes"]

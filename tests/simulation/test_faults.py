@@ -276,7 +276,7 @@ def test_round_with_failures_only_advances_the_clock() -> None:
     assert len(result.rows) == 3
 
 
-def test_failed_client_keeps_its_state(tmp_path: Path) -> None:
+def test_failed_job_leaves_the_client_state_unchanged(tmp_path: Path) -> None:
     coordinator = coordinate(
         run_spec(Scaffold(), Raising()),
         ALL,
@@ -431,7 +431,7 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
         (mine(end=uploads, setup=declares_upload), "job.upload['x'] of method 'mine' has 2 floats"),
     ],
 )
-def test_error_of_wrong_hook_is_a_sentence_without_traceback(method: Method, sentence: str) -> None:
+def test_error_of_an_invalid_client_hook_is_one_line(method: Method, sentence: str) -> None:
     (line,) = stopped_by(method)
     assert line.startswith(
         "6 of 6 clients failed in round 1, first: client 1, version 0, worker worker-0: " + sentence
@@ -496,7 +496,7 @@ def reports_text(self: Any, aggregation: Any, server: Any) -> None:
         ({"absorb": reports_text}, "server.report['z'] of method 'mine' is a value of type str"),
     ],
 )
-def test_error_of_wrong_server_hook_is_one_sentence(
+def test_error_of_an_invalid_server_hook_is_one_line(
     hooks: Mapping[str, Any], sentence: str
 ) -> None:
     (line,) = stopped_by(mine(**hooks))

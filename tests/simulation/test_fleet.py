@@ -160,13 +160,13 @@ def test_device_class_of_share_0_has_no_clients() -> None:
     assert not {0, len(labels.names) - 1} & set(labels.kinds.tolist())
 
 
-def test_fleet_without_classes_has_one_label() -> None:
+def test_fleet_without_device_classes_labels_all_clients_equally() -> None:
     assert Lognormal().labels(0, 3).names == ("lognormal",)
     assert Lognormal().labels(0, 3).kinds.tolist() == [0, 0, 0]
 
 
 # --- delays ---------------------------------------------------------------------------------------
-def test_job_duration_is_between_bounds_of_clients_delay_kind() -> None:
+def test_job_duration_is_within_the_delay_bounds_of_its_client() -> None:
     fleet = Delays()
     labels, result = fleet.labels(3, 300), devices(fleet, 300, 3)
     for client in range(300):
@@ -175,7 +175,7 @@ def test_job_duration_is_between_bounds_of_clients_delay_kind() -> None:
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_delay_kinds_are_shared_out_by_dirichlet_weights() -> None:
+def test_client_shares_of_delay_kinds_are_dirichlet_distributed() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}
@@ -185,7 +185,7 @@ def test_delay_kinds_are_shared_out_by_dirichlet_weights() -> None:
 
 
 # --- drop-outs ------------------------------------------------------------------------------------
-def test_dropout_loses_its_share_of_jobs_at_uniform_times() -> None:
+def test_fleet_dropout_is_the_share_of_jobs_lost_at_uniform_times() -> None:
     result = devices(Ideal(speed=1.0, dropout=0.3), 100)
     trips = [
         result.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)
@@ -199,7 +199,7 @@ def test_dropout_loses_its_share_of_jobs_at_uniform_times() -> None:
     assert {trip.finish for trip in trips if trip.arrives} == {15.0}
 
 
-def test_dropout_depends_on_client_and_participation() -> None:
+def test_job_loss_depends_on_client_and_participation_number() -> None:
     """Drop-outs are drawn from client and participation number, in this order.
 
     With the arguments exchanged, other jobs would be lost, and each run would have other bits.
@@ -233,7 +233,7 @@ def test_lognormal_fleet_accepts_positional_settings() -> None:
     assert given == named
 
 
-def test_fleet_patience_limits_the_wait_for_a_client() -> None:
+def test_fleet_is_refused_if_clients_come_later_than_its_patience() -> None:
     fleet = Ideal(availability="markov", off=100.0, patience=10.0)
     assert fleet.presence(0, 10) is not None
     with pytest.raises(ValueError, match=r"fleet\.off=100 .* 11 s"):

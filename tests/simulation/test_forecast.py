@@ -21,7 +21,7 @@ def planner(schedule: Schedule, fleet: Fleet, clients: int) -> Planner:
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 100])
-def test_forecast_of_rounds_waits_for_the_slowest(rounds: int) -> None:
+def test_forecast_of_a_synchronous_round_waits_for_slowest_client(rounds: int) -> None:
     result = forecast(planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2), rounds)
     assert result == Forecast(
         at_work=pytest.approx(4 / 3), seconds=3.0, staleness=0.0, lost=0.0, discarded=0.0
@@ -54,14 +54,14 @@ def test_forecast_counts_lost_jobs() -> None:
         (Oversample(2, 2), 2, 1.0, 1.0),  # what is thrown away is not trained
     ],
 )
-def test_forecast_of_busy_workers_depends_on_the_schedule(
+def test_forecast_share_of_busy_workers_depends_on_the_schedule(
     schedule: Schedule, workers: int, least: float, most: float
 ) -> None:
     result = forecast(planner(schedule, TimedFleet((1.0,) * 16), 16), 200, workers)
     assert least <= result.workers_busy <= most
 
 
-def test_forecast_has_idle_workers_without_planning_ahead() -> None:
+def test_forecast_has_idle_workers_if_selection_needs_reports() -> None:
     """The forecast predicts that one of two workers is idle if jobs are not dispatched ahead.
 
     The schedule aggregates one update at a time, and the selection needs its loss for the next
@@ -79,7 +79,9 @@ def test_forecast_accepts_jobs_without_duration() -> None:
     assert forecast(planner(BUFFER, TimedFleet((0.0,) * 6), 6), 3).at_work == 0
 
 
-def test_forecast_uses_the_rounds_before_clients_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forecast_of_a_run_that_stops_uses_its_finished_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2)
     real, count = made.next_aggregation, 0
 

@@ -49,7 +49,7 @@ def test_queue_returns_each_job_once_and_in_order(
     assert not queue
 
 
-def test_bundle_of_jobs_is_limited_by_work_and_size() -> None:
+def test_bundle_of_jobs_is_limited_by_work_and_number_of_jobs() -> None:
     jobs = [(job(number, work=2.0), 0) for number in range(10)]
     assert take_bundle(queue_of(jobs), max_work=5.0) == [0, 1, 2]
     assert take_bundle(queue_of(jobs), max_jobs=4) == [0, 1, 2, 3]
@@ -69,7 +69,7 @@ def test_take_bundle_skips_a_limited_number_of_jobs() -> None:
     assert len(take_bundle(queue, max_jobs=1000)) == MAX_PASSED_JOBS + 1
 
 
-def test_bundle_condition_learns_if_bundle_is_still_empty() -> None:
+def test_bundle_condition_is_told_if_a_job_would_be_the_first() -> None:
     heard: list[tuple[int, bool]] = []
 
     def accepts(job: Job, is_first: bool) -> bool:

@@ -26,7 +26,7 @@ from raysim.training.run_spec import build_networks
     [([], Synchronous(4)), ([FedBN()], Buffered(concurrency=4, size=2))],
     ids=["fedavg", "fedbn"],
 )
-def test_run_on_ray_has_same_history_bits_and_best_model(
+def test_run_on_ray_has_the_results_of_an_in_process_run(
     methods: list[Method], schedule: Any, workers: Workers, tmp_path: Path
 ) -> None:
     partition = IID(clients=8, test_fraction=0.25, validation_fraction=0.2)

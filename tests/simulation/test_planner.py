@@ -92,7 +92,7 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
         reject()
 
 
-def test_schedule_view_counts_idle_clients() -> None:
+def test_schedule_is_told_the_number_of_idle_clients() -> None:
     """A schedule is told the right number of idle clients.
 
     Six clients, of which one has no samples and never counts. At most four have a job in flight,
@@ -219,7 +219,7 @@ def test_unavailable_client_loses_its_job() -> None:
         assert is_available(devices, job.client, job.finish - 1e-6)
 
 
-def test_round_uses_the_available_clients() -> None:
+def test_round_dispatches_all_available_clients_if_they_are_few() -> None:
     fleet = Ideal(availability="diurnal", hours=4.0)
     plan = planner(Synchronous(12), fleet, 3, [5] * 12)
     first = plan.next_aggregation()
@@ -282,7 +282,7 @@ class Script:
         (None, "None"),
     ],
 )
-def test_schedule_that_contradicts_itself_is_refused(action: Any, value: str) -> None:
+def test_invalid_decision_of_a_schedule_is_refused(action: Any, value: str) -> None:
     with pytest.raises(RuntimeError, match=f"schedule Script: decide returned {value}"):
         planner(Script(action), Ideal(), 0, [5] * 4).next_aggregation()
 
@@ -429,7 +429,7 @@ class Counted(MarkovAvailability):
     ],
     ids=lambda schedule: type(schedule).__name__,
 )
-def test_planning_cost_does_not_grow_with_few_available_clients(
+def test_planning_cost_stays_small_if_few_clients_are_available(
     schedule: Schedule,
 ) -> None:
     @dataclass(frozen=True)
@@ -487,7 +487,7 @@ def test_plan_starts_at_the_first_available_client_of_any_tier() -> None:
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_schedule_view_forgets_exhausted_tiers_after_aggregation() -> None:
+def test_schedule_sees_no_exhausted_tier_after_an_aggregation() -> None:
     first_view: dict[int, list[int]] = {}  # by version: the short pools
 
     class Watched(Tiered):
@@ -537,7 +537,7 @@ KNOWN: dict[str, list[tuple[float, list[int], list[int], list[int]]]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plan_of_a_seed_equals_the_recorded_one(name: str) -> None:
+def test_plan_of_a_seed_equals_its_stored_reference(name: str) -> None:
     schedule, fleet = PLANS[name]
     plan = planner(schedule, fleet, 7, range(1, CLIENTS + 1))
     result = [
@@ -552,7 +552,7 @@ def test_plan_of_a_seed_equals_the_recorded_one(name: str) -> None:
     assert result == KNOWN[name]
 
 
-def test_tiers_are_divided_by_the_time_of_a_job() -> None:
+def test_tiers_group_clients_by_the_duration_of_their_first_job() -> None:
     counts = [9, 1, 8, 2, 7, 3]
     devices = Ideal(10.0).devices(0, 6, lambda: 1.0)
 
@@ -595,7 +595,9 @@ def test_restored_plan_with_few_clients_continues_unchanged() -> None:
     ("cohort", "clients"),
     [(CROWD - 1, [11, 45, 47, 52, 44, 52, 56, 61]), (CROWD, [19, 36, 46, 71, 12, 17, 18, 21])],
 )
-def test_large_cohort_of_a_seed_equals_the_recorded_one(cohort: int, clients: list[int]) -> None:
+def test_large_cohort_of_a_seed_equals_its_stored_reference(
+    cohort: int, clients: list[int]
+) -> None:
     plan = planner(
         Synchronous(cohort), Ideal(availability="markov", on=3e5, off=3e4), 7, [1] * 1000
     )

@@ -132,7 +132,7 @@ def test_server_state_of_idle_replicas_is_on_disk() -> None:
 
 
 # --- the file -------------------------------------------------------------------------------------
-def test_mapped_arrays_have_their_values_and_later_changes() -> None:
+def test_arrays_moved_to_a_mapped_file_keep_values_and_changes() -> None:
     file = MappedFile("", "arrays", resident=0)
     originals = [
         np.arange(12, dtype=np.float32).reshape(3, 4),

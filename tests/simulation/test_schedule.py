@@ -117,7 +117,7 @@ def test_schedules_declare_if_updates_can_be_stale() -> None:
     assert [schedule.stale for schedule in (*fresh, *stale)] == [False] * 3 + [True] * 4
 
 
-def test_schedule_view_has_no_jobs_by_default() -> None:
+def test_schedule_view_is_empty_by_default() -> None:
     assert View() == View(0.0, 0, {}, (), 0, 0, 0.0, (), ())
 
 
@@ -159,7 +159,7 @@ def test_schedule_values_out_of_range_are_refused(make: Callable[[], object], va
         (Buffered(2, 3), "size=3", "size=2"),
     ],
 )
-def test_error_of_too_large_schedule_names_the_limit(
+def test_error_of_a_schedule_with_too_many_clients_names_the_limit(
     schedule: Schedule, value: str, largest: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"schedule\.{value} .* schedule\.{largest} "):
@@ -169,7 +169,7 @@ def test_error_of_too_large_schedule_names_the_limit(
 # --- virtual time ---------------------------------------------------------------------------------
 
 
-def test_updates_are_aggregated_in_virtual_time() -> None:
+def test_updates_are_aggregated_in_the_order_of_virtual_time() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 5, Synchronous(5), TimedFleet((3.0, 1.0, 2.0, 1.0, 2.0)), rounds=2
     )

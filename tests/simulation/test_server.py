@@ -93,7 +93,7 @@ def groups(size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_sums_and_single_updates_give_the_same_bits(size: int) -> None:
+def test_sums_of_updates_give_the_bits_of_single_updates(size: int) -> None:
     single = step(server(), [update(client) for client in ALL])
     summed = step(
         server(),
@@ -125,7 +125,7 @@ def test_aggregate_does_not_depend_on_the_order_of_sums() -> None:
     assert torch.equal(ways[0].vector, ways[1].vector)
 
 
-def test_sums_and_single_updates_can_be_mixed() -> None:
+def test_sums_of_updates_can_be_combined_with_single_updates() -> None:
     mixed = [
         *(summed_update(client) for client in ALL[:4]),
         *(update(client) for client in ALL[4:]),
@@ -298,7 +298,7 @@ def test_method_that_replaces_the_step_is_called_last() -> None:
     assert log == ["halving", "ruling"] * 2
 
 
-def test_report_of_a_step_has_no_values_of_earlier_steps() -> None:
+def test_server_report_has_no_values_of_earlier_aggregations() -> None:
     class First(Method):
         name = "first"
 
@@ -311,7 +311,7 @@ def test_report_of_a_step_has_no_values_of_earlier_steps() -> None:
     assert step(result, [update(1, result.version)]).report == {}
 
 
-def test_sample_ends_of_server_are_cumulative_sample_shares() -> None:
+def test_server_has_cumulative_sample_shares_of_its_clients() -> None:
     counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
     result = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
     assert result.sample_ends.tolist() == [0.25, 0.75, 1.0] and result.able == 3
@@ -332,7 +332,7 @@ class Halving(Method):
 @pytest.mark.parametrize(
     ("normalization", "scale"), [("count", 0.5), ("weights", 1.0), ("none", 0.5)]
 )
-def test_fedbuff_normalizes_after_all_methods_changed_weights(
+def test_fedbuff_normalises_weights_after_all_other_methods(
     normalization: Any, scale: float
 ) -> None:
     (alone, first, last) = (
@@ -364,7 +364,7 @@ def test_aggregation_has_deltas_only_if_a_method_needs_them() -> None:
     assert seen == [0, CLIENTS, CLIENTS]
 
 
-def test_server_computes_values_only_when_they_are_sent() -> None:
+def test_server_computes_messages_only_when_they_are_sent() -> None:
     class Sending(Method):
         name = "sending"
 

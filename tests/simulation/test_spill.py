@@ -133,7 +133,9 @@ def test_clients_with_spilled_states_are_scored(states: float) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(math.inf, 0.0), (0.0, math.inf), (0.0, 0.0)])
-def test_resumed_run_may_have_another_budget(before: float, after: float, tmp_path: Path) -> None:
+def test_resumed_run_may_have_another_budget_for_client_states(
+    before: float, after: float, tmp_path: Path
+) -> None:
     whole = run(study("scaffold"), SCHEDULES["buffer"], rounds=ROUNDS)
     first = coordinate(
         study("scaffold"),
@@ -158,7 +160,7 @@ def test_resumed_run_may_have_another_budget(before: float, after: float, tmp_pa
     ]
 
 
-def test_budget_of_client_states_is_a_configuration_key(
+def test_budget_of_client_states_is_in_gib_and_not_negative(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert StateBudget(0.5).bytes == 2**29 and StateBudget().bytes == math.inf
@@ -204,7 +206,7 @@ def test_spilled_arrays_come_back_unchanged() -> None:
                 assert not result[key].flags.writeable or not result[key].size
 
 
-def test_spilled_states_share_few_files() -> None:
+def test_spilled_client_states_are_stored_in_few_files() -> None:
     spill = SpillFile()
     before = len(os.listdir("/proc/self/fd"))
     held = []
@@ -221,7 +223,7 @@ def test_spilled_state_may_be_empty() -> None:
     assert spill.read(3)["none"].shape == (0,)
 
 
-def test_spilled_state_is_replaced_in_place(tmp_path: Path) -> None:
+def test_new_spilled_client_state_overwrites_the_earlier_one(tmp_path: Path) -> None:
     spill = SpillFile(tmp_path)
     for _ in range(10):
         spill.write(0, {"x": np.ones(1000, np.float32)})
@@ -231,7 +233,7 @@ def test_spilled_state_is_replaced_in_place(tmp_path: Path) -> None:
     )
 
 
-def test_error_of_full_disk_names_the_folder() -> None:
+def test_error_of_a_full_disk_names_the_client_states() -> None:
     spill = SpillFile()
     spill._file._file.close()
     spill._file._file = open("/dev/full", "w+b", buffering=0)  # noqa: SIM115

@@ -88,7 +88,7 @@ class TestMixing:
         with pytest.raises(ValueError, match=match):
             mixing_matrix(weights, "key")
 
-    def test_replicas_with_equal_mixing_weights_share_one_row(self) -> None:
+    def test_mixing_row_of_replicas_with_equal_weights_is_stored_once(self) -> None:
         rows = mixing_rows(mixing_matrix([{0: 0.25, 1: 0.75}] * 2, "key"), range(2))
         assert rows == [((0, 1), (0, 1), (0.25, 0.75))]
 
@@ -117,7 +117,7 @@ class TestHierarchical:
                 assert row[key] == expected_row[key], key
 
     @pytest.mark.parametrize("schedule", [Synchronous(2), Buffered(3, 2)])
-    def test_hierarchical_run_equals_independent_arithmetic(self, schedule: Schedule) -> None:
+    def test_hierarchical_run_equals_a_computation_by_hand(self, schedule: Schedule) -> None:
         """Compute HierFAVG by hand: each replica is an edge server with half of the clients.
 
         An edge server averages its clients by samples. After every two aggregations of all edge
@@ -189,7 +189,7 @@ class TestHierarchical:
         assert all(int(after / 0.05) > int(before / 0.05) for before, after in pairwise(meetings))
 
     @pytest.mark.parametrize("schedule", [Synchronous(2), Buffered(3, 2)])
-    def test_hierarchy_has_same_bits_on_workers_and_resumed(self, schedule: Schedule) -> None:
+    def test_hierarchy_has_same_bits_on_workers_and_after_resume(self, schedule: Schedule) -> None:
         def make() -> Any:
             return spec(Hierarchical(2, every=2, bandwidth_sigma=0.5), Scaffold(), FedBN())
 
@@ -246,13 +246,13 @@ class TestHierarchical:
             (Hierarchical(2, assign="region"), Synchronous(2), "topology.assign=region"),
         ],
     )
-    def test_hierarchical_refuses_schedules_that_do_not_fit(
+    def test_hierarchical_topology_refuses_impossible_settings(
         self, topology: Topology, schedule: Schedule, match: str
     ) -> None:
         with pytest.raises(ValueError, match=match):
             coordinate(spec(topology), schedule)
 
-    def test_hierarchical_refuses_method_that_pools_data(self) -> None:
+    def test_hierarchical_topology_refuses_centralized_training(self) -> None:
         with pytest.raises(ValueError, match="topology: method 'centralized'"):
             coordinate(spec(Hierarchical(2), Centralized()), Synchronous(2))
 
@@ -394,11 +394,11 @@ class TestGossip:
         assert [step.meets for step in result.aggregations[:4]] == [False, True, False, True]
 
     @pytest.mark.parametrize("method", [FedAdam(), Scaffold(), FedExP()])
-    def test_gossip_refuses_server_methods_by_name(self, method: Method) -> None:
+    def test_error_of_gossip_names_the_server_method_that_it_refuses(self, method: Method) -> None:
         with pytest.raises(ValueError, match=f"topology: method '{method.name}'"):
             coordinate(spec(Gossip(), method), ALL)
 
-    def test_unconnected_gossip_graph_warns_with_its_components(self) -> None:
+    def test_warning_of_unconnected_gossip_graph_lists_its_components(self) -> None:
         topology = Gossip("edges", edges=TWO_PARTS)
         (warning,) = network(topology, CLIENTS).warnings
         assert "[0, 1, 2, 3], [4, 5, 6, 7]" in warning
@@ -499,7 +499,7 @@ class Cities(Topology):
 
 
 class TestOwnTopology:
-    def test_run_with_two_servers_equals_independent_arithmetic(self) -> None:
+    def test_run_of_a_user_topology_equals_a_computation_by_hand(self) -> None:
         spy, result = spied(Cities(), Synchronous(5), rounds=5)
         delta_of = {update.job: update.delta for update in spy.updates}
         counts = result.coordinator.counts
@@ -515,7 +515,7 @@ class TestOwnTopology:
                 models = np.array([[0.8, 0.2], [0.2, 0.8]]) @ models
         np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
-    def test_own_topology_has_same_bits_on_workers_and_resumed(self) -> None:
+    def test_user_topology_has_same_bits_on_workers_and_after_resume(self) -> None:
         def make() -> Any:
             return spec(Cities(), Scaffold(), FedBN())
 

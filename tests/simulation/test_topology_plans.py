@@ -57,7 +57,7 @@ def make_plan(
 
 @settings(deadline=None, max_examples=120)
 @given(NAMES, st.sampled_from(sorted(SELECTIONS)), SCHEDULES, FLEETS, st.integers(0, 99), COUNTS)
-def test_plans_of_every_topology_are_consistent(
+def test_jobs_of_every_topology_end_once_and_time_never_decreases(
     topology: str, rule: str, schedule: Schedule, fleet: Fleet, seed: int, counts: list[int]
 ) -> None:
     plan, network = make_plan(topology, rule, schedule, fleet, seed, counts)
@@ -133,7 +133,7 @@ def test_restored_topology_plans_continue_unchanged(
     assert steps(again, 5) == expected[4:]
 
 
-def test_every_topology_has_a_valid_example() -> None:
+def test_every_topology_can_be_planned_with_two_clients_a_round() -> None:
     """A schedule that needs only two clients can be planned with every topology.
 
     The random tests skip examples whose schedule needs more clients than a replica has. This test

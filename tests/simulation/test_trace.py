@@ -102,7 +102,7 @@ def test_client_follows_its_row_of_the_trace(tmp_path: Path) -> None:
     assert presence_of(devices).next_change(0, 900.0, 2000.0) == 1010.0
 
 
-def test_trace_can_have_flops(tmp_path: Path) -> None:
+def test_trace_may_give_the_speed_of_devices_in_flops(tmp_path: Path) -> None:
     mine = row()
     mine["flops"] = 1e9 * mine.pop("speed")
     write(tmp_path / "trace.parquet", [mine])
@@ -110,7 +110,7 @@ def test_trace_can_have_flops(tmp_path: Path) -> None:
     assert devices.seconds(np.array([100.0]), 0, 0) == 4.0  # 200 GFLOP at 50 GFLOP a second
 
 
-def test_trace_accepts_other_number_types_and_client_names(tmp_path: Path) -> None:
+def test_trace_accepts_narrow_number_types_and_named_clients(tmp_path: Path) -> None:
     rows = [row(f"phone {each}", start=[10, 300], end=[200, 900], period=1000) for each in range(2)]  # type: ignore[arg-type]
     result = read(stored(tmp_path, rows, speed=pa.float32(), start=pa.large_list(pa.int32())))
     assert result.bounds.tolist() == [10.0, 200.0, 300.0, 900.0] * 2
@@ -175,7 +175,7 @@ def test_clients_are_available_in_their_intervals_only(
             assert presence_of(devices).available(client, now) == there
 
 
-def test_availability_setting_replaces_that_of_a_trace(tmp_path: Path) -> None:
+def test_availability_setting_replaces_availability_of_a_trace(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
     devices = Trace(file=str(tmp_path / "trace.parquet"), availability="always").devices(
         0, 1, lambda: 1.0
@@ -185,7 +185,7 @@ def test_availability_setting_replaces_that_of_a_trace(tmp_path: Path) -> None:
 
 
 # --- who is which row -----------------------------------------------------------------------------
-def test_trace_with_a_row_per_client_keeps_the_order() -> None:
+def test_clients_get_trace_rows_in_order_if_numbers_are_equal() -> None:
     assert rows_of(5, 4, 4).tolist() == [0, 1, 2, 3]
 
 
@@ -303,7 +303,7 @@ def test_file_that_is_no_trace_is_refused_before_writing(tmp_path: Path) -> None
 
 
 # --- runs -----------------------------------------------------------------------------------------
-def test_run_on_a_trace_has_its_virtual_times(tmp_path: Path) -> None:
+def test_virtual_times_of_a_run_follow_its_trace(tmp_path: Path) -> None:
     write(
         path := tmp_path / "trace.parquet",
         [row(start=[100.0], end=[600.0], down=math.pi * 1e9, up=1e12, speed=0.1)],
@@ -315,7 +315,7 @@ def test_run_on_a_trace_has_its_virtual_times(tmp_path: Path) -> None:
     assert seconds == pytest.approx([200.0, 300.0, 400.0, 500.0, 1200.0, 1300.0], abs=1e-3)
 
 
-def test_run_on_a_trace_repeats_its_bits(tmp_path: Path) -> None:
+def test_equal_runs_on_a_trace_are_bit_identical(tmp_path: Path) -> None:
     write(path := tmp_path / "trace.parquet", sample(30))
     words = [
         *QUICK,

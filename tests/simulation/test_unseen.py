@@ -128,7 +128,7 @@ def test_unseen_share_of_no_or_all_clients_is_refused(share: float) -> None:
 @pytest.mark.parametrize(
     "word", ["evaluate.unseen=1", "evaluate.unseen=-0.1", "evaluate.unseen=many"]
 )
-def test_impossible_unseen_share_is_refused(word: str) -> None:
+def test_unseen_share_outside_0_to_1_or_no_number_is_refused(word: str) -> None:
     with pytest.raises(RefusedError, match=r"evaluate\.unseen"):
         build([*COMMON, word])
 
@@ -138,7 +138,7 @@ def test_unseen_clients_without_test_samples_are_refused() -> None:
         build([*COMMON, "evaluate.unseen=0.2", "partition.test_fraction=0"])
 
 
-def test_unseen_clients_that_share_samples_are_refused() -> None:
+def test_unseen_clients_are_refused_if_clients_share_samples() -> None:
     data = whole()
     everything = np.tile(data.partition.train.indices, CLIENTS)
     train = CSR(everything, np.arange(CLIENTS + 1) * len(data.partition.train.indices))
@@ -176,7 +176,7 @@ def test_personal_models_of_unseen_clients_are_initial(make: Any) -> None:
     assert finished_run.rows[-1]["accuracy_unseen"] == pytest.approx(np.mean(scores))
 
 
-def test_unseen_client_has_initial_head() -> None:
+def test_unseen_client_is_scored_with_the_initial_head() -> None:
     finished_run = run(study(FedRep("joint")), Synchronous(4))
     coordinator = finished_run.coordinator
     worker: Any = coordinator.runtime.members[0]  # type: ignore[attr-defined]
@@ -251,7 +251,7 @@ def test_methods_count_clients_without_the_unseen_ones(method: Any) -> None:
         (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
     ],
 )
-def test_pooled_rows_of_methods_exclude_unseen_clients(words: list[str], key: str) -> None:
+def test_number_of_pooled_means_excludes_unseen_clients(words: list[str], key: str) -> None:
     words = [*COMMON, *words]
     build(words)
     with pytest.raises(RefusedError, match=key):
@@ -277,7 +277,7 @@ def test_unseen_clients_are_the_same_after_resume(schedule: Schedule, tmp_path: 
 
 
 # --- from the command line ------------------------------------------------------------------------
-def test_unseen_clients_are_in_all_results(tmp_path: Path) -> None:
+def test_summary_and_table_of_clients_include_unseen_clients(tmp_path: Path) -> None:
     words = [*COMMON, "evaluate.unseen=0.3", f"out={tmp_path / 'run'}"]
     result = raysim.run(words, quiet=True)
     assert result.summary["accuracy_unseen"] == result.rows[-1]["accuracy_unseen"]

@@ -150,7 +150,7 @@ def late(book: Callable[[World], Book], twice: bool) -> Callable[[World], Book]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_equals_its_textbook_computation(name: str) -> None:
+def test_asynchronous_method_equals_its_textbook_computation(name: str) -> None:
     row = ROWS[name]
     check(
         replace(row, book=late(row.book, row.schedule is FEW))

@@ -54,7 +54,7 @@ def check(run: Recorded, expected: Clusters) -> None:
 
 
 @pytest.mark.parametrize("clusters, study", [(2, {}), (3, {}), (3, {"model": NORMED_MLP})])
-def test_clients_choose_models_as_in_ifca(clusters: int, study: dict[str, Any]) -> None:
+def test_clients_choose_the_models_of_a_textbook_ifca(clusters: int, study: dict[str, Any]) -> None:
     run = recorded(Clustered("loss", clusters), 4, 5, **study)
     expected = ifca(run.world, run.starts)
     check(run, expected)
@@ -65,7 +65,7 @@ def test_clients_choose_models_as_in_ifca(clusters: int, study: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("gamma, most", [(0.0, 4), (0.5, 3)])
-def test_clusters_split_as_in_cfl(gamma: float, most: int) -> None:
+def test_clusters_are_split_like_those_of_a_textbook_cfl(gamma: float, most: int) -> None:
     topology = Clustered("updates", 4, mean_norm=0.6, max_norm=0.5, gamma=gamma, start=0)
     local = Local(lr=0.05, batch=8, epochs=2)
     run = recorded(topology, 6, 8, local=local)

@@ -54,7 +54,7 @@ def mean_coded(compressor: Compressor, values: np.ndarray, draws: int = 600) -> 
 class TestBits:
     @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 7, 8, 11, 16])
     @pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
-    def test_unpacked_digits_equal_packed_ones(self, width: int, count: int) -> None:
+    def test_packed_integers_are_unpacked_unchanged(self, width: int, count: int) -> None:
         digits = np.random.default_rng(width).integers(1 << width, size=count).astype(np.uint32)
         words = pack(digits, width)
         assert len(words) == math.ceil(count * width / 32)
@@ -64,7 +64,7 @@ class TestBits:
         assert pack(np.array([1, 2, 3, 4], np.uint32), 3).tolist() == [1 + 2 * 8 + 3 * 64 + 4 * 512]
 
     @pytest.mark.parametrize(("count", "length"), [(1, 1), (1, 999), (7, 8), (50, 50), (40, 4001)])
-    def test_unpacked_positions_equal_packed_ones(self, count: int, length: int) -> None:
+    def test_packed_positions_are_unpacked_unchanged(self, count: int, length: int) -> None:
         generator = np.random.default_rng(count)
         places = np.sort(generator.choice(length, count, replace=False))
         words = pack_places(places, length)
@@ -103,13 +103,13 @@ class TestTopK:
         order = np.argsort(-np.abs(values), kind="stable")
         assert (largest_places(values, count) == np.sort(order[:count])).all()
 
-    def test_topk_with_share_1_percent_sends_below_1_3_percent(self) -> None:
+    def test_topk_of_1_percent_sends_below_1_3_percent_of_the_floats(self) -> None:
         layout = layout_of(nn.Linear(1000, 300))
         assert TopK(0.01).words(layout) / layout.trained < 0.013
 
 
 class TestRandK:
-    def test_randk_sends_some_entries_scaled_by_the_share(self) -> None:
+    def test_randk_sends_random_entries_divided_by_the_share(self) -> None:
         values = values_of(LAYOUT)
         compressor = RandK(0.1)
         count = math.ceil(0.1 * len(values))
@@ -180,7 +180,7 @@ class TestTernGrad:
             assert (sent * tensor >= 0).all()
         assert TernGrad().words(LAYOUT) == len(LAYOUT.entries) + math.ceil(2 * len(values) / 32)
 
-    def test_terngrad_is_unbiased_for_clipped_entries(self) -> None:
+    def test_terngrad_is_unbiased_after_clipping(self) -> None:
         values = values_of(LAYOUT)
         expected = np.empty_like(values)
         for entry in LAYOUT.entries:
@@ -193,7 +193,7 @@ class TestTernGrad:
 
 
 class TestSigns:
-    def test_signs_have_the_mean_size_and_sign_of_entries(self) -> None:
+    def test_signsgd_decodes_to_signs_times_the_mean_size(self) -> None:
         values = values_of(LAYOUT)
         values[5] = 0
         mean = sum(abs(float(value)) for value in values) / len(values)
@@ -201,13 +201,13 @@ class TestSigns:
         np.testing.assert_allclose(coded(SignSGD(size=None), values), expected, rtol=1e-6)
         assert SignSGD(size=None).words(LAYOUT) == 1 + math.ceil(len(values) / 32)
 
-    def test_signs_of_fixed_size_send_one_bit_per_entry(self) -> None:
+    def test_signsgd_of_a_fixed_size_sends_one_bit_per_entry(self) -> None:
         values = values_of(LAYOUT)
         expected = np.where(values < 0, np.float32(-0.5), np.float32(0.5))
         assert (coded(SignSGD(size=0.5), values) == expected).all()
         assert SignSGD(size=0.5).words(LAYOUT) == math.ceil(len(values) / 32)
 
-    def test_signs_of_fixed_size_refuse_error_feedback(self) -> None:
+    def test_signsgd_of_a_fixed_size_refuses_error_feedback(self) -> None:
         with pytest.raises(ValueError, match=r"compression\.size"):
             SignSGD(size=0.5, feedback="ef21")
 
@@ -279,7 +279,7 @@ class TestPowerSGD:
         assert compressor.words(LAYOUT) == sizes
         assert used > 0
 
-    def test_powersgd_message_starts_from_the_last_q(self) -> None:
+    def test_powersgd_error_falls_to_that_of_the_best_approximation(self) -> None:
         layout = layout_of(nn.Linear(40, 30, bias=False))
         generator = np.random.default_rng(0)
         matrix = generator.standard_normal((30, 40)) * 0.7 ** np.arange(40)
@@ -371,7 +371,7 @@ def test_compressor_message_of_wrong_size_is_refused() -> None:
         Longer().send(torch.zeros(LAYOUT.trained), {}, LAYOUT, KEY)
 
 
-def test_compressor_message_can_be_a_view_of_the_values() -> None:
+def test_compressor_may_send_a_view_of_its_input() -> None:
     class Halves(TopK):
         def words(self, layout: Layout) -> int:
             return layout.trained // 2

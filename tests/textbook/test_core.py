@@ -83,7 +83,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_plain_training_equals_its_textbook_computation(name: str) -> None:
+def test_training_without_methods_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])
 
 
@@ -219,7 +219,7 @@ def test_job_duration_counts_samples_of_epochs_or_steps() -> None:
 
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(4, 2), Buffered(7, 3)], ids=repr)
-def test_planner_state_in_checkpoint_equals_state_by_hand(
+def test_checkpoint_has_the_planner_state_computed_by_hand(
     schedule: Any, fleet: str, tmp_path: Path
 ) -> None:
     settings = {"rounds": 10, "checkpoint_every": 4, "folder": str(tmp_path)}
@@ -360,7 +360,7 @@ def adapted(models: Mapping[int, Params], epochs: int) -> dict[int, Params]:
         }
 
 
-def test_shared_model_is_scored_on_clients_and_central_rows() -> None:
+def test_shared_model_is_scored_on_client_and_central_samples() -> None:
     ended, models = scored()
     wanted = (
         own_columns(models)
@@ -371,7 +371,7 @@ def test_shared_model_is_scored_on_clients_and_central_rows() -> None:
     assert len(set(wanted.values())) > 8, "or columns could be taken for one another"
 
 
-def test_personal_models_are_scored_on_own_and_central_rows() -> None:
+def test_personal_models_are_scored_on_own_and_central_samples() -> None:
     ended, models = scored(FedBN(), evaluate=replace(EVERYTHING, common=True))
     common = np.mean([hits(model, SPREAD.central).mean() for model in models.values()])
     wanted = (

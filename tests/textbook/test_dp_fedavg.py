@@ -46,7 +46,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_run_equals_its_textbook_computation(name: str) -> None:
+def test_dp_fedavg_run_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])
 
 
@@ -74,7 +74,7 @@ def test_epsilons_equal_the_papers_formulas(clients: int, cohort: int, rounds: i
     assert by_hand < epsilon(2.2, clients, cohort, rounds, 1e-5) <= everybody * (1 + 1e-9)
 
 
-def test_dp_fedavg_noise_is_divided_between_sum_and_counts() -> None:
+def test_dp_fedavg_noise_is_divided_between_sum_and_clip_counts() -> None:
     assert noise_of_sum(1.0, 1.0) == pytest.approx((4 / 3) ** 0.5) and noise_of_sum(0.0, 1.0) == 0.0
 
 
@@ -96,7 +96,7 @@ class Sending(Method):
         ((), MLP, True, "schedule"),
     ],
 )
-def test_dp_fedavg_refuses_runs_that_it_cannot_protect(
+def test_dp_fedavg_refuses_runs_without_a_privacy_guarantee(
     others: Any, model: Any, stale: bool, named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):

@@ -125,5 +125,5 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_equals_its_textbook_computation(name: str) -> None:
+def test_feddyn_fedsam_ditto_fedrep_equal_textbook_computations(name: str) -> None:
     check(ROWS[name])

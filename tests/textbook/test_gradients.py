@@ -57,5 +57,5 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_equals_its_textbook_computation(name: str) -> None:
+def test_fedprox_scaffold_and_fedcm_equal_textbook_computations(name: str) -> None:
     check(ROWS[name])

@@ -84,7 +84,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_equals_its_textbook_computation(name: str) -> None:
+def test_lora_method_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])
 
 
@@ -160,7 +160,7 @@ def test_flexlora_split_is_the_best_low_rank_approximation() -> None:
         assert float((left @ right - b @ a).norm()) == pytest.approx(float(dropped), abs=1e-12)
 
 
-def test_flexlora_keeps_old_rows_of_a_beyond_the_products_rank() -> None:
+def test_flexlora_of_a_low_rank_product_keeps_the_rest_of_matrix_a() -> None:
     column, row = torch.ones(5, 1).double(), torch.arange(1.0, 5.0).double().unsqueeze(0)
     left, right = torch.cat([column, 2 * column], 1), torch.cat([row, row])
     old_a = torch.full((2, 4), 7.0, dtype=torch.float64)

@@ -156,5 +156,5 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_equals_its_textbook_computation(name: str) -> None:
+def test_local_loss_method_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])

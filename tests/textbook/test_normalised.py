@@ -77,7 +77,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_equals_its_textbook_computation(name: str) -> None:
+def test_fednova_qfedavg_afl_fedbabu_apfl_equal_textbook_computations(name: str) -> None:
     check(ROWS[name])
 
 
@@ -96,7 +96,7 @@ def test_effective_steps_equal_distance_moved_by_sgd(
     assert float(position.detach()) / 0.01 == pytest.approx(expected, rel=1e-12)
 
 
-def test_fednova_reaches_the_minimum_and_fedavg_does_not() -> None:
+def test_fednova_reaches_minimum_of_the_mean_loss_unlike_fedavg() -> None:
     """Two clients have the losses x^2 / 2 and (x - 1)^2 / 2, and train in 1 and 10 steps.
 
     The minimum of their mean is at 0.5. With a small learning rate FedAvg ends near 10/11, the mean
@@ -132,7 +132,7 @@ def test_fedbabu_without_epochs_does_not_fine_tune() -> None:
     assert run(run_spec(FedBABU(1))).rows[-1]["accuracy_finetuned"] is not None
 
 
-def test_fedproto_refuses_prototypes_of_a_head_without_bias() -> None:
+def test_fedproto_predicting_by_prototypes_needs_a_head_with_bias() -> None:
     check_composition([FedProto(predict="prototype")], NORMED_MLP)
     with pytest.raises(ValueError, match=r"method\.fedproto\.predict"):
         check_composition([FedProto(predict="prototype")], BiasFreeMlp())

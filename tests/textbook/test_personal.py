@@ -282,5 +282,5 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_equals_its_textbook_computation(name: str) -> None:
+def test_personalising_method_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])

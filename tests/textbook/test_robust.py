@@ -76,7 +76,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_run_equals_its_textbook_computation(name: str) -> None:
+def test_robust_rule_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])
 
 
@@ -114,7 +114,7 @@ def test_geometric_median_is_near_honest_updates(attack: float) -> None:
     assert geometric_median(updates, 50).norm() < 2 * honest.norm()
 
 
-def test_robust_rules_are_correct_for_five_numbers() -> None:
+def test_robust_rules_of_five_numbers_equal_values_by_hand() -> None:
     values = torch.tensor([[1.0], [2.0], [4.0], [8.0], [100.0]], dtype=torch.float64)
     assert coordinate_median(values).item() == 4.0
     assert coordinate_median(values[:4]).item() == 3.0
@@ -128,7 +128,7 @@ def test_robust_rules_are_correct_for_five_numbers() -> None:
     assert clip_factor(torch.tensor([3.0, 4.0]), 5.0) == 1.0
 
 
-def test_trimmed_count_has_no_floating_point_error() -> None:
+def test_number_of_trimmed_updates_is_rounded_down_exactly() -> None:
     assert [num_trimmed(10, share) for share in (0.29999995, 0.3, 0.29)] == [2, 3, 2]
     assert num_trimmed(100, 0.29) == 29
 

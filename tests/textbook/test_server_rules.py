@@ -344,5 +344,5 @@ ROWS |= {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_equals_its_textbook_computation(name: str) -> None:
+def test_server_rule_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])

@@ -223,7 +223,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_method_equals_its_textbook_computation(
+def test_method_with_stages_equals_its_textbook_computation(
     name: str,
 ) -> None:
     check(ROWS[name])

@@ -27,12 +27,12 @@ CASES = [
 ]
 
 
-def test_every_kind_of_fault_is_tested() -> None:
+def test_every_signal_and_disk_or_database_fault_is_tested() -> None:
     # A driver that is stopped is killed later, as with "KILL".
     assert {*MOMENTS, "STOP"} == {*SIGNALS, "disk", *DATABASE}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=[case.fault for case in CASES])
-def test_disturbed_run_has_results_of_an_undisturbed_run(number: int, case: Case) -> None:
+def test_run_disturbed_by_a_fault_has_the_same_results(number: int, case: Case) -> None:
     assert carry_out(case, number).startswith("same")

@@ -15,7 +15,7 @@ TOOL = Path(__file__).parent / "mutants.py"
 
 
 @pytest.mark.slow
-def test_mutant_of_a_method_fails_its_tests(tmp_path: Path) -> None:
+def test_mutation_tool_finds_the_test_that_kills_a_mutant(tmp_path: Path) -> None:
     words = [
         "--ids",
         "0",
@@ -34,7 +34,7 @@ def test_mutant_of_a_method_fails_its_tests(tmp_path: Path) -> None:
     assert found[0]["by"].startswith("tests/methods/test_moon.py::")
 
 
-def test_each_stored_equivalent_mutant_still_exists() -> None:
+def test_each_mutant_listed_as_equivalent_exists_in_the_code() -> None:
     labels: dict[str, set[str]] = {}
     for entry in equivalents():
         file = entry["file"]

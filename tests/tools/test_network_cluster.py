@@ -202,7 +202,7 @@ def test_sum_crosses_a_slow_link_once() -> None:
         assert received < 1.3 * sum(row["node_0_in_bytes"] for row in raysim.load(out).rows)
 
 
-def test_simulated_link_has_its_delay() -> None:
+def test_simulated_link_delays_messages() -> None:
     obstacle = find_obstacle()
     if obstacle:
         pytest.skip(obstacle)
@@ -218,5 +218,5 @@ def test_simulated_link_has_its_delay() -> None:
         server.wait()
 
 
-def test_link_of_the_command_line_is_parsed() -> None:
+def test_command_line_argument_of_a_link_is_parsed() -> None:
     assert parse_link("2:rate=2,delay=100,loss=0.01") == (2, Link(2, 100, 0.01))

@@ -155,7 +155,7 @@ def test_xgboost_margins_are_means_over_clients() -> None:
     assert len(json.loads(again)["learner"]["gradient_booster"]["model"]["trees"]) == 12
 
 
-def test_xgboost_learns_numbers_and_two_classes(tmp_path: Path) -> None:
+def test_xgboost_learns_regression_and_two_classes(tmp_path: Path) -> None:
     words = "model=mlp learner=xgboost rounds=8"
     regression = _run(f"{words} data=diabetes partition=iid", tmp_path / "regression")
     first, last = (regression.rows[row]["mae_global"] for row in (0, -1))
@@ -164,7 +164,7 @@ def test_xgboost_learns_numbers_and_two_classes(tmp_path: Path) -> None:
     assert two_classes.summary["accuracy_global"] > 0.8
 
 
-def test_lightning_equals_raysims_steps_without_shuffling() -> None:
+def test_lightning_training_equals_raysims_step_on_all_samples() -> None:
     """A job makes one step on all samples, so the order of the samples cannot matter."""
     spec = run_spec()
     local = replace(spec.settings.local, batch=10_000, epochs=1, steps=None, momentum=0.0)

@@ -77,12 +77,12 @@ def test_convolutions_of_many_channels_get_channels_last() -> None:
         assert nn.Conv2d(8, 4, 3).double()(x).is_contiguous()
 
 
-def test_align_returns_a_cpu_tensor_unchanged() -> None:
+def test_unaligned_cpu_tensor_is_not_copied() -> None:
     unaligned = torch.zeros(5)[1:]
     assert align(unaligned) is unaligned
 
 
-def test_captured_step_can_read_shapes_but_no_values() -> None:
+def test_step_in_graph_capture_can_read_shapes_but_no_values() -> None:
     x = torch.ones(3)
     with NoReading():
         assert len(x) == 3 and x.shape[0] == 3 and (x + 1).dtype == torch.float32
@@ -152,7 +152,7 @@ class SeesAddresses(TorchFunctionMode):
 @pytest.mark.parametrize(
     ("function", "updates"), [(F.batch_norm, "training"), (F.instance_norm, "use_input_stats")]
 )
-def test_aligned_running_statistics_are_copied_back(
+def test_running_statistics_of_an_aligned_copy_are_copied_back(
     function: Any, updates: str, by_name: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

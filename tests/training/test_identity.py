@@ -71,7 +71,7 @@ def test_process_identity_is_equal_each_time_it_is_computed() -> None:
         ("ONEDNN_MAX_CPU_ISA", "AVX2", "ONEDNN_MAX_CPU_ISA"),
     ],
 )
-def test_process_with_other_kernels_has_another_identity(
+def test_process_with_other_cpu_instructions_has_other_identity(
     variable: str, value: str, fact: str
 ) -> None:
     program = "from raysim.training.identity import identify; print(dict(identify('x').facts))"
@@ -98,7 +98,7 @@ def test_workers_with_equal_identities_are_accepted() -> None:
     ]
 
 
-def test_error_of_unequal_workers_names_nodes_and_facts() -> None:
+def test_error_of_unequal_hardware_names_workers_nodes_and_facts() -> None:
     slow = {"CPU_capability": "AVX2", INSTRUCTIONS.replace(" ", "_"): "avx avx2"}
     with pytest.raises(UnequalWorkersError) as refused:
         Participants(DRIVER).add(
@@ -122,7 +122,7 @@ def test_later_process_with_other_code_is_refused(fact: str) -> None:
     assert len(participants.all) == 2, "a process that is refused takes no part"
 
 
-def test_devices_are_compared_between_workers_only() -> None:
+def test_devices_of_workers_are_compared_but_not_the_drivers() -> None:
     Participants(DRIVER).add(worker(0, device="H100"), worker(1, device="H100"))
     with pytest.raises(UnequalWorkersError, match=r"worker-1 on node-b.* A100 .*H100.*worker-0"):
         Participants(DRIVER).add(worker(0, device="H100"), worker(1, "node-b", device="A100"))
@@ -174,7 +174,7 @@ def test_checksum_changes_with_any_file_of_a_package(
     code_checksum.cache_clear()
 
 
-def test_used_packages_are_those_of_allow_and_configuration() -> None:
+def test_packages_of_a_run_come_from_allow_and_its_targets() -> None:
     node = {
         "method": {
             "fedprox": {"_target_": "raysim.methods.fedprox.FedProx"},

@@ -123,7 +123,7 @@ def test_learner_error_fails_only_its_client(wrong: str, text: str) -> None:
             assert "in fit" in failure.traceback
 
 
-def test_learner_can_print(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_printed_by_a_learner_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     silent, loud = run(run_spec(Centroids()), rounds=1), run(run_spec(Centroids("print")), rounds=1)
     assert loud.bits == silent.bits
     assert "printed by a learner" in capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_error_of_predict_names_the_learner(wrong: str, text: str, tmp_path: Any
     [(sys.exit, "SystemExit"), (lambda: {"a": "text"}, "'a'.*bytes"), (lambda: None, "bytes")],
     ids=["exit", "text", "none"],
 )
-def test_error_of_initial_stops_the_run_before_its_start(
+def test_error_in_a_learners_initial_function_refuses_the_run(
     initial: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Centroids, "initial", lambda self, task, rng: initial())
@@ -176,7 +176,7 @@ def test_learner_parameters_may_have_any_name(key: str) -> None:
     np.testing.assert_array_equal(copy[key] if key else copy, np.ones(2))
 
 
-def test_learner_refuses_step_methods_by_name() -> None:
+def test_error_of_a_learner_names_the_step_method_that_it_refuses() -> None:
     with pytest.raises(ValueError, match=r"'fedprox'.*'centroids'"):
         run(run_spec(Centroids(), FedProx(0.1)), rounds=1)
 

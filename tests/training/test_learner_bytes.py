@@ -111,7 +111,7 @@ def test_learner_with_bytes_parameters_has_same_bits_on_workers(schedule: Schedu
         assert [row[column] for row in one.rows] == [row[column] for row in two.rows]
 
 
-def test_learner_with_bytes_parameters_resumes_with_lost_jobs(tmp_path: Path) -> None:
+def test_learner_with_bytes_parameters_and_lost_jobs_resumes_equally(tmp_path: Path) -> None:
     words = f"{QUICK} fleet=lognormal fleet.dropout=0.3 schedule=buffered schedule.concurrency=3"
     words = words.replace("schedule.cohort=2 ", "") + " schedule.size=2 method=fedbuff"
     learner = Means()
@@ -183,12 +183,14 @@ def test_learner_with_bytes_parameters_refuses_averaging_rules(other: Method) ->
         ("attack.kind=sign_flip attack.share=0.5", "attackers"),
     ],
 )
-def test_learner_with_bytes_parameters_refuses_array_settings(words: str, key: str) -> None:
+def test_learner_with_bytes_parameters_refuses_settings_for_arrays(words: str, key: str) -> None:
     with pytest.raises(RefusedError, match=key):
         raysim.build(f"{QUICK} {words}", learner=Means())
 
 
-def test_learner_with_bytes_parameters_needs_aggregate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_with_bytes_parameters_needs_aggregate_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Means, "aggregate", Learner.aggregate)
     with pytest.raises(RefusedError, match="aggregate"):
         raysim.build(QUICK, learner=Means())
@@ -259,7 +261,7 @@ def test_virtual_time_follows_size_of_a_learner_upload() -> None:
         assert (row["floats_down"], row["floats_up"]) == (down, up)
 
 
-def test_discarded_update_of_bytes_counts_planned_size() -> None:
+def test_discarded_upload_of_bytes_counts_with_its_planned_size() -> None:
     fleet = Lognormal(100.0, 1.0, 1000.0, 500.0, 0.0)
     result = run(run_spec(Growing()), Oversample(2, 2.0), fleet, rounds=4)
     planned, now = 0, result.rows[-1]["virtual_seconds"] or 0.0
@@ -271,12 +273,12 @@ def test_discarded_update_of_bytes_counts_planned_size() -> None:
 
 
 @pytest.mark.parametrize("check", checks(Means()), ids=str)
-def test_learner_with_bytes_parameters_passes_all_checks(check: Check) -> None:
+def test_learner_with_bytes_parameters_passes_conformance_checks(check: Check) -> None:
     check()
 
 
 @pytest.mark.parametrize("wrong", [-1, "many"])
-def test_planned_size_of_a_learner_upload_is_checked(
+def test_wrong_planned_size_of_a_learner_upload_is_refused(
     monkeypatch: pytest.MonkeyPatch, wrong: Any
 ) -> None:
     monkeypatch.setattr(Means, "upload_bytes", lambda self, task, received: wrong)

@@ -97,7 +97,7 @@ def test_local_rates_equal_parameter_groups_of_torch(kind: Any) -> None:
     assert same(ours, plain_loop(recorder, groups))
 
 
-def test_rate_of_a_named_module_replaces_that_of_its_part() -> None:
+def test_rate_of_a_named_module_replaces_the_rate_of_the_head() -> None:
     recorder, ours = trained(Local(rates={"head": 0.5, "model.head": 0.0}, **LOCAL))
     start = [param.detach() for param in build_model(run_spec()).parameters()]
     assert torch.equal(ours[-1], start[-1]) and torch.equal(ours[-2], start[-2])
@@ -166,7 +166,7 @@ class TestSchedulesOverSteps:
         ((_, steps, rate),) = recorder.moves
         assert steps * rate == pytest.approx(0.1 * sum(factors or ()))
 
-    def test_warmup_over_steps_keeps_the_schedule_over_rounds(self) -> None:
+    def test_rate_schedule_over_rounds_is_unchanged_by_step_warmup(self) -> None:
         local = Local(schedule="step", drop_every=1, warmup_steps=2, **LOCAL)
         assert local.rate(1) == pytest.approx(0.01)
         assert local.step_factors(4) == pytest.approx([1 / 3, 2 / 3, 1, 1])
@@ -174,7 +174,7 @@ class TestSchedulesOverSteps:
 
 
 class TestRefusals:
-    def test_rate_of_a_part_without_parameters_is_refused(self) -> None:
+    def test_rate_of_adapters_is_refused_if_the_model_has_none(self) -> None:
         with pytest.raises(ValueError, match=r"local\.rates\.adapters"):
             declare_run(run_spec(local=Local(rates={"adapters": 2.0})))
 
@@ -185,6 +185,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "settings", [{"optimizer": "muon"}, {"rates": {"head": 2.0}}, {"warmup_steps": 2}], ids=str
     )
-    def test_error_of_lanes_names_local_rates(self, settings: dict[str, Any]) -> None:
+    def test_error_of_lanes_names_the_unsupported_local_setting(
+        self, settings: dict[str, Any]
+    ) -> None:
         with pytest.raises(LanesError, match=r"local\.|warmup_steps"):
             Worker(run_spec(local=Local(**settings), lanes=2))

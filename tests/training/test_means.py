@@ -105,7 +105,7 @@ def aggregated(found: FinishedRun) -> list[list[tuple[int, int]]]:
 )
 @pytest.mark.parametrize("method", [Recording, Alternating, Single])
 @pytest.mark.parametrize("way", [{}, {"lanes": 3}, {"lanes": 2, "graph": True}, {"workers": 2}])
-def test_train_loss_is_mean_over_rows(
+def test_train_loss_is_the_mean_over_trained_samples(
     schedule: Schedule, method: type[Recording], way: Mapping[str, Any]
 ) -> None:
     watch = method()

@@ -196,7 +196,7 @@ def test_history_scores_equal_scikit_learns(kind: Kind, name: str, tmp_path: Pat
     assert row[f"{name}_global"] == pytest.approx(reference(data.central), rel=1e-5)
 
 
-def test_error_of_several_main_metrics_gives_advice(tmp_path: Path) -> None:
+def test_error_of_two_main_metrics_suggests_one(tmp_path: Path) -> None:
     spec = run_spec(split("classification", tmp_path))
     with pytest.raises(ValueError, match=r"evaluate\.metrics=accuracy"):
         resolve_metrics("accuracy+f1", (), spec.task)

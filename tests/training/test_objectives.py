@@ -69,7 +69,7 @@ def test_loss_is_mean_over_samples(kind: Kind, labels: Tensor, losses: list[floa
     assert float(objective.loss(OUT, labels)) == pytest.approx(np.mean(losses))
 
 
-def test_top5_accuracy_with_six_classes_misses_the_lowest() -> None:
+def test_top5_accuracy_counts_the_lowest_of_six_classes_as_wrong() -> None:
     out = torch.arange(6.0).repeat(2, 1)
     assert OBJECTIVES["classification"].metrics[1].rows(out, tensor([0, 1])).tolist() == [
         False,
@@ -112,7 +112,7 @@ def test_regression_step_is_gradient_descent(tmp_path: Path) -> None:
     assert ended.rows[0]["train_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_multiple_labels_are_learnt(tmp_path: Path) -> None:
+def test_multi_label_classification_is_learnt(tmp_path: Path) -> None:
     x = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
     np.savez(tmp_path / "train.npz", x=x, y=(x > 0.3).astype(int))
     data = federate(NumPy(str(tmp_path), cache=str(tmp_path)), IID(clients=4), 0)

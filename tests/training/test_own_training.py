@@ -55,7 +55,7 @@ class PlainSgd(Method):
         return LocalResult(loss=total / start, samples=start, steps=len(job.plan.sizes))
 
 
-def test_own_training_equals_raysims_steps() -> None:
+def test_own_training_loop_equals_raysims_steps() -> None:
     usual, own = run(run_spec(), rounds=3), run(run_spec(PlainSgd()), rounds=3)
     torch.testing.assert_close(
         own.coordinator.server.vector, usual.coordinator.server.vector, rtol=1e-5, atol=1e-6
@@ -147,7 +147,7 @@ def test_own_training_combines_with_server_methods() -> None:
     assert plain.bits != with_momentum.bits
 
 
-def test_own_training_refuses_step_methods_by_name() -> None:
+def test_error_of_own_training_names_the_step_method_it_refuses() -> None:
     with pytest.raises(ValueError, match=r"'fedprox'.*'plain_sgd'"):
         run(run_spec(PlainSgd(), FedProx(0.1)), rounds=1)
 
@@ -177,7 +177,7 @@ class Replacing(Method):
         return None
 
 
-def test_own_training_can_replace_tensors() -> None:
+def test_own_training_may_replace_the_models_tensors() -> None:
     before, after = run(run_spec(Replacing()), rounds=1), run(run_spec(Replacing()), rounds=2)
     difference = after.coordinator.server.vector - before.coordinator.server.vector
     torch.testing.assert_close(difference, torch.ones_like(difference))
@@ -201,13 +201,13 @@ class Forgetful(PlainSgd):
         run.client_state("jobs", lambda samples: None)
 
 
-def test_error_of_initial_state_of_wrong_type_names_it() -> None:
+def test_error_of_a_wrong_initial_client_state_names_the_state() -> None:
     with pytest.raises(UnstorableValueError, match=r"plain_sgd\.jobs"):
         run(run_spec(Forgetful()), rounds=1)
 
 
 @pytest.mark.parametrize("metrics", [{"score": float("nan")}])
-def test_local_result_checks_its_values(metrics: dict[str, float]) -> None:
+def test_local_result_refuses_nan_metrics_and_negative_samples(metrics: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="metrics"):
         LocalResult(metrics=metrics)
     with pytest.raises(ValueError, match=r"LocalResult\.samples"):

@@ -95,7 +95,7 @@ def test_feature_distance_to_zero_features_is_nan() -> None:
 # ---------------------------------------------------------------- classifier
 
 
-def test_classifier_is_measured_on_rows_of_unseen_classes() -> None:
+def test_classifier_bias_is_measured_on_samples_of_unseen_classes() -> None:
     assert diagnostics.unseen_probability(PROBABILITIES, LABELS, SEEN) == 0.125
     assert diagnostics.seen_share(PROBABILITIES, LABELS, SEEN) == 0.875
     output = diagnostics.output_distribution(PROBABILITIES, LABELS, SEEN)
@@ -116,7 +116,7 @@ def test_client_with_all_classes_has_no_classifier_bias(measure: str) -> None:
     assert getattr(diagnostics, measure)(PROBABILITIES[:2], LABELS[:2], SEEN) is None
 
 
-def test_class_likeness_is_cosine_of_seen_and_unseen_rows() -> None:
+def test_feature_likeness_is_cosine_of_seen_and_unseen_classes() -> None:
     labels, seen = np.array([0, 0, 1, 2]), np.array([True, False, True])
     features = np.array(
         [[2, 0], [0, 3], [1, 0], [-5, 0]], np.float32
@@ -128,7 +128,7 @@ def test_class_likeness_is_cosine_of_seen_and_unseen_rows() -> None:
 # ---------------------------------------------------------------- summary
 
 
-def test_probe_summary_has_means_over_clients_with_values() -> None:
+def test_probe_summary_averages_only_clients_that_have_a_value() -> None:
     same = np.ones((4, 2), np.float32)
     one = Probe(0, 1, LABELS, SEEN, 0.25, same, same, PROBABILITIES)
     two = Probe(1, 1, LABELS, np.ones(3, bool), 0.75, -same, same, PROBABILITIES)
@@ -143,7 +143,7 @@ def test_probe_summary_has_means_over_clients_with_values() -> None:
     }
 
 
-def test_probe_means_weigh_clients_by_rows() -> None:
+def test_probe_means_weigh_clients_by_samples_of_unseen_classes() -> None:
     """One client has one row of a class that it has not seen, the other three."""
     features = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.float32)
     few = Probe(0, 1, LABELS, np.array([True, False, True]), 0.5, features, features, PROBABILITIES)
@@ -212,7 +212,7 @@ def test_probe_file_stores_received_features_once(tmp_path: Path) -> None:
     assert length((3, 4)) - length((3, 3)) >= make(features=500).received.nbytes
 
 
-def test_probe_file_stores_unequal_received_features(tmp_path: Path) -> None:
+def test_probe_file_keeps_received_features_that_differ(tmp_path: Path) -> None:
     probes = [make(0), make(1)]
     probes[1].received[0, 0] += 1
     save_probes(probes, tmp_path / "probes.safetensors")

@@ -19,7 +19,7 @@ from raysim.vectors.optimizer import OptimizerSettings
 
 
 @pytest.mark.parametrize("take", [True, False])
-def test_batchnorm_statistics_change_in_the_first_pass_only(take: bool) -> None:
+def test_second_gradient_does_not_change_batchnorm_statistics(take: bool) -> None:
     worker = Worker(run_spec(ShiftedGradient(0.05, take), model=NORMED))
     inputs, labels = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = context(worker)
@@ -55,7 +55,7 @@ def context(worker: Worker) -> Context:
     return ctx
 
 
-def test_second_pass_shifts_all_parameters_of_the_stage() -> None:
+def test_second_gradient_is_computed_at_all_shifted_parameters() -> None:
     asking = ShiftedGradient(0.25)
     step, ctx = at_work(
         [asking], OptimizerSettings(), personal=("model.extractor.weight", "model.extractor.bias")
@@ -98,7 +98,7 @@ def test_corrections_change_the_perturbed_gradient() -> None:
     assert torch.allclose((before - ctx.vector.shared).norm(), torch.tensor(0.1), atol=1e-6)
 
 
-def test_method_loss_term_is_in_first_and_second_gradient() -> None:
+def test_loss_term_of_a_method_is_in_both_gradients_of_a_step() -> None:
     class Pull(Method):
         name = "pull"
 
@@ -143,7 +143,7 @@ def test_stage_with_another_loss_is_not_perturbed() -> None:
     assert torch.allclose(ctx.model.head.bias, before - 0.1 * 2.0)
 
 
-def test_client_state_is_that_of_the_first_pass() -> None:
+def test_second_gradient_does_not_change_the_client_state() -> None:
     class Counting(Method):
         """A method that changes the client state with each loss, as FRAug's prototypes do."""
 
@@ -176,7 +176,7 @@ def test_failed_second_pass_restores_parameters() -> None:
     assert torch.equal(ctx.vector.data, before)
 
 
-def test_step_without_perturb_has_no_second_pass() -> None:
+def test_step_without_the_perturb_hook_computes_one_gradient() -> None:
     step, ctx = at_work([FedProx(0.0)], OptimizerSettings())
     passes: list[int] = []
     ctx.model.extractor.register_forward_hook(lambda *_: passes.append(1))

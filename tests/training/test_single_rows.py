@@ -283,14 +283,14 @@ class First(Method):
 @pytest.mark.parametrize("name", REFUSING)
 @pytest.mark.parametrize("budget", ["local.epochs=3", "local.steps=6"])
 @pytest.mark.parametrize("make", [lambda: FedBSS(0), lambda: First(False)], ids=["fedbss", "first"])
-def test_epoch_of_one_selected_sample_is_left_out(
+def test_epoch_with_one_sample_chosen_by_a_method_is_left_out(
     name: str, budget: str, make: Any, tmp_path: Path
 ) -> None:
     words = ["rounds=4", "faults.tolerate=0", budget]
     finished(made(REFUSING[name], *words, methods=[make()]), tmp_path)
 
 
-def test_selection_of_one_sample_is_refused(tmp_path: Path) -> None:
+def test_method_that_chooses_one_sample_is_refused(tmp_path: Path) -> None:
     experiment = made(REFUSING["BatchNorm1d"], methods=[First(True)])
     with pytest.raises(Exception, match=r"method 'first'"):
         finished(experiment, tmp_path)

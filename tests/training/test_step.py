@@ -84,7 +84,7 @@ def test_sgd_equals_pytorch_bit_for_bit(settings: dict[str, Any], flat: bool) ->
 @pytest.mark.parametrize("flat", [False, True], ids=["on views", "on one flat tensor"])
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 @pytest.mark.parametrize("kind", ["adam", "adamw", "lion"])
-def test_optimizer_equals_its_library_bit_for_bit(
+def test_adam_and_lion_equal_their_libraries_bit_for_bit(
     kind: Literal["adam", "adamw", "lion"], decay: float, flat: bool
 ) -> None:
     ours = by_us(OptimizerSettings(kind, weight_decay=decay), flat)
@@ -263,7 +263,7 @@ def test_stage_has_own_networks_direction_and_learning_rate() -> None:
     ]
 
 
-def test_terms_change_the_loss_but_not_the_reported_loss() -> None:
+def test_loss_term_of_a_method_is_not_in_the_reported_loss() -> None:
     class Pull(Method):
         name = "pull"
 
@@ -320,7 +320,7 @@ def correcting(kind: Any, log: list[tuple[str, slice]]) -> Method:
 @pytest.mark.parametrize(
     "order", list(itertools.permutations(("add", "shift", "mix"))), ids="-".join
 )
-def test_corrections_apply_in_the_order_of_their_kinds(
+def test_gradient_corrections_apply_in_the_order_add_shift_mix(
     order: tuple[str, ...],
 ) -> None:
     log: list[tuple[str, slice]] = []
@@ -360,7 +360,7 @@ def test_features_are_computed_once_for_all_methods() -> None:
     assert len(asked) == 1
 
 
-def test_keep_statistics_freezes_batchnorm_only_until_its_end() -> None:
+def test_batchnorm_statistics_are_frozen_only_in_keep_statistics() -> None:
     worker = Worker(run_spec(model=NORMED))
     inputs, _ = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = Context(

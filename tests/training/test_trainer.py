@@ -79,7 +79,7 @@ class TestChunks:
         sizes = log.train(JOBS[0])
         assert sizes[:2] == [8, 8] and sum(sizes) == log.samples
 
-    def test_chunks_of_client_samples_keep_the_partitions_order(
+    def test_client_samples_are_gathered_in_order_of_the_partition(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         log = GatherLog(monkeypatch, data=equal_clients())
@@ -117,7 +117,7 @@ def test_last_batch_of_one_sample_can_be_dropped() -> None:
     assert [part.tolist() for part in cut_batches(order[:1], 4, True)] == [[0]], "the only batch"
 
 
-def test_usual_batch_sizes_are_full_and_most_common_last_ones() -> None:
+def test_usual_batch_sizes_include_a_last_size_of_most_clients() -> None:
     assert usual_batch_sizes(np.array([23, 23, 13, 8, 0]), 10) == {10, 3}
     assert usual_batch_sizes(np.array([23, 24, 25, 20]), 10) == {10}, "no rest is that of most"
     assert usual_batch_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"
@@ -134,7 +134,9 @@ class Continuing(Method):
 
 @pytest.mark.parametrize("by_setting", [True, False])
 @pytest.mark.parametrize("by_method", [True, False])
-def test_optimizer_is_kept_if_a_setting_or_method_asks(by_setting: bool, by_method: bool) -> None:
+def test_optimizer_state_is_kept_between_jobs_if_requested(
+    by_setting: bool, by_method: bool
+) -> None:
     methods = [FedProx(0.1), Continuing()] if by_method else [FedProx(0.1)]
     spec = run_spec(*methods, local=replace(LOCAL, keep_optimizer=by_setting))
     assert Worker(spec).trainer.keeps_optimizer == (by_setting or by_method)
@@ -188,7 +190,7 @@ class Starting(Method):
         return loss
 
 
-def test_frozen_networks_have_personal_tensors_set_in_begin() -> None:
+def test_frozen_networks_have_personal_tensors_set_by_begin_hook() -> None:
     method = Starting()
     assert not run(run_spec(method), ROUNDS, rounds=2).failures
     assert method.steps

@@ -23,13 +23,15 @@ from raysim.vectors.blocks import compile_function, in_blocks
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100])
-def test_blocks_cover_entries_once_and_in_order(length: int) -> None:
+def test_blocks_cover_a_vector_once_and_in_order(length: int) -> None:
     parts = in_blocks(length, lambda part: part, 8)
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(length))
     assert all(part.stop - part.start <= 8 for part in parts)
 
 
-def test_threads_share_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_vector_are_computed_by_several_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(blocks, "num_threads", lambda: 3)
     blocks._pool.cache_clear()
     meeting = threading.Barrier(3, timeout=600)

@@ -120,7 +120,7 @@ def test_gram_matrix_does_not_depend_on_threads(
 # --- the sum --------------------------------------------------------------------------------------
 
 
-def test_unchanged_coefficients_give_the_weighted_mean() -> None:
+def test_recombining_with_unchanged_weights_gives_the_weighted_mean() -> None:
     target, rows = server(), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
     got = recombine(given(rows, weights), view(target), "model", unchanged)
@@ -169,7 +169,7 @@ RULES = (PrincipalGradient, FedGH, HierarchicalFedGH)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_float_buffers_are_averaged_by_methods_that_combine(
+def test_methods_that_combine_updates_average_float_buffers(
     rule: Callable[[], Method],
 ) -> None:
     rows = normal(12, LAYOUT.shared)
@@ -184,7 +184,7 @@ def test_float_buffers_are_averaged_by_methods_that_combine(
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_combined_step_is_scaled_by_divisor_of_other_method(rule: Callable[[], Method]) -> None:
+def test_fedbuff_scales_the_step_of_a_combining_method(rule: Callable[[], Method]) -> None:
     rows = normal(5, LAYOUT.shared)
     plain, buffered = (
         server(rule(), *others, weighting="uniform") for others in ((), (FedBuff(),))

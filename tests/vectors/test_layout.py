@@ -52,7 +52,7 @@ def test_integer_buffers_have_a_vector_of_their_own() -> None:
     assert (layout.shared_counters, layout.total_counters, layout.personal) == (1, 1, 0)
 
 
-def test_network_of_personal_tensors_shares_nothing() -> None:
+def test_layout_of_personal_tensors_only_shares_nothing() -> None:
     nets = {"model": nn.Linear(2, 2)}
     layout = plan_layout(nets, ("model.weight", "model.bias"))
     assert (layout.trained, layout.shared, layout.total) == (0, 0, 6)
@@ -63,7 +63,7 @@ def test_unknown_personal_tensor_is_refused() -> None:
         plan_layout(networks(), ("model.9.weight",))
 
 
-def test_frozen_parameters_are_no_part_of_the_vector() -> None:
+def test_layout_leaves_out_frozen_parameters() -> None:
     nets = networks()
     nets["model"][0].weight.requires_grad_(False)  # type: ignore[index]
     assert "model.0.weight" not in {entry.name for entry in plan_layout(nets).entries}
@@ -100,7 +100,7 @@ def test_backward_pass_works_on_views_of_the_vector() -> None:
     assert grad.shape == (2, 2)
 
 
-def test_shared_part_is_the_front_of_the_vector() -> None:
+def test_vector_starts_with_the_shared_parameters() -> None:
     vector = flat(networks(), *BN)
     assert len(vector.shared) == vector.layout.shared == 15
     assert len(vector.personal) == vector.layout.personal == 8
@@ -109,7 +109,7 @@ def test_shared_part_is_the_front_of_the_vector() -> None:
     assert "model.1.weight" not in vector.named(vector.shared, vector.counters[:0])
 
 
-def test_entries_are_found_by_network_or_module() -> None:
+def test_layout_finds_tensors_of_a_network_or_module() -> None:
     layout = plan_layout(
         {"model": nn.ModuleDict({"head": nn.Linear(1, 1), "header": nn.Linear(1, 1)})}
     )
@@ -120,7 +120,7 @@ def test_entries_are_found_by_network_or_module() -> None:
     assert len(layout.entries_in(["model"])) == 4
 
 
-def test_contiguous_slices_end_at_the_last_shared_tensor() -> None:
+def test_contiguous_slices_never_mix_shared_and_personal_tensors() -> None:
     nets = {
         "model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     }  # without buffers both parts touch
@@ -135,7 +135,7 @@ def test_vector_supports_double_precision() -> None:
     assert vector.data.dtype == nets["extra"].weight.dtype == torch.float64
 
 
-def test_frozen_parameters_may_be_named_as_personal() -> None:
+def test_frozen_parameters_declared_as_personal_are_left_out() -> None:
     model = nn.Linear(2, 3)
     model.bias.requires_grad_(False)
     layout = plan_layout({"model": model}, ["model.bias"])

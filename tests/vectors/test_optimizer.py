@@ -28,7 +28,7 @@ def test_unknown_optimizer_is_refused() -> None:
         OptimizerSettings("sdg")  # type: ignore[arg-type]
 
 
-def test_stacked_optimizers_start_at_zero() -> None:
+def test_stacked_optimizers_start_with_zero_state() -> None:
     for kind in ("sgd", "adam", "adamw", "lion"):
         stacked = StackedOptimizer(
             OptimizerSettings(kind=kind, momentum=0.9 if kind == "sgd" else 0.0), [torch.ones(3, 2)]
@@ -81,7 +81,7 @@ def test_stacked_rows_step_like_single_clients(settings: OptimizerSettings) -> N
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_recorded_optimizer_equals_local_optimizer(settings: OptimizerSettings) -> None:
+def test_optimizer_for_recorded_steps_equals_the_usual_one(settings: OptimizerSettings) -> None:
     row, rate = torch.ones(3, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
     recorded = RecordedOptimizer(settings, [row])
     recorded.step([row], [gradient(7)[1]], rate)

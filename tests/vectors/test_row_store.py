@@ -68,7 +68,7 @@ def test_row_cache_on_disk_leaves_no_visible_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_restored_row_cache_moves_into_newly_reserved_space(place: cache.Place) -> None:
+def test_restored_row_cache_moves_if_it_has_no_room_to_grow(place: cache.Place) -> None:
     rows = filled(place)
     assert rows_with_room(rows, 5, place) is rows
     found = rows_with_room(rows.clone(), 5, place)

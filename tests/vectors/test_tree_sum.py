@@ -76,7 +76,9 @@ def test_tree_sum_has_same_bits_for_any_split_over_processes(
 
 
 @given(COUNTS, st.data())
-def test_covered_ranges_are_the_largest_parts_of_the_tree(count: int, data: st.DataObject) -> None:
+def test_covered_ranges_of_the_summation_tree_are_the_largest(
+    count: int, data: st.DataObject
+) -> None:
     positions = data.draw(st.sets(st.integers(0, count - 1)))
     ranges = covered_ranges(positions, count)
     assert [place for part in ranges for place in part] == sorted(positions)
@@ -92,7 +94,7 @@ def test_covered_ranges_are_the_largest_parts_of_the_tree(count: int, data: st.D
     assert all(siblings.get(part) not in ranges for part in ranges)
 
 
-def test_covered_ranges_are_as_few_as_possible() -> None:
+def test_covered_ranges_of_the_summation_tree_are_the_fewest() -> None:
     assert covered_ranges(range(10), 10) == [range(10)]
     assert covered_ranges(range(8, 10), 10) == [range(8, 10)]
     assert covered_ranges([1, 2, 3, 4], 10) == [range(1, 2), range(2, 4), range(4, 5)]
