@@ -1,4 +1,7 @@
-"""Tiny federated runs from objects, of a fraction of a second each, and helpers to see them."""
+"""Helpers for tests: small federated runs, each of which takes a fraction of a second.
+
+The runs are made from Python objects, without a configuration.
+"""
 
 from __future__ import annotations
 
@@ -206,11 +209,14 @@ def participation_facts(
     version: int = 0,
     accepted: int = 0,
 ) -> Participation:
-    """Return the `Participation` that a method's `cost` gets.
+    """Return the facts about a job that a method's `cost` gets.
 
-    spec: the run; None: any run. samples: the client's training samples. trained: samples that the
-    job trains on, over all epochs. earlier, accepted: numbers of the client's earlier jobs that
-    were dispatched, and aggregated.
+    spec: the run; None takes the default run of this module.
+    samples: the number of the client's training samples.
+    trained: the number of samples that the job trains on, over all epochs.
+    earlier: how many jobs of the client were dispatched before.
+    version: the model version that the job received.
+    accepted: how many jobs of the client were aggregated before.
     """
     spec = spec or run_spec()
     declarations = declare_run(spec)
@@ -306,7 +312,12 @@ class AggregationLog(Method):
 
 
 class ShiftedGradient(Method):
-    """A method that takes the gradient at shifted parameters, and records both gradients."""
+    """A method that computes a second gradient at other parameters, and records both gradients.
+
+    shift: the value of all entries of these parameters.
+    take: True: the step uses the second gradient; False: the usual one.
+    seen: for each step its stage, the parameters, the usual gradient and the second one.
+    """
 
     name = "asking"
     paper = "a test"

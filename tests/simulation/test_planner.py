@@ -300,7 +300,7 @@ def test_schedule_that_waits_for_nothing_is_refused() -> None:
 def test_jobs_of_a_client_keep_their_order() -> None:
     @dataclass(frozen=True)
     class Newest(Script):
-        """A schedule that dispatches idle clients, and aggregates the last of five arrivals."""
+        """A schedule that dispatches single clients and aggregates the last of five arrivals."""
 
         def decide(self, view: View) -> Action:
             if len(view.arrived) >= 5:

@@ -1,14 +1,14 @@
 """FedPAC of Xu et al. 2023.
 
-FedPAC's quadratic program is solved exactly: for every subset of the participants, the best weights
-that are 0 outside of the subset are computed, and the best subset is taken.
+The textbook solves FedPAC's quadratic program exactly. For every subset of the participants it
+computes the best weights that are 0 outside of the subset, and it takes the best subset.
 
 Symbols: z, features; h_i, a client's class means of z, times its class frequencies, [C, D]; V_i,
-the variance term (mean |z|^2 - |h_i|^2) / n_i; a, the weights with which client i's next head is
-mixed from all heads; P, the matrix with P_jk = <h_i - h_j, h_i - h_k>, plus V_j on its diagonal.
+the variance term (mean |z|^2 - |h_i|^2) / n_i; a, the weights of all participants' heads in the
+next head of client i; P, the matrix with P_jk = <h_i - h_j, h_i - h_k>, plus V_j on its diagonal.
 
-A job has two phases: the first trains the head, the second the extractor. Each phase has its own
-optimizer; while the head is trained, the extractor is in eval mode.
+A job has two stages: the first trains the head, the second the extractor. Each stage has its own
+optimizer. While the head is trained, the extractor is in eval mode.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ HEAD = ("model.head.weight", "model.head.bias")
 
 
 def means(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Return the mean features [C, D] of each class, 0 for an absent one, and counts [C]."""
+    """Return the mean features of each class [C, D], and the number of samples of each class [C].
+
+    The mean of a class without samples is 0.
+    x, y: inputs and classes of the samples.
+    classes: C.
+    """
     z = features(dict(p), x, False)
     of_class = [z[y == k] for k in range(classes)]
     return torch.stack([rows.sum(0) / max(len(rows), 1) for rows in of_class]), torch.tensor(

@@ -21,7 +21,13 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedproto(world: World, lam: float = 1.0, by_prototype: bool = False) -> Book:
-    """Train on cross-entropy plus the distance to prototypes; average class means by samples."""
+    """Train on cross-entropy plus lam times the distance to prototypes, and update the prototypes.
+
+    The distance is the squared distance of a feature vector to the prototype of its class, divided
+    by the number of features. A prototype is the mean of the participants' class means, weighted by
+    samples.
+    by_prototype: True: a client classifies by the nearest prototype; False: with its head.
+    """
     models = {client: dict(world.start) for client in range(world.clients)}
     prototypes = dict[int, Tensor]()
     usable = {client: dict[int, Tensor]() for client in range(world.clients)}
@@ -78,7 +84,13 @@ def fedproto(world: World, lam: float = 1.0, by_prototype: bool = False) -> Book
 
 
 def nearest(prototypes: dict[int, Tensor], classes: int) -> Params:
-    """Return the head whose logits are |z|^2 - |z - C_k|^2; -1e30 where there is no C_k."""
+    """Return a linear head that classifies by the nearest prototype.
+
+    Its logit of class k is |z|^2 - |z - C_k|^2 for features z, where C_k is the prototype of class
+    k. The logit is -1e30 for a class without a prototype.
+    prototypes: C_k by class k; if there are none, the result is empty.
+    classes: the number of classes.
+    """
     if not prototypes:
         return {}
     d = len(next(iter(prototypes.values())))

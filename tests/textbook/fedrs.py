@@ -1,4 +1,4 @@
-"""FedRS: Li and Zhan 2021, the restricted softmax, with the printed or the code's scale."""
+"""FedRS: Li and Zhan 2021, the restricted softmax, with the scale of the paper or of the code."""
 
 from __future__ import annotations
 

@@ -24,9 +24,12 @@ from textbook.world import Book, Job, Params, World
 
 
 def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Params:
-    """Return grad F(p + e) with e = rho g / |g|, or e = rho T^2 g / |T g| with T = |p| + eta.
+    """Return the gradient at p + e, where the loss of the batch is higher.
 
-    x, y: inputs and labels of the batch. eta: None: the first form (FedSAM).
+    g: the gradient at p. eta=None (FedSAM): e = rho g / |g|. A number eta (FedASAM): e = rho T^2 g
+    / |T g| with T = |p| + eta.
+    x, y: inputs and labels of the batch.
+    rho: the length of e, or of e / T.
     """
     names = trainable(p)
     g = gradients(cross_entropy(p, 0, x, y), p, names)

@@ -1,6 +1,6 @@
 """FedSpeed: Sun et al. 2023, Algorithm 1; the extra step is not normalised.
 
-Symbols: theta, the parameters during a job, which are theta_K after its last step; c_k, the
+Symbols: theta, the parameters during a job; theta_K, the parameters after its last step; c_k, the
 correction that client k keeps; g1, the gradient at theta; g2, the gradient at theta + rho g1.
 """
 

@@ -1,12 +1,13 @@
 """FedSR: Nguyen, Torr and Lim 2022; FedL2R is its variant without noise.
 
 Symbols: z = mean + std eps, the random representation of an input; eps, normal noise from torch's
-generator, seeded for each job; the reference, a learned normal distribution of z for each class;
-KL, the divergence between the distribution of z and the reference of its class.
+generator, which is seeded for each job. Each class has a reference, a learned normal distribution
+of z. KL is the divergence between two distributions: that of z, multiplied by a learned scale, and
+the reference of its class.
 
-The penalty is |z|, as in the code, not its square. The score of a class is the log of its mean
-probability over some draws of eps, which are the same for all inputs. References stay on clients
-(code) unless they are averaged.
+The penalty is |z|, as in the code, and not its square. The score of a class is the log of its mean
+probability over some draws of eps, which are the same for all inputs. References stay on clients,
+as in the code, unless they are averaged.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ REFERENCE = "fedsr.reference"
 
 
 def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
-    """Return the outputs of the added linear layer: [B, Z], or [B, 2 Z] with raw deviations.
+    """Return the outputs of the linear layer that FedSR adds to the extractor.
 
-    Then the means come first; a deviation is the softplus of a raw one.
+    They are z [B, Z] without noise. With noise, they are [B, 2 Z]: first the means of z, then the
+    numbers whose softplus is the standard deviation of z.
     """
     first = "model.extractor.0."
     inner = {
@@ -50,9 +52,11 @@ def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
 
 
 def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
-    """Return accuracy and loss on the central test set, by the label's mean probability.
+    """Return accuracy and mean loss on the central test set.
 
-    world.drawn["noise"]: the draws of eps.
+    A class's probability is its mean over the draws of eps in world.drawn["noise"]. The loss is the
+    negative log of the probability of the label.
+    probabilistic: False: there is no noise.
     """
     (x, y), out = world.central, mapped(p, world.central[0], training=False)
     if probabilistic:
@@ -69,7 +73,10 @@ def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
 
 
 def first_reference(world: World) -> Params:
-    """Return the initial references: means 0, raw deviations 1, scale 1."""
+    """Return the initial references of all classes: means 0, and deviations before softplus 1.
+
+    The factor of z in KL is 1.
+    """
     size = world.classes, world.start["model.head.weight"].shape[1]
     values = {"mean": torch.zeros(size), "std": torch.ones(size), "scale": torch.ones(())}
     return {f"{REFERENCE}.{name}": value.double() for name, value in values.items()}
@@ -84,7 +91,8 @@ def fedsr(
 ) -> Book:
     """Run FedAvg with the loss CE + alpha_l2r mean |z| + alpha_cmi mean KL.
 
-    probabilistic: False: FedL2R. share_reference: the references are averaged.
+    probabilistic: True: FedSR; False: FedL2R, which has no KL.
+    share_reference: True: the references are averaged; False: they stay on clients.
     """
     reference = first_reference(world) if probabilistic and alpha_cmi else {}
     private = {i: {} if share_reference else reference for i in range(world.clients)}

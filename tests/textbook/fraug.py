@@ -5,18 +5,22 @@ the generator; H, the network RTNet, whose output is added to an embedding; D, t
 two sets of embeddings; rho, the strength of that addition; beta, the weight of synthetic embeddings
 in the loss; S, the number of steps of a job.
 
-Where paper and code leave a choice: the weights of eq. (1) are 1 - beta, beta/2 and beta/2. D is
-computed once for a batch. rho and beta follow the round of the run. RTNet gets prototypes before
-real embeddings, which matters for its BatchNorm. Without RTNet a synthetic embedding is (1 - rho) v
-+ rho G; without the generator RTNet gets noise. A batch of one sample is left out.
+Paper and code do not determine everything. The textbook makes these choices:
+The weights of the three parts of eq. (1) are 1 - beta, beta/2 and beta/2.
+D is computed once for a batch.
+rho and beta depend on the round of the run.
+RTNet gets prototypes before real embeddings, which matters for its BatchNorm.
+Without RTNet, a synthetic embedding is (1 - rho) v + rho G. Without the generator, RTNet gets
+noise.
+A batch of one sample is left out.
 
-A step has five rows of noise. The first two belong to the classifier's step: for real embeddings,
-then for prototypes. The third is for the generator. The last two belong to RTNet's step: for
+A step draws five noise arrays. The first two are for the classifier's step: for real embeddings,
+then for prototypes. The third is for the generator. The last two are for RTNet's step: for
 prototypes, then for real embeddings.
 
-The history's columns about embeddings have values from before the classifier's step: means over the
-batch, a job's steps and the jobs. A missing generator has none, and beta = 0 leaves all of them
-out.
+The history has columns about embeddings. Their values are from before the classifier's step, and
+are means over the batch, the steps of a job and the jobs. The column of the generator is nan if
+there is no generator, and with beta = 0 all these columns are nan.
 """
 
 from __future__ import annotations
@@ -122,7 +126,11 @@ def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
 def distance_of_labels(
     a: Tensor, b: Tensor, metric: str, a_labels: Tensor, b_labels: Tensor
 ) -> Tensor:
-    """Return D of the embeddings a and b; "mmd_classes": the mean MMD over their common classes."""
+    """Return D of the embeddings a and b, by a metric of `distance`, or by "mmd_classes".
+
+    "mmd_classes" is the mean of the squared MMD of each class that is in both sets.
+    a_labels, b_labels: the class of each embedding.
+    """
     if metric != "mmd_classes":
         return distance(a, b, metric)
     both = set(a_labels.tolist()) & set(b_labels.tolist())
@@ -141,15 +149,15 @@ def mean_norm(rows: Tensor) -> float:
 
 
 def mean_of(numbers: list[float]) -> float:
-    """Return the mean of some numbers."""
     return sum(numbers) / len(numbers)
 
 
 def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
-    """Run FedAvg with three steps on each batch: of the classifier, the generator and RTNet.
+    """Run FedAvg with three steps on each batch: for the classifier, the generator and RTNet.
 
-    All that does not stay on clients is averaged. rounds: the `last` of `ramp`. settings: those of
-    the method, by name.
+    All tensors that do not stay on clients are averaged.
+    rounds: the argument `last` of `ramp`.
+    settings: settings of the method FRAug, by name.
     """
     get = {
         "noise_dim": 256,

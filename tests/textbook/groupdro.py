@@ -1,7 +1,7 @@
-"""GroupDRO: Sagawa et al. 2020, Algorithm 1, in the form of FedBR's Appendix A.
+"""GroupDRO: Sagawa et al. 2020, Algorithm 1, as FedBR's Appendix A uses it: each client is a group.
 
-Symbols: q_i, the weight of client i, which is a group of its own; l_i, its loss in this round; eta,
-the step size. Over all clients the q_i start with the sum 1. The server state has log q_i.
+Symbols: q_i, the weight of client i; l_i, its loss in this round; eta, the step size. At the
+beginning, the q_i of all clients have the sum 1. The server state contains log q_i.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """InCo: Chan et al. 2024, as in their code or as in the paper's optimisation problem.
 
-Symbols: g, the mean update of a convolution of the second block; g0, that of a convolution of the
-first block with the same shape. The network is a residual one of two blocks with torchvision's
-names. BatchNorm's statistics are averaged, so that no variance is negative.
+The network has two residual blocks, whose tensors are named as in torchvision. Symbols: g, the mean
+update of a convolution in the second block; g0, the mean update of the convolution of the same
+shape in the first block. BatchNorm's statistics are averaged directly, so that no variance is
+negative.
 """
 
 from __future__ import annotations
@@ -51,9 +52,12 @@ def inco(
 ) -> Book:
     """Replace g by g' = clip((g / |g| + theta g0 / |g0|) (|g| + |g0|) / 2).
 
-    theta = |<g0, g>| / <g0, g0>, at most `most`. kernels: treat each kernel, an [o, i] slice of the
-    convolution, by itself. always: True (code): replace every g; False (paper): only if <g0, g> <
-    0. clip: the largest absolute value of an entry. eps: added to divisors.
+    theta = |<g0, g>| / <g0, g0>, at most `most`.
+    kernels: True: treat each kernel, a slice [o, i] of the convolution, separately.
+    always: True: replace every g, as in the code; False: replace g only if <g0, g> < 0, as in the
+    paper.
+    clip: the largest absolute value of an entry of g'.
+    eps: the number that is added to divisors.
     """
     names = trainable(world.start)
 

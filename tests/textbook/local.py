@@ -65,7 +65,7 @@ class Optimizer:
             p[name].data -= rate * g
 
     def kept(self) -> Params:
-        """Return the optimizer's state, each kind of moment as one vector."""
+        """Return the number of steps, and each moment of all parameters as one vector."""
         buffers = {"first": self.first, "second": self.second}
         flat = {
             name: torch.cat([t.flatten() for t in parts.values()])

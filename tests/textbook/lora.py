@@ -90,10 +90,12 @@ def cut(x: Mapping[str, Tensor], rank: int) -> Params:
 
 
 def nearest(product: Tensor, old_a: Tensor) -> Params:
-    """Return the factors of the best approximation of a matrix by a product of the rank of old_a.
+    """Return the factors B and A whose product is the best approximation of a matrix.
 
-    Each row of A has the norm 1. If the matrix has a lower rank, the remaining rows of A are those
-    of old_a, and their columns of B are 0.
+    product: the matrix [outputs, inputs].
+    old_a: the old A [r, inputs], whose rank r the new factors have.
+    Each row of A has the norm 1. If the matrix has a lower rank than r, the remaining rows of A are
+    those of old_a. The remaining columns of B are then 0.
     """
     u, values, v = torch.linalg.svd(product)
     a, b = old_a.clone(), torch.zeros(len(u), len(old_a), dtype=product.dtype)
@@ -104,10 +106,10 @@ def nearest(product: Tensor, old_a: Tensor) -> Params:
 
 
 def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
-    """Run P <- P + sum_i p_i (B_i A_i - B A), with the B A that client i received; factorise P.
+    """Run P <- P + sum_i p_i (B_i A_i - B A), and factorise P by `nearest`.
 
-    P is factorised by `nearest`. ranks: the ranks that clients may have; a client gets the factors
-    cut to its rank.
+    B_i A_i: the product that client i has trained; B A: the product that it received.
+    ranks: the ranks that clients may have; each client gets the factors cut to its rank.
     """
     loss, versions = adapted_loss(world.drawn, scaling), [dict(world.start)]
     of_client = drawn_ranks(world, ranks)
@@ -132,11 +134,13 @@ def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
 
 
 def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
-    """Average factors filled with zeros, weighted by |B_i A_i|; prune ranks (Cho et al. 2024).
+    """Average factors of several ranks, weighted by |B_i A_i|, and prune ranks (Cho et al. 2024).
 
-    ranks: the ranks that clients may start with. A client's last ranks are those after the first
-    gamma r. lam: weight of the loss term for the last ranks, the product of the norms of their
-    parts of A and B. If this term shrank in a job, the client's rank becomes gamma r, rounded down.
+    Factors of a smaller rank are filled with zeros. The loss of a client of rank r has a term for
+    the ranks after the first gamma r: the product of the norms of these parts of A and B. If a job
+    makes this term smaller, the client's rank becomes gamma r, rounded down, at least 1.
+    ranks: the ranks that clients may start with.
+    lam: the weight of the loss term.
     """
     x, start = dict(world.start), drawn_ranks(world, ranks)
     rank: dict[int, int] = {}

@@ -19,9 +19,9 @@ NAMES = ("global_loss", "local_loss", "distribution_shift", "aggregation")
 
 
 def loss_decomposition(world: World, most: int = 1000) -> Book:
-    """Return the parts of each round as columns, from A_ij, b_j and p_i.
+    """Return the parts of the decomposition in each round as columns, from A_ij, b_j and p_i.
 
-    most: at most so many samples of a client are used, drawn at random.
+    most: the largest number of samples of a client that are used; they are drawn at random.
     """
     personal = {
         client: {name: world.start[name] for name in world.personal}

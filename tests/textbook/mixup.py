@@ -1,6 +1,6 @@
-"""Mixup: Zhang et al. 2018, inside a client's batch (FedBR, Appendix A).
+"""Mixup: Zhang et al. 2018, between the samples of a client's batch, as in FedBR's Appendix A.
 
-There is one weight and one permutation for a batch.
+All samples of a batch have the same weight, and one permutation gives each sample its partner.
 """
 
 from __future__ import annotations

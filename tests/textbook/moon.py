@@ -1,7 +1,9 @@
 """MOON: Li et al. 2021, eqs. (3) and (4), Algorithm 1.
 
-Frozen models are in eval mode; without an earlier model there is no contrast. The projection is
-part of the classifying network: its extractor is (encoder, linear, ReLU, linear).
+The contrast is the loss l_con of eq. (3). It compares features with those of the received model and
+of the client's earlier models, which are all in eval mode. Before the client's first model, it is
+0. The projection is part of the network that classifies: its extractor is then (encoder, linear,
+ReLU, linear).
 """
 
 from __future__ import annotations
@@ -35,16 +37,21 @@ def represented(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Te
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Return the cosine of each row; 0 if a row is 0."""
+    """Return the cosine similarity of each row of a with the same row of b.
+
+    It is 0 if one of both rows is 0.
+    """
     return (F.normalize(a, dim=1) * F.normalize(b, dim=1)).sum(1)
 
 
 def moon(
     world: World, mu: float, tau: float, projection: tuple[int, ...] = (), pool: int = 1
 ) -> Book:
-    """Run FedAvg with the loss CE + mu l_con.
+    """Run FedAvg with the loss CE + mu l_con, where l_con is the contrast.
 
-    pool: the number of the client's last models in the contrast. projection: widths of its layers.
+    tau: the temperature of the contrast.
+    projection: the widths of the two layers of the projection; empty: there is none.
+    pool: the number of the client's last models in the contrast.
     """
     layers = [f"{EXTRACTOR}.{layer}.bias" for layer in (1, 3)]
     assert (

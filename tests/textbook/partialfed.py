@@ -1,9 +1,9 @@
 """PartialFed: Sun et al. 2021, fixed masks, and a reconstruction of the adaptive policy.
 
-A layer is a module with its own tensors. At the start of a job it is either loaded from the
-received model or kept from the client's last one. The policy learns this choice with the network in
-eval mode; it mixes BatchNorm's statistics as it mixes parameters. Its noise and its batches have
-separate streams, and samples are shuffled again in each pass.
+A layer is a module that has tensors. At the start of a job, each layer is loaded from the received
+model or from the client's last model. The policy learns which of both, with the network in eval
+mode. It mixes BatchNorm's statistics as it mixes parameters. Its noise and its batches have
+separate random streams. Each pass over the samples shuffles them again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ class PolicySettings:
 
 
 class Policy:
-    """A client's policy: two logits for each of L layers, to load and to keep, and their Adam."""
+    """The policy of a client, which says for each layer whether it is loaded or kept.
+
+    logits: [layers, 2], for loading and for keeping.
+    adam: the state of Adam for these logits.
+    """
 
     def __init__(self, layers: Sequence[str], settings: PolicySettings):
         self.layers, self.settings = layers, settings
@@ -84,7 +88,10 @@ def layer(name: str) -> str:
 
 
 def evaluated(p: Params, x: Tensor) -> Tensor:
-    """Return the network's logits in eval mode, differentiable by BatchNorm's statistics."""
+    """Return the network's logits in eval mode.
+
+    Their gradient by BatchNorm's statistics is defined, too.
+    """
     z = F.linear(x.flatten(1), p["model.extractor.1.weight"], p["model.extractor.1.bias"])
     if f"{NORM}.weight" in p:
         z = (z - p[f"{NORM}.running_mean"]) / (p[f"{NORM}.running_var"] + 1e-5).sqrt()

@@ -1,8 +1,8 @@
 """pFedAvg: FedAvg, with clients scored on what they trained last, or on a fine-tuned shared model.
 
-Fine-tuning is plain local training with a new optimizer at the rate of the scored version; batches
-are cut from permutations on the stream "finetune". head_only trains the head alone, with the
-extractor in eval mode.
+Fine-tuning is local training with a new optimizer, at the learning rate of the scored version. Its
+batches are parts of permutations from the stream "finetune". If only the head is fine-tuned, the
+extractor is in eval mode.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ def after_local(world: World) -> Book:
 
 
 def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = False) -> Book:
-    """Run FedAvg; after each round, or the last one, score fine-tuned copies."""
+    """Run FedAvg, and score a fine-tuned copy of the shared model for each client.
+
+    epochs: the number of fine-tuning epochs.
+    head_only: True: only the head is fine-tuned.
+    last: True: score after the last round only; False: after each round.
+    """
     x, accuracy, tuned_models = dict(world.start), list[float](), dict[int, Params]()
     for version, jobs in enumerate(world.rounds, 1):
         x = average([train(world, job, x) for job in jobs], weights(world, jobs))

@@ -62,11 +62,10 @@ def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Bo
 
 
 def counts(name: str) -> bool:
-    """Return whether the tensor of this name is an integer buffer."""
     return name.endswith("num_batches_tracked")
 
 
 def flatten(p: Params) -> torch.Tensor:
-    """Return parameters, then floating buffers, as one vector."""
+    """Return all parameters, followed by all floating-point buffers, as one vector."""
     buffers = [name for name in p if is_buffer(name) and not counts(name)]
     return torch.cat([p[name].flatten() for name in (*trainable(p), *buffers)])

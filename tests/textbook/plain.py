@@ -109,7 +109,10 @@ class Sgd:
 
 
 def optimizer(world: World, job: Job, factor: float = 1.0) -> Sgd:
-    """Return a job's optimizer, whose rate decays with the version that it received."""
+    """Return a job's optimizer; its learning rate depends on the version that the job received.
+
+    factor: the learning rate, divided by that of the run.
+    """
     local = world.local
     return Sgd(
         local.lr * local.lr_decay**job.version * factor,
@@ -125,7 +128,7 @@ def weights(world: World, jobs: Sequence[Job]) -> list[float]:
 
 
 def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return sum_i w_i a_i / sum_i w_i; for integers the maximum."""
+    """Return the mean of tensors with these weights; integer tensors give their maximum."""
     if not tensors[0].is_floating_point():
         return torch.stack(list(tensors)).amax(0)
     total = torch.zeros_like(tensors[0])
@@ -165,7 +168,11 @@ class RowMean:
         self.total, self.rows = 0.0, 0
 
     def add(self, loss: Tensor, inputs: Tensor) -> None:
-        """Add a batch's mean loss."""
+        """Add a batch.
+
+        loss: the mean loss of the batch.
+        inputs: the inputs of the batch, one for each row.
+        """
         self.total += len(inputs) * float(loss.detach())
         self.rows += len(inputs)
 
@@ -216,10 +223,11 @@ def run_with_loss(
     losses: Callable[[Job, Params], Parts],
     trained: Callable[[Job, Params], None] = lambda job, p: None,
 ) -> Book:
-    """Run FedAvg with another local loss.
+    """Run FedAvg with another local loss, and report the task loss in the column train_loss.
 
-    losses(job, received): the loss of a job. trained(job, model): called after each job. The
-    history's train_loss is the mean over all rows that the clients trained on.
+    losses(job, received): the function that returns task loss and further terms of a batch.
+    trained(job, model): a function that is called after each job.
+    train_loss is the mean over all rows that the clients trained on.
     """
     seen: dict[tuple[int, int], RowMean] = {}
 

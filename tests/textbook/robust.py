@@ -1,4 +1,4 @@
-"""Robust aggregation, each rule from its paper, one coordinate or one pair at a time.
+"""Robust aggregation rules, computed in loops over single coordinates or single pairs of updates.
 
 Symbols: g_i, the update of client i; n, the number of updates; a_i, a client's weight. Median and
 trimmed mean: Yin et al. 2018. Krum: Blanchard et al. 2017. Geometric median: Pillutla et al. 2022.
@@ -33,9 +33,9 @@ def coordinate_median(world: World) -> Book:
 
 
 def trimmed_mean(world: World, share: float) -> Book:
-    """Add the mean of the updates to x, coordinate by coordinate, without extreme values.
+    """Add the trimmed mean of the updates to x, coordinate by coordinate.
 
-    The floor(share n) least and as many greatest values are left out.
+    Of each coordinate, floor(share n) smallest and floor(share n) largest values are left out.
     """
 
     def rule(values: list[float]) -> float:
@@ -46,10 +46,12 @@ def trimmed_mean(world: World, share: float) -> Book:
 
 
 def krum(world: World, f: int, selected: int | None = 1) -> Book:
-    """Add the mean of the updates with the least s(i) to x.
+    """Add the mean of those updates to x that have the smallest s(i).
 
-    s(i) is the sum of |g_i - g_j|^2 over the n - f - 2 nearest j. f: the number of attackers.
-    selected: updates in the mean; None: n - f.
+    s(i) is the sum of |g_i - g_j|^2 over the n - f - 2 updates j that are nearest to i, at least
+    one.
+    f: the number of attackers.
+    selected: the number of updates in the mean; None: n - f.
     """
 
     def rule(at: Cohort) -> Tensor:

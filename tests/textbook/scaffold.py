@@ -1,10 +1,11 @@
-"""SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with the correction K' for momentum.
+"""SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with a divisor K' for momentum.
 
 Symbols: g, a gradient; c_i, the control variate of client i; c, that of the server; K', the sum
-over a job's steps of how much the step's gradient counts in the movement.
+over the steps of a job of the weight that the step's gradient has in the change of the parameters.
 
-Models are averaged uniformly, as in the paper, unless the run's weights are by samples; changes of
-c_i always are. A stale client uses x and c as it received them, and c stays the mean of all c_i.
+Models are averaged with equal weights, as in the paper, unless the run weighs clients by samples.
+Changes of c_i are always averaged with equal weights. A client with a stale model uses x and c as
+it received them, and c remains the mean of all c_i.
 """
 
 from __future__ import annotations

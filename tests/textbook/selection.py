@@ -1,7 +1,7 @@
 """Oort and power-of-choice by hand: dictionaries and loops over single clients.
 
-Lai et al., OSDI 2021, Algorithm 1, and Cho et al. 2020. Both get what the server knows and the
-random numbers of their decision, and return the chosen clients.
+Oort: Lai et al., OSDI 2021, Algorithm 1. Power-of-choice: Cho et al. 2020. Each gets what the
+server knows and a random generator, and returns the chosen clients.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 
 
 def draw(generator: np.random.Generator, weights: Mapping[int, float], count: int) -> list[int]:
-    """Draw `count` clients one after another, in proportion to the weights of those that are left.
+    """Draw `count` clients one after another, with probabilities in proportion to their weights.
 
-    Each client gets an exponential random time, divided by its weight. The order of these times has
-    the same distribution as such draws.
+    To do so, each client gets an exponential random time, divided by its weight. The clients with
+    the shortest times are drawn. Clients of weight 0 are only drawn if the others are too few.
     """
     times = {client: generator.standard_exponential() for client in weights}
     positive = [client for client in weights if weights[client] > 0]
@@ -32,10 +32,12 @@ def power_of_choice(
     candidates: int,
     count: int,
 ) -> list[int]:
-    """Return the clients with the largest losses among `candidates` drawn ones.
+    """Draw candidates in proportion to their samples, and return those with the largest losses.
 
-    samples: number of samples of each idle client. losses: those that are known; an unknown loss
-    counts as infinite.
+    samples: the number of samples of each idle client.
+    losses: the loss of each client whose loss is known; others count as infinite.
+    candidates: the number of candidates.
+    count: the number of clients to return.
     """
     drawn = draw(generator, samples, candidates)
     chosen: list[int] = []
@@ -49,13 +51,22 @@ def power_of_choice(
 class OortByHand:
     """Oort's rounds, one after another.
 
-    Settings: exploration, the share of clients that never reported; decay and least, its factor per
-    round and its lower bound; cutoff and clip, the paper's bounds of a client's utility; preferred,
-    the percentile of durations up to which a client is not penalised; window and delta, how many
-    rounds are compared and by how much `preferred` grows; penalty, the exponent for slow clients.
+    Settings:
+    exploration: the share of a round's clients that never reported a loss.
+    decay, least: the factor of `exploration` in each round, and its lower bound.
+    cutoff: to choose n known clients, they are drawn from those whose score is at least `cutoff`
+    times the n-th largest score.
+    clip: the quantile of utilities above which a utility is cut.
+    preferred: the percentile of durations up to which a client is not penalised.
+    window, delta: `preferred` grows by `delta` if the utility in the last `window` rounds was lower
+    than in the `window` rounds before.
+    penalty: the exponent of the penalty for slow clients.
 
-    State: number, rounds so far; last_round, the last round of each client; exploited, the last
-    round's clients that had reported before; utilities, their mean utility in each round.
+    State:
+    number: the rounds so far.
+    last_round: the last round in which each client was chosen.
+    exploited: the clients of the last round that had reported before.
+    utilities: for each round, the mean of samples times loss over the exploited clients.
     """
 
     exploration: float
@@ -84,8 +95,9 @@ class OortByHand:
     ) -> list[int]:
         """Return the clients of the next round.
 
-        losses, seconds: mean loss and duration of the last job, of each client that has reported.
-        expected: expected seconds of a job, of the others. count: clients to choose.
+        losses, seconds: for each client that has reported, mean loss and duration of its last job.
+        expected: for each client that has not reported, the expected duration of a job, in seconds.
+        count: the number of clients to choose.
         """
         self.number += 1
         if self.exploited:

@@ -27,8 +27,11 @@ def unflatten(values: Tensor, like: Mapping[str, Tensor], names: Sequence[str]) 
 class Cohort:
     """The updates of one aggregation.
 
-    version: the number of aggregations before. jobs: in the order in which they are aggregated. x:
-    the parameters [d]. changes: each job's update [m, d]. weights: unnormalised weights [m].
+    version: the number of earlier aggregations.
+    jobs: the m jobs, in the order in which they are aggregated.
+    x: the parameters, [d].
+    changes: the update of each job, [m, d].
+    weights: the weight of each job before normalisation, [m].
     """
 
     version: int
@@ -53,10 +56,13 @@ def run_server_rule(
     weigh: Weigh = lambda world, version, jobs: weights(world, jobs),
     after: Callable[[Params], None] = lambda x: None,
 ) -> Book:
-    """Run rounds in which `rule` makes the next parameters; buffers are averaged.
+    """Run rounds in which `rule` computes the next parameters; buffers are averaged.
 
-    A job trains from the model of its version. weigh(world, version, jobs): the unnormalised
-    weights. after(model): called with each new model.
+    Each job trains from the model version that it received.
+    rule(cohort): the next parameters, [d].
+    loss: the local loss.
+    weigh(world, version, jobs): the weights of the jobs before normalisation.
+    after(model): a function that is called with each new model.
     """
     names, models = trainable(world.start), [dict(world.start)]
     for version, jobs in enumerate(world.rounds):

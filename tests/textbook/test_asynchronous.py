@@ -1,4 +1,7 @@
-"""Test that asynchronous methods end where their textbooks do, with stale updates and in rounds."""
+"""Test that asynchronous methods give the same results as their textbooks.
+
+The runs have stale updates or synchronous rounds.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,11 @@ def values_of(layout: Layout, seed: int = 0) -> np.ndarray:
 def coded(
     compressor: Compressor, values: np.ndarray, layout: Layout = LAYOUT, key: int = KEY
 ) -> np.ndarray:
-    """Return the values that the receiver decodes; assert the declared size of the message."""
+    """Return the vector that the receiver decodes, and check the size of the message.
+
+    values: the vector of all trained parameters, which is encoded.
+    key: the random number that the compressor gets for this message.
+    """
     kept = compressor.initial(layout)
     message = compressor.encode(torch.from_numpy(values), layout, key, kept)
     assert message.dtype == np.uint32

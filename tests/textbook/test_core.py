@@ -38,14 +38,20 @@ STEPS = replace(LOCAL, epochs=None, steps=5)
 
 
 def trained(normed: bool = False, **local: Any) -> dict[str, Any]:
-    """Return the settings of a run with these local settings; normed: with BatchNorm."""
+    """Return the arguments `local` and `model` of a run.
+
+    normed: True: the network has BatchNorm.
+    local: local settings that differ from `LOCAL`.
+    """
     return {"local": replace(LOCAL, **local)} | ({"model": NORMED_MLP} if normed else {})
 
 
 def late(**run: Any) -> dict[str, Any]:
-    """Return a schedule with stale updates: all four clients in flight, a buffer of two.
+    """Return the settings of a row whose updates are stale.
 
-    The client with the most samples is the slowest, so its updates are stale by some versions.
+    All four clients are in flight, and an aggregation has two updates. The client with the most
+    samples is the slowest, so its updates are stale by some versions.
+    run: further arguments of `tiny_runs.coordinate`.
     """
     return {"schedule": Buffered(concurrency=4, size=2), "run": {"rounds": 6} | run}
 
@@ -280,7 +286,10 @@ class Opposite(Method):
 
 
 def samples(rows: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Return inputs that are normalised by hand, labels and domains of some rows of the data."""
+    """Return inputs, labels and domains of some samples; the inputs are normalised by hand.
+
+    rows: the positions of the samples in the data set `SPREAD`.
+    """
     source = SPREAD.open()
     inputs = (torch.from_numpy(source.inputs[rows]).double() / 255 - 0.5) / 0.3
     return inputs, torch.from_numpy(source.labels[rows]), source.domains[rows]

@@ -33,7 +33,10 @@ def with_few(few: int) -> FederatedData:
 
 
 def row(**changed: Any) -> Row:
-    """Return a row with BatchNorm and changed settings; study, run, schedule: see `Row`."""
+    """Return a row of FRAug on a network with BatchNorm.
+
+    changed: changed settings of FRAug. `study`, `run` and `schedule` are arguments of `Row`.
+    """
     row_settings = {key: changed.pop(key) for key in ("study", "run", "schedule") if key in changed}
     row_settings["study"] = {"model": NORMED_MLP, "local": SHORT} | row_settings.get("study", {})
     settings = BASE | changed

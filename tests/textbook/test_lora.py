@@ -1,4 +1,7 @@
-"""Test the methods of adapters against their textbooks, and which of their means are exact."""
+"""Test the methods for low-rank adapters against their textbooks.
+
+Also test which methods average adapters exactly.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,11 @@ def test_lora_method_equals_its_textbook_computation(name: str) -> None:
 
 # --- which means are exact ------------------------------------------------------------------------
 class Witness(Method):
-    """A method that compares the layer's new weight with the mean of the clients' weights."""
+    """A method that reports the distance of the layer's new weight from an exact average.
+
+    The exact average is the weighted mean of the clients' weights. The distance is divided by how
+    far that mean is from the received weight.
+    """
 
     name = "witness"
     paper = "a test"
@@ -115,7 +122,10 @@ class Witness(Method):
 
     @staticmethod
     def _weight(vector: Tensor, server: ServerView) -> Tensor:
-        """Return the layer's weight, without a frozen part that is equal for all."""
+        """Return the weight of the layer with its adapter, without the part that never changes.
+
+        vector: the shared vector.
+        """
         tensors = {
             entry.path.rpartition("extractor.1.")[2]: vector[entry.start : entry.stop].view(
                 entry.shape

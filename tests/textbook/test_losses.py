@@ -31,10 +31,9 @@ from textbook.moon import moon
 
 
 def lacking(*classes: set[int]) -> Any:
-    """Return data with a client for each set of classes.
+    """Return data in which client k has all training samples of the classes classes[k].
 
-    A client has all training samples of its classes. The last client also has one sample of class
-    0.
+    The last client also has one sample of class 0. No client has test samples.
     """
     data = tiny_data(clients=4, samples=70)
     rows, labels = np.sort(data.partition.train.indices), data.open().labels

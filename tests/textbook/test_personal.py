@@ -70,9 +70,10 @@ def adapting(how: Finetune) -> dict[str, Any]:
 
 
 def pooling(settings: Local, **study: Any) -> Row:
-    """Return a row of centralized training in place of rounds with three clients.
+    """Return a row of centralized training, which replaces federated rounds of three clients.
 
-    settings: the local settings of the federated run. study: other settings of the row.
+    settings: the local settings of the federated run.
+    study: further arguments of `tiny_runs.run_spec`.
     """
     train = DATA.partition.train
     images, labels = samples(DATA, np.arange(70))
@@ -130,7 +131,8 @@ def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
 def mixing(*, drawn: dict[str, Any] | None = None, **study: Any) -> Row:
     """Return a row of FedPAC.
 
-    drawn: settings by the textbook's names. study: other settings of the row.
+    drawn: changed settings, by the names that the textbook's arguments have.
+    study: further arguments of `tiny_runs.run_spec`.
     """
     settings = {"lam": 0.7, "head_epochs": 1, "factor": 3.0, "least": 1e-3} | (drawn or {})
     method = partial(

@@ -1,4 +1,4 @@
-"""Test that robust rules end where their textbooks do, and withstand arbitrary updates."""
+"""Test that robust rules give the results of their textbooks, and withstand arbitrary updates."""
 
 from __future__ import annotations
 

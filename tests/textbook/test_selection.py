@@ -25,7 +25,11 @@ SEED, COHORT = 5, 4
 def logged_run(
     rule: Any, rounds: int
 ) -> tuple[FinishedRun, list[dict[int, float]], list[dict[int, float]]]:
-    """Return a run, the losses that its aggregations report, and those of each version by hand."""
+    """Run `rounds` rounds with the selection `rule`.
+
+    Return the run and two lists. The first has the losses that each aggregation reports, by client.
+    The second has the loss of each client at each version, computed by hand.
+    """
     spec = run_spec(data=tiny_data(clients=14, samples=300), seed=SEED, selection=rule)
     coordinator = coordinate(spec, Synchronous(COHORT), Lognormal(), rounds=rounds)
     losses: list[dict[int, float]] = []

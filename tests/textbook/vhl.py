@@ -49,7 +49,12 @@ def virtual_set(world: World, count: int) -> tuple[Tensor, Tensor]:
 
 
 def view(image: Tensor, down: int, right: int, flip: int) -> Tensor:
-    """Return the image padded by 4 pixels, cropped from a position, and mirrored if `flip` is 1."""
+    """Return a random view of an image: padded by 4 pixels, cropped to its old size, and mirrored.
+
+    image: [channels, height, width].
+    down, right: the position of the crop's upper left corner in the padded image.
+    flip: 1 mirrors the view.
+    """
     height, width = image.shape[1:]
     cut = F.pad(image, (4, 4, 4, 4))[:, down : down + height, right : right + width]
     return cut.flip(2) if flip else cut
@@ -82,9 +87,11 @@ def vhl(
 ) -> Book:
     """Run FedAvg with the loss CE + alpha CE_v + gamma SC(real and virtual) + kappa SC(virtual).
 
-    virtual: number of virtual images. temperature: that of SC. extra: the head has extra outputs
-    for virtual images. align_epochs: SC counts in so many first epochs of a job. mixup: Mixup
-    changes the real inputs.
+    virtual: the number of virtual images.
+    temperature: the temperature of SC.
+    extra: True: the head has extra outputs for virtual images.
+    align_epochs: both SC terms are in the loss only in this many first epochs of a job.
+    mixup: True: Mixup changes the real inputs.
     """
     images, classes = virtual_set(world, virtual)
     reported: list[RowMean] = []  # the real rows' cross-entropy, of each participation

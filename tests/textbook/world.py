@@ -61,11 +61,13 @@ class World:
 
 @dataclass
 class Book:
-    """The tensors that must be there at the end, named as in raysim's checkpoints.
+    """The results that raysim must have at the end, named as in raysim's checkpoints.
 
-    shared: the shared model. private: the state of each client that took part. server: the server's
-    state. columns: columns of the history, a value for each round. own: for each client, the
-    tensors of the model that it is scored with.
+    shared: the shared model.
+    private: the client state of each client that took part.
+    server: the server state.
+    columns: columns of the history, a value for each round.
+    own: for each client, the tensors of the model that it is scored with.
     """
 
     shared: Mapping[str, Tensor]

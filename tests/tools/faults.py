@@ -99,7 +99,13 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Case:
-    """A run, a fault, and the moment of the fault as a share of the undisturbed run's time."""
+    """A run, and a fault that disturbs it.
+
+    method, schedule, runtime: keys of `METHODS`, `SCHEDULES` and `RUNTIMES`.
+    fault: the kind of fault.
+    victim: the kind of process that gets a signal, a key of `VICTIMS`.
+    moment: when the fault happens, as a share of the CPU time of the undisturbed run.
+    """
 
     method: str
     schedule: str
@@ -215,7 +221,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def named(pid: int) -> str:
-    """Return the command line of a process."""
+    """Return the command line of a process; "" if the process does not exist."""
     with contextlib.suppress(OSError):
         return (
             Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -234,7 +240,10 @@ def worked(pid: int) -> float:
 
 
 def processes(run: ForkServerProcess, victim: str) -> list[int]:
-    """Return the processes of a run of a kind; victim: a key of `VICTIMS`."""
+    """Return the ids of the run's processes of one kind.
+
+    victim: the kind, a key of `VICTIMS`.
+    """
     assert run.pid is not None
     if not (place := VICTIMS[victim]):
         return [run.pid]
@@ -252,9 +261,10 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 
 
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
-    """Send the signals of a case to one process of its kind.
+    """Send the signals of a case to one process of the kind that the case names.
 
-    A stopped process is killed later, except a worker, which the run replaces.
+    If the signal only stops the process, kill it a second later. A stopped worker is not killed,
+    because the run replaces it.
     """
     if not (found := processes(run, case.victim)):
         return
@@ -283,7 +293,10 @@ def fill(run: ForkServerProcess, runtime: str, size: int) -> None:
 
 
 def finish(run: ForkServerProcess) -> int:
-    """Return the exit status of a run at its end; kill all of it if it does not end in time."""
+    """Wait for the end of a run, and return its exit status.
+
+    If it does not end in time, kill its process and all descendants.
+    """
     run.join(RUN_TIMEOUT_S)
     if run.exitcode is not None:
         return run.exitcode
@@ -338,7 +351,7 @@ UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
 
 
 def undisturbed(case: Case) -> Undisturbed:
-    """Return the undisturbed run of a case."""
+    """Return the results of the undisturbed run of a case. Run it only for the first such case."""
     if (key := tuple(case.words)) not in UNDISTURBED:
         with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
             folder, seconds = Path(text), 0.0
@@ -395,7 +408,13 @@ def carry_out(case: Case, seed: int) -> str:
 
 
 def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Undisturbed) -> str:
-    """Describe how the results differ from those of the undisturbed run; "" if they are equal."""
+    """Return what is wrong after a case; "" if all is as in the undisturbed run.
+
+    folder: the folder of the case.
+    statuses: the exit statuses of the run and of its continuations, in order.
+    mark: the value by which processes of the case are found.
+    expected: the undisturbed run.
+    """
     errors = (folder / "err").read_text()
     if statuses[-1] == HANGS:
         return "hangs"
@@ -471,9 +490,9 @@ def cost(pairs: int) -> None:
 
 
 def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
-    """Run the cases that are not in the log; return 1 if one ended differently.
+    """Run the cases that are not in the log; return 1 if a case of the log has other results.
 
-    only: a fault; if not "", other cases are skipped.
+    only: the fault of the cases to run; "": all faults.
     """
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     done = {(line["seed"], line["case"]["runtime"], line["number"]) for line in lines}

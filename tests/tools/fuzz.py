@@ -1,13 +1,16 @@
 """Run raysim with random command lines, configurations and damaged files.
 
-Each case has to run, or to be refused with one sentence and status 2.
+Each case must run, or must be refused with one sentence and the exit status 2.
 
     uv run python tests/tools/fuzz.py --cases 5000 --log fuzz.jsonl
                                     all kinds of input; counts what broke; continues
 
-A case breaks the promise where something is raised that nobody catches, where a refusal is not one
-sentence, where nothing comes back (a minute of work, or a minute of waiting for nothing), where it
-takes a gigabyte more than any case before it, or where a refused command leaves a file behind.
+A case is broken in each of these situations:
+An exception is not handled.
+A refusal is not one sentence.
+There is no result after a minute of work, or after a minute of waiting.
+The case needs at least a gigabyte more memory than each earlier case.
+A refused command leaves a file.
 """
 
 from __future__ import annotations
@@ -91,9 +94,11 @@ class Hang(BaseException):
 
 @dataclass
 class Findings:
-    """Cases by kind and outcome, and the broken ones.
+    """The results of cases.
 
-    strict: stop at the first broken case, and make it small.
+    counts: the number of cases by kind and outcome.
+    broken: descriptions of the broken cases.
+    strict: True: stop at the first broken case, and let Hypothesis search a smaller one.
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -107,7 +112,10 @@ FOUND = Findings()
 # --- one case -------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """End a command that works or waits for too long, however busy the machine is."""
+    """Raise `Hang` in a command that works or waits for longer than `CASE_TIMEOUT_S` seconds.
+
+    Work is measured in CPU time, so a busy machine does not matter.
+    """
     start = worked = time.process_time()
     idle = 0
 
@@ -194,7 +202,7 @@ def keep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def somewhere() -> Iterator[Path]:
-    """Make an empty folder with a cache of data."""
+    """Yield a new empty folder, in which raysim also caches data until the end of the block."""
     before = os.environ.get("RAYSIM_CACHE")
     with tempfile.TemporaryDirectory(prefix="raysim-fuzz-") as text:
         os.environ["RAYSIM_CACHE"] = f"{text}/cache"
@@ -275,7 +283,11 @@ NODES = st.recursive(
 
 @cache
 def keys() -> list[str]:
-    """Return the keys that cases change: those of a run with three methods, groups, wrong ones."""
+    """Return the configuration keys that cases change.
+
+    These are the keys of a run with three methods and the names of configuration groups. Some
+    other keys do not exist, or have no single value.
+    """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
     return [*names, *config["choices"], "nothing", "method.fedprox", "data.rotation", "local"]
@@ -350,7 +362,10 @@ def other_commands(data: Any) -> None:
 
 
 def stored_configurations(data: Any) -> None:
-    """Run a stored configuration with a changed or missing value, or with changed characters."""
+    """Run a stored configuration after a random change of one value, or of its characters.
+
+    data: Hypothesis' source of random values.
+    """
     config: Any = to_dict(compose([*QUICK, "out=out"]))
     if data.draw(st.booleans()):
         path = data.draw(st.sampled_from(sorted(flatten(config)))).split(".")
@@ -373,7 +388,11 @@ def stored_configurations(data: Any) -> None:
 
 
 def mutated(data: Any, content: bytes) -> bytes:
-    """Return the content with some bytes changed, cut off, doubled or inserted."""
+    """Return the content after one to three random changes.
+
+    A change alters one byte, cuts off the end, or inserts, zeroes or deletes some bytes.
+    data: Hypothesis' source of random values.
+    """
     changed = bytearray(content)
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, len(changed)))
@@ -499,7 +518,10 @@ def _write_leaf(folder: Path) -> None:
 
 
 def _reading(*words: str) -> list[str]:
-    """Return a command that runs on data in the folder `data`."""
+    """Return a command that runs on the data set in the folder `data`.
+
+    words: further overrides.
+    """
     return [
         "run",
         *(word for word in QUICK if not word.startswith("data")),
@@ -564,7 +586,11 @@ LABELS = st.one_of(
 
 
 def odd_labels(data: Any) -> None:
-    """Run on labels of a type that Parquet can hold; the test file may have another type."""
+    """Run on a Parquet data set with labels of a random type.
+
+    The training and test files may have labels of different types.
+    data: Hypothesis' source of random values.
+    """
     kinds = st.sampled_from(
         [LABELS, st.lists(LABELS, max_size=2), st.lists(st.lists(LABELS, max_size=1), max_size=2)]
     )
@@ -624,9 +650,10 @@ def fuzz(target: str, cases: int, start: int = 0) -> None:
 
 
 def main(cases: int, targets: Sequence[str], log: Path) -> int:
-    """Run the cases of each kind that are not in the log; return 1 if one broke.
+    """Run the cases that are not in the log; return 1 if a case of the log is broken.
 
-    cases: number of cases of each kind.
+    cases: the number of cases of each kind.
+    targets: the kinds, keys of `TARGETS`.
     """
     FOUND.strict = False
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, resource.getrlimit(resource.RLIMIT_DATA)[1]))

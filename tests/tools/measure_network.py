@@ -2,15 +2,16 @@
 
     uv run python tests/tools/measure_network.py --turns 3 --out network.json
 
-makes a cluster of three machines with `network_cluster.py`. In each turn, both schedules run on
-undisturbed links and then on slow or lossy links of each kind. It prints a table: megabytes per
-round on the links and in raysim's columns, megabytes that TCP sent again, seconds per round, and
-the ratio of the seconds to those of the undisturbed run of the same turn. All runs of a schedule
-must end with the same bits.
+makes a cluster of three machines with `network_cluster.py`. In each turn, a synchronous and a
+buffered run use undisturbed links, and then slow or lossy links of each kind. The command prints a
+table with megabytes per round on the links and in raysim's columns, and megabytes that TCP sent
+again. The table also has the seconds per round, and their ratio to those of the undisturbed run of
+the same turn and schedule. All runs of a schedule must have the same bits.
 
     uv run python tests/tools/measure_network.py --nodes 2 4 8 --cohorts 3 10 100
 
-measures how many vectors of the model's size enter the coordinator's node in a synchronous round.
+measures how many vectors of the model's size the coordinator's node receives in a synchronous
+round.
 """
 
 from __future__ import annotations
@@ -128,9 +129,10 @@ def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float
 
 
 def measure_all(turns: int, overrides: list[str], kinds: Sequence[str]) -> Iterator[Measurement]:
-    """Measure the undisturbed links and then each kind of disturbed links, `turns` times.
+    """Measure runs on undisturbed links, and then on each kind of disturbed links, `turns` times.
 
-    kinds: keys of `KINDS`. overrides: of all runs.
+    overrides: overrides of all runs.
+    kinds: the kinds of disturbed links, keys of `KINDS`.
     """
     with NetworkCluster(MACHINES) as cluster:
         cluster.start_ray([1] * MACHINES)
@@ -174,7 +176,12 @@ def _line(schedule: str, kind: str, chosen: Sequence[Measurement]) -> str:
 
 
 def measure_sums(nodes: int, cohorts: Sequence[int], overrides: list[str]) -> Iterator[Measurement]:
-    """Measure synchronous rounds of several cohorts on a number of nodes."""
+    """Measure a run of synchronous rounds for each cohort size, on a cluster of some nodes.
+
+    nodes: the number of nodes.
+    cohorts: the numbers of clients in a round.
+    overrides: overrides of all runs.
+    """
     with NetworkCluster(nodes) as cluster:
         cluster.start_ray([1] * nodes)
         for cohort in cohorts:

@@ -5,18 +5,18 @@
     # some of them again, with all tests:
     uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0
 
-It is not part of CI. First every test file runs once under `coverage`, which gives the tests that
-run each line (--map reuses an earlier result). Then each mutant, which is one change, is written
-into a copy of the working tree and meets the tests that run its line. They run in two portions: a
-few quick tests from the files that are closest to the changed file, then others for at most --cap
-seconds (0: all). Each portion runs in a process that is forked from a warm one, so that it need not
-import packages again.
+It is not part of CI. First every test file runs once under `coverage`, which shows the tests that
+run each line (--map reuses an earlier result). A mutant is the source with one change. Each mutant
+is written into a copy of the working tree, and the tests that run its line are started. They run in
+two portions. The first has a few quick tests from the files that are closest to the changed file.
+The second has others for at most --cap seconds (0: all). Each portion runs in a process forked from
+one that has already imported the packages, so that it need not import them again.
 
-Ids of mutants stay the same for the same source, --seed, --count and --only. For a survivor that no
-test could notice, equivalent_mutants.toml has the reason.
+Ids of mutants stay the same for the same source, --seed, --count and --only. A mutant that no test
+can notice is listed with the reason in equivalent_mutants.toml.
 
-Why not a published tool: cosmic-ray starts the whole test command again for each mutant, which here
-costs ten seconds of imports. mutmut 3 puts functions behind trampolines, which numba cannot
+Published tools do not fit. cosmic-ray starts the whole test command again for each mutant, which
+here costs ten seconds of imports. mutmut 3 puts functions behind trampolines, which numba cannot
 compile, and leaves out module level and properties.
 """
 
@@ -112,7 +112,11 @@ def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mut
 
 # --- which test runs which line -------------------------------------------------------------------
 class Mapper:
-    """Pytest plugin: a coverage context per test, and one per fixture that several tests share."""
+    """A pytest plugin that records which lines each test runs.
+
+    Lines of a fixture that several tests share are recorded for the fixture, and count for each of
+    these tests.
+    """
 
     def __init__(self, copy: Path):
         import coverage
@@ -242,8 +246,8 @@ class Map:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return the tests that run a mutant's line, and those that are named after its file.
 
-        Coverage does not see a line that runs at import. Then the tests of the function, class or
-        file around it are taken.
+        Coverage does not see lines that run at import. For such a line, the first list has the
+        tests of the function, class or file that contains it.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
@@ -267,12 +271,12 @@ class Map:
         ]
 
     def portions(self, mutant: Mutant, cap: float) -> list[list[str]]:
-        """Return the tests that a mutant meets, in one or two lists.
+        """Return the tests to run for a mutant, in one or two lists.
 
         The first list has quick tests from the files that are closest to the mutant's file. The
-        second has others for at most `cap` seconds (0: all): first those of test files with the
-        mutant's file in their name, then those that look at what all methods declare, then the
-        quickest of each other file in turn.
+        second has others for at most `cap` seconds (0: all). First come the tests of files named
+        after the mutant's file, then tests of the declarations of all methods. The quickest tests
+        of each other file follow in turn.
         """
         own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
         close = (own, *CLOSE)
@@ -316,7 +320,13 @@ WARM = """torch torchvision numpy pyarrow.parquet hydra omegaconf sklearn.datase
 
 @dataclasses.dataclass
 class Asked:
-    """Tests, or test files, that a child process runs in a copy; limit: seconds of CPU time."""
+    """A request to run tests in a child process, in a copy of the working tree.
+
+    tests: tests, or test files.
+    limit: the allowed CPU time in seconds.
+    mapped: True: run whole files and record the lines of each test; False: stop at the first
+    failure.
+    """
 
     tests: Sequence[str]
     limit: float
@@ -348,7 +358,7 @@ class Judge:
 
 
 def warm() -> None:
-    """Import slow packages, and leave no thread that a fork would lose."""
+    """Import slow packages, and use one thread, because a fork does not copy other threads."""
     for name in WARM.split():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -360,7 +370,10 @@ def warm() -> None:
 
 
 def child(copy: Path, asked: Asked) -> NoReturn:
-    """Run the tests in the copy, with its source; write the result to its file `.answer`."""
+    """Run tests in a copy of the working tree, with the copy's source, and end the process.
+
+    The result is written to the copy's file `.answer`.
+    """
     code = 70
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -483,7 +496,10 @@ def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any],
 
 
 def copied(folder: Path, number: int) -> Path:
-    """Copy the working tree without files that git ignores."""
+    """Copy the working tree to folder/copyNUMBER, and return this path.
+
+    Files that git ignores are not copied.
+    """
     copy, listed = (
         folder / f"copy{number}",
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -498,7 +514,11 @@ def copied(folder: Path, number: int) -> Path:
 
 
 def mapping(paths: Sequence[str], copies: Sequence[Path]) -> Map:
-    """Run every test file once in its own process; return the map of all."""
+    """Run each test file once, in a process of its own, and return the map of lines to tests.
+
+    paths: test files or folders.
+    copies: the copies of the working tree to run in.
+    """
     found = {
         f
         for path in paths
@@ -542,7 +562,13 @@ def check_unmutated(tests: set[str], copies: Sequence[Path]) -> None:
 def judged(
     number: int, mutant: Mutant, known: Map, cap: float, copy: Path
 ) -> Generator[Asked, Outcome, Any]:
-    """Write a mutant, run its tests and restore the file; return the result."""
+    """Write a mutant into a copy, run its tests, and restore the file; return the result.
+
+    This is a generator for `drive`, which runs the yielded tests.
+    number: the id of the mutant.
+    known: the map of lines to tests.
+    cap: the argument of `Map.portions`.
+    """
     path, started = copy / mutant.file, time.monotonic()
     source, stat = path.read_bytes(), path.stat()
     before, after = mutant.texts(source)
@@ -734,7 +760,7 @@ def main() -> None:
 
 
 def equivalents() -> list[dict[str, str]]:
-    """Return the mutants that behave like the source, with reasons."""
+    """Return the mutants that no test can notice, with the reason for each."""
     return list(tomllib.loads((TOOLS / "equivalent_mutants.toml").read_text())["mutant"])
 
 

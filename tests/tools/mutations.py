@@ -54,7 +54,12 @@ UNSWAPPED = set(f"{_SYMMETRIC} {_TYPED}".split())
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One change of one file: `new` in place of the bytes from `start` to `end`."""
+    """One change of one file: `new` replaces the bytes from `start` to `end`.
+
+    lines: the first and last line of the changed statement.
+    scopes: the same for the functions and classes around it, the innermost first.
+    label: the change in words, by which it is found again if lines move.
+    """
 
     file: str
     kind: str
@@ -114,7 +119,12 @@ class Places:
     def between(
         self, kind: str, left: ast.AST, right: ast.AST, pattern: str, others: dict[str, list[str]]
     ) -> None:
-        """Add mutants with other operators between two nodes."""
+        """Add mutants that replace the operator between two nodes.
+
+        kind: the kind of these mutants.
+        pattern: a regular expression that matches the operator.
+        others: for each operator, the operators that replace it.
+        """
         start, end = self.at(left)[1], self.at(right)[0]
         gap = self.source[start:end]
         if (match := re.search(pattern.encode(), gap)) and b"#" not in gap:
@@ -127,7 +137,7 @@ class Places:
         self.add(kind, a, d, self.source[c:d] + self.source[b:c] + self.source[a:b])
 
     def block(self, body: Sequence[ast.stmt]) -> None:
-        """Add the mutants of some statements, and of the order of neighbours."""
+        """Add the mutants of some consecutive statements, and those that swap two neighbours."""
         for statement in body:
             self.statement(statement)
         for one, two in pairwise(body):
@@ -217,9 +227,9 @@ class Places:
         return False
 
     def expression(self, node: ast.expr, condition: bool = False) -> None:
-        """Add the mutants of an expression and of all that is in it.
+        """Add the mutants of an expression and of its parts.
 
-        condition: it decides a branch, so its negation is a mutant, too.
+        condition: True if a branch depends on the expression; then its negation is a mutant, too.
         """
         start, end = self.at(node)
         match node:
@@ -285,9 +295,10 @@ class Places:
 
     @staticmethod
     def is_harmless(word: ast.keyword) -> bool:
-        """Return whether no test could notice another value of a keyword argument.
+        """Return whether other values of a keyword argument are useless mutants.
 
-        A dim or axis of -1 counts, because for a matrix it is the same as 1.
+        No test could notice them. This includes a negative `dim` or `axis`, because -1 is the same
+        as 1 for a matrix.
         """
         return word.arg in ("strict", "stacklevel", "non_blocking") or (
             word.arg in ("dim", "axis") and isinstance(word.value, ast.UnaryOp)
@@ -322,7 +333,7 @@ class Places:
 
 
 def squeeze(text: str) -> str:
-    """Return a text in one line."""
+    """Return a text as one line, with single spaces."""
     return " ".join(text.split())
 
 
@@ -337,7 +348,7 @@ def bound_name(node: ast.stmt) -> str:
 
 
 def is_text_or_list(side: ast.expr) -> bool:
-    """Return whether another operator would fail at once, because this side is a text or a list."""
+    """Return whether a side of an operator is a text or a list, for which other operators fail."""
     text = isinstance(side, ast.Constant) and isinstance(side.value, str)
     return text or isinstance(side, (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple))
 
@@ -379,7 +390,7 @@ def touched(node: ast.stmt) -> tuple[set[str], set[str]]:
 
 
 def changes(mutant: Mutant, source: bytes) -> bool:
-    """Return whether a mutant is valid Python with another syntax tree."""
+    """Return whether the source with a mutant is valid Python and has another syntax tree."""
     try:
         new = ast.parse(source[: mutant.start] + mutant.new + source[mutant.end :])
     except SyntaxError:
@@ -388,6 +399,9 @@ def changes(mutant: Mutant, source: bytes) -> bool:
 
 
 def inner_lines(source: bytes) -> set[int]:
-    """Return the lines inside functions. The other lines run at import, whoever imports first."""
+    """Return the numbers of the lines inside functions.
+
+    All other lines run only once, when a module is imported, and not in each test.
+    """
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     return {line for f in functions for line in range(f.body[0].lineno, (f.end_lineno or 0) + 1)}

@@ -253,7 +253,10 @@ class Machine:
             self._unshare = None
 
     def processes(self) -> list[int]:
-        """Return the processes of the machine besides the first one."""
+        """Return the ids of the machine's processes, except its first one.
+
+        The machine exists as long as its first process.
+        """
         namespace = os.readlink(f"/proc/{self._first_process}/ns/pid")
         processes = []
         for entry in os.listdir("/proc"):
@@ -300,7 +303,12 @@ class Machine:
 
     # --- Ray --------------------------------------------------------------------------------------
     def start_ray(self, cpus: int, *, is_head: bool = False, **environment: str) -> None:
-        """Start Ray. environment: further variables of Ray's processes."""
+        """Start Ray on this machine.
+
+        cpus: the number of CPUs that the machine declares to Ray.
+        is_head: True: start the cluster; False: join it.
+        environment: further environment variables of Ray's processes.
+        """
         head = f"{NETWORK}.1:{PORT}"
         place = [f"--address={head}"]
         if is_head:  # its job server also answers the machine without Ray
@@ -378,9 +386,11 @@ class NetworkCluster:
         self.close()
 
     def start_ray(self, cpus: Sequence[int], **environment: str) -> None:
-        """Start Ray on the first machines, with these CPUs; machine 0 is the head.
+        """Start Ray on the first machines; machine 0 is the head.
 
         The machines start one after another, because each start needs a core for some seconds.
+        cpus: for each of these machines, the number of CPUs that it declares to Ray.
+        environment: further environment variables of Ray's processes.
         """
         for machine, count in zip(self.machines, cpus, strict=False):
             machine.start_ray(count, is_head=machine.number == 0, **environment)
@@ -410,7 +420,14 @@ def open_tap(namespace: str, name: str) -> int:
 
 
 def relay(switch: str, near: str, far: str, delay_s: float, loss: float, seed: int) -> None:
-    """Pass frames between two devices of the switch, with a delay; lose some of them. Endless."""
+    """Pass frames between two devices of the switch, with a delay and losses, until it is killed.
+
+    switch: the network namespace of the switch.
+    near, far: the names of the two devices, which are made here.
+    delay_s: the delay in seconds in each direction.
+    loss: the share of frames that are lost.
+    seed: the seed of the random losses.
+    """
     taps = [open_tap(switch, near), open_tap(switch, far)]
     other = dict(zip(taps, reversed(taps), strict=True))
     print("ready", flush=True)

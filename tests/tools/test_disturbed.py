@@ -1,4 +1,4 @@
-"""Run a few cases of the fault tool: a disturbed run ends at the undisturbed results."""
+"""Test a few cases of the fault tool: disturbed runs have the results of undisturbed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that runs on machines with a network between them have the bits of a run in process."""
+"""Test runs on machines that a network joins: they have the same bits as runs in one process."""
 
 from __future__ import annotations
 
@@ -142,9 +142,9 @@ def test_network_partition_for_seconds_changes_no_bits(
 def test_lost_client_states_are_restored_with_the_same_bits(
     network: NetworkCluster, expected: Expected
 ) -> None:
-    """Control variates and BatchNorm layers of clients are lost with a machine.
+    """A lost machine's client states, control variates and BatchNorm layers, are restored.
 
-    This must be the last test of the file.
+    This must be the last test of the file, because it kills a machine of the shared network.
     """
     method, size = "method=fedbn+scaffold", ["runtime.workers=3", "runtime.strategy=SPREAD"]
     out = network.shared / "states"
@@ -182,10 +182,11 @@ def test_late_node_joins_and_drained_node_leaves(expected: Expected) -> None:
 
 
 def test_sum_crosses_a_slow_link_once() -> None:
-    """The coordinator's machine receives at most 30% more bytes than the history says.
+    """A sum of updates crosses a slow link only once.
 
-    A sum takes more than three seconds on the link; a look for lost nodes each second must not
-    fetch it again.
+    It takes more than three seconds on the link. Meanwhile raysim looks for lost nodes every
+    second, and must not fetch the sum again. So the coordinator's machine receives at most 30% more
+    bytes than the history says.
     """
     obstacle = find_obstacle()
     if obstacle:

@@ -95,7 +95,7 @@ def test_built_in_learner_learns_digits(words: str, least: float, tmp_path: Path
 
 
 class Recording(SklearnKMeans):
-    """A k-means learner that keeps the samples of the clients that trained."""
+    """A k-means learner that records the training samples of each job."""
 
     samples: ClassVar[list[np.ndarray]] = []
 

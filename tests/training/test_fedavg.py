@@ -25,9 +25,10 @@ CLIENTS, ROUNDS, BATCH, EPOCHS = 7, 2, 8, 2
 def batches(
     data: FederatedData, client: int, turn: int, whole: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of a client's job; samples are shuffled again in every epoch.
+    """Yield the normalised batches of a client's job; each epoch shuffles the samples again.
 
-    whole: a last batch of one sample is left out.
+    turn: the number of the client's job, from 0.
+    whole: True: a last batch of one sample is left out.
     """
     dataset, rows = data.open(), data.partition.train.rows(client)
     shuffle = stream(SEED, "batches", client, turn)

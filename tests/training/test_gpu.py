@@ -1,4 +1,4 @@
-"""Test training on a GPU: the numbers of the CPU, and repeated bits."""
+"""Test training on a GPU: it has the results of a CPU, and a repeated run has the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test convolutions in recorded steps, and what a capture forbids in Python."""
+"""Test convolutions in recorded steps, and Python operations that a CUDA graph cannot record."""
 
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ from raysim.simulation.schedule import Schedule
 
 
 class Centroids(Learner):
-    """Predict the class whose mean is nearest; train by moving the means."""
+    """A learner that predicts the class whose mean is nearest, and trains by moving the means.
+
+    wrong: the kind of mistake that the learner makes; "": none.
+    """
 
     name = "centroids"
 

@@ -16,7 +16,10 @@ ROUNDS = 12
 
 
 def torch_rates(make: Any) -> list[float]:
-    """Return the rates of a scheduler of torch in each round, with the rate 0.4 at first."""
+    """Return the learning rate of each round under a scheduler of torch.
+
+    make(optimizer): the scheduler. The first rate is 0.4.
+    """
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.4)
     scheduler = make(optimizer)
     rates = []

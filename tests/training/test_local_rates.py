@@ -22,7 +22,7 @@ LOCAL: dict[str, Any] = {"epochs": None, "steps": 4, "batch": 8, "lr": 0.1}
 
 
 class Recorder(Method):
-    """A method that keeps the batches and the result of the first client."""
+    """A method that records the batches of client 0 and the parameters that the client trained."""
 
     name = "recorder"
 
@@ -43,7 +43,10 @@ class Recorder(Method):
 
 
 def trained(local: Local, clip: bool = False) -> tuple[Recorder, list[Tensor]]:
-    """Run one round; return a client's recorder, and the parameters that the client ended with."""
+    """Run one round; return the recorder of client 0, and the parameters that it trained.
+
+    local: the local settings of the run.
+    """
     recorder = Recorder()
     spec = run_spec(recorder, local=local)
     finished = run(spec, Synchronous(6), rounds=1)
@@ -55,9 +58,10 @@ def trained(local: Local, clip: bool = False) -> tuple[Recorder, list[Tensor]]:
 
 
 def plain_loop(recorder: Recorder, groups: Any, factors: list[float] | None = None) -> list[Tensor]:
-    """Return the parameters after the same batches in a loop of PyTorch alone.
+    """Train on the recorded batches in a loop of PyTorch alone, and return the parameters.
 
-    groups(model): optimizers of torch. factors: factor of the rates at each step; None: 1.
+    groups(model): the list of torch's optimizers.
+    factors: for each step, the factor of all learning rates; None: 1.
     """
     model: Any = build_model(run_spec()).train()
     optimizers = groups(model)

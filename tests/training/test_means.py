@@ -45,7 +45,10 @@ class Recording(Method):
 
 
 class Alternating(Recording):
-    """A method in which every second step has its own loss, which is no training loss."""
+    """A method whose every second step has another loss.
+
+    This loss must not count as the training loss.
+    """
 
     def setup(self, run: Setup) -> None:
         run.stages(lambda plan: [(Stage(),), (Stage("other", loss=self.other),)])

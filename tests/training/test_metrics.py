@@ -41,7 +41,7 @@ Reference = Callable[[np.ndarray, np.ndarray], float]
 
 
 def five(labels: np.ndarray, outputs: np.ndarray) -> float:
-    """Return the top-5 accuracy; with five classes or fewer every label is among them."""
+    """Return the top-5 accuracy, which is 1 if there are at most five classes."""
     classes = outputs.shape[1]
     if classes <= 5:
         return 1.0
@@ -122,8 +122,9 @@ def test_metric_equals_scikit_learns(kind: Kind, name: str, samples: int, width:
 
 
 def check_metric(kind: Kind, name: str, samples: int, width: int, rare: float) -> None:
-    """Compare a metric with scikit-learn's on random outputs.
+    """Compare a metric with scikit-learn's on random labels and outputs.
 
+    samples, width: the shape of the outputs.
     rare: the share of the classes that occur, or of the labels that are set.
     """
     rng = np.random.default_rng([samples, width])
@@ -160,7 +161,11 @@ def arrays(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(kind: Kind, folder: Path) -> FederatedData:
-    """Return data of four clients with test samples and one without any sample."""
+    """Return data of four clients with training and test samples, and of a fifth without any.
+
+    kind: the kind of task.
+    folder: where the data set is written.
+    """
     x, y = arrays(kind)
     np.savez(folder / "train.npz", x=x, y=y)
     np.savez(folder / "test.npz", x=x[:25] + 0.1, y=y[:25])

@@ -65,7 +65,7 @@ def test_own_training_loop_equals_raysims_steps() -> None:
 
 
 class Moves(Method):
-    """A method that keeps what each update says about its steps."""
+    """A method that records the attribute `moves` of each update."""
 
     name = "moves"
 

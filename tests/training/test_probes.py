@@ -1,4 +1,4 @@
-"""Test measures of feature and classifier bias by hand, their file and their pictures."""
+"""Test measures of bias in clients' features and classifiers by hand, their file and pictures."""
 
 from __future__ import annotations
 
@@ -144,7 +144,11 @@ def test_probe_summary_averages_only_clients_that_have_a_value() -> None:
 
 
 def test_probe_means_weigh_clients_by_samples_of_unseen_classes() -> None:
-    """One client has one row of a class that it has not seen, the other three."""
+    """Means over unseen classes weigh each client by its number of rows of these classes.
+
+    The first client has not seen class 1, which has one row. The second has not seen classes 1 and
+    2, which have three rows.
+    """
     features = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.float32)
     few = Probe(0, 1, LABELS, np.array([True, False, True]), 0.5, features, features, PROBABILITIES)
     most = Probe(

@@ -1,4 +1,7 @@
-"""Test the second pass over a batch: it starts like the first pass and leaves nothing behind."""
+"""Test the second pass over a batch, which a method may request.
+
+It must start from the same state as the first pass, and must not change the results of later steps.
+"""
 
 from __future__ import annotations
 

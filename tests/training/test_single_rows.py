@@ -91,7 +91,10 @@ FINE = {
 
 
 def data(sizes: Sequence[int] = SIZES) -> tuple[Any, list[list[int]]]:
-    """Return training and test data, and the rows of each client."""
+    """Return random training and test samples, and for each client the positions of its samples.
+
+    sizes: for each client, its number of training samples.
+    """
     generator = np.random.default_rng(0)
     total = sum(sizes)
     train = (generator.standard_normal((total, 4)).astype(np.float32), np.arange(total) % 3)
@@ -109,7 +112,14 @@ def made(
     dropout: float = 0.2,
     **partition: float,
 ) -> Experiment:
-    """Build a run on clients of these sizes and a network with this layer."""
+    """Build an experiment with a network that contains a layer.
+
+    layer: the class of the layer.
+    words: overrides.
+    sizes: for each client, its number of training samples.
+    dropout: the dropout rate of the network.
+    partition: settings of the partition.
+    """
     samples, rows = data(sizes)
     model = network(layer(), dropout)
     schedule = [] if any(word.startswith("schedule") for word in words) else ["schedule.cohort=3"]
@@ -173,7 +183,7 @@ SCHEDULES = {
 
 
 def finished(experiment: Experiment, folder: Path) -> None:
-    """Run an experiment to its end without a failed client."""
+    """Run an experiment to its end, and assert that no client failed and all losses are finite."""
     execution = replace(experiment.execution, out=str(folder / "run"))
     result = run(replace(experiment, execution=execution), quiet=True)
     assert result.summary["failures_total"] == 0

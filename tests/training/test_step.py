@@ -225,7 +225,10 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(clip: float, cuts: bool) -
 
 
 class TwoStages(Method):
-    """A method of two stages: raise an extra network's output at twice the rate, then train."""
+    """A method whose steps have two stages, of which the second trains the model.
+
+    The first maximises the output of an extra network at twice the learning rate.
+    """
 
     name = "two"
 

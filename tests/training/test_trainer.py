@@ -143,7 +143,10 @@ def test_optimizer_state_is_kept_between_jobs_if_requested(
 
 
 class Compared(Method):
-    """A method with a loss term that the received head computes from the features in training."""
+    """A method with a further loss term: the mean square of the received head's outputs.
+
+    The frozen head of the received model gets the features that the trained model computes.
+    """
 
     name = "compared"
     paper = "a test"
@@ -167,8 +170,8 @@ def test_gradients_pass_through_frozen_networks() -> None:
 class Starting(Method):
     """A method that sets the private head to zero before each job.
 
-    In each step it asserts that the frozen copy of the received model has this head; steps: their
-    number.
+    In each step it asserts that the head in the frozen copy of the received model is zero, too.
+    steps: the number of steps so far.
     """
 
     name = "starting"

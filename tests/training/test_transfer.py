@@ -46,7 +46,10 @@ class CallCounter(TorchFunctionMode):
 
 
 def count_calls(*methods: Method, is_summed: bool = True) -> tuple[Counter[str], Any]:
-    """Train four clients; return the counted calls and what the worker returned."""
+    """Train four clients; return the counted calls and what the worker returned.
+
+    is_summed: True: the worker returns sums of two updates; False: single updates.
+    """
     spec = run_spec(*methods, model=MLP, data=equal_clients(), local=Local(batch=8))
     worker, coordinator = Worker(spec), coordinate(spec)
     published = coordinator.server.published()

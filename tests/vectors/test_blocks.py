@@ -77,7 +77,8 @@ def rule(into, given):
 def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
     """Write a function to a file, and return it as a new process would load it.
 
-    The function computes scale x + constant. All such files have the same time and size.
+    The function computes scale x + constant. All files have the same modification time and size, so
+    only their content tells them apart.
     """
     (path := folder / "rule.py").write_text(RULE.format(scale=scale, constant=constant))
     os.utime(path, (0, 0))
@@ -91,7 +92,11 @@ def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
 
 
 def result(made: Any) -> tuple[float, int]:
-    """Return a compiled rule's value for 3, and how often its machine code came from the cache."""
+    """Call a compiled rule on 3.
+
+    Return the result, and how often the machine code came from the cache.
+    made: the rule, which writes its result into its first argument.
+    """
     into = np.zeros(1)
     made(into, np.full(1, 3.0))
     return float(into[0]), sum(made.stats.cache_hits.values())

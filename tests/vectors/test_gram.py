@@ -1,4 +1,4 @@
-"""Test the Gram matrix of updates, their weighted sum bit by bit, and the memory of both."""
+"""Test the Gram matrix and the weighted sum of updates: their bits, and the memory they need."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggre
 
 @contextmanager
 def on(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let this number of threads share the blocks, inside `with`."""
+    """Compute blocks with this number of threads until the end of the `with` block."""
     blocks._pool.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(blocks, "num_threads", lambda: threads)

@@ -54,9 +54,10 @@ def gradient(step: int) -> torch.Tensor:
 
 
 def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, LocalOptimizer]:
-    """Step the second of some rows alone; return the row [3] and its optimizer.
+    """Step an optimizer on a single row; return the row [3] and the optimizer.
 
-    The other optimizers step it together with other rows.
+    The gradients are those of the second of several rows. The tests compare with an optimizer that
+    steps all rows together.
     """
     single, row = LocalOptimizer(settings), torch.ones(3, dtype=torch.float64)
     for step in range(steps):

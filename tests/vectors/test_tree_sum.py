@@ -23,7 +23,10 @@ def vectors(count: int) -> list[np.ndarray]:
 
 
 def tree(leaves: list[np.ndarray | None]) -> np.ndarray | None:
-    """Return the sum, level by level."""
+    """Return the sum of the leaves, which adds neighbours in pairs, then their sums, and so on.
+
+    leaves: the values; None is a missing value, which is skipped. The sum of no values is None.
+    """
     while len(leaves) > 1:
         pairs = [leaves[start : start + 2] for start in range(0, len(leaves), 2)]
         present = [[value for value in pair if value is not None] for pair in pairs]
