@@ -1,4 +1,4 @@
-"""Replace each picture of a run by one point; drawing would take most of the time at its end."""
+"""Replace each picture of a run by a picture of one pixel, because drawing takes too long."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ONE_POINT: dict[str, Any] = {
 
 
 def replace_pictures(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Let each picture file have one point only.
+    """Replace the functions that draw pictures by functions that write a picture of one point.
 
-    set_attribute(owner, name, function): replaces a function of a class or module, as `setattr` or
-    a monkeypatch does.
+    set_attribute: function that replaces an attribute, with the arguments of `setattr`. A test
+    passes that of its monkeypatch.
     """
     from matplotlib.figure import Figure
 

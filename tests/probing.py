@@ -15,7 +15,15 @@ def make(
     classes: int = 3,
     features: int = 5,
 ) -> Probe:
-    """Return a probe of random numbers; the received features depend only on the version."""
+    """Return a probe of random numbers.
+
+    The features of the received model depend only on the version, as in a run.
+    client: the number of the client.
+    version: the version that the client received.
+    seen: the number of classes in the client's training data.
+    rows: the number of samples of the central test set.
+    features: the length of a feature vector.
+    """
     local, shared = np.random.default_rng(100 + client), np.random.default_rng(version)
     outputs = local.random((rows, classes), np.float32)
     return Probe(

@@ -1,4 +1,4 @@
-"""Test FedAsync, CA2FL, FADAS and ACE at their limits, and with clients of two speeds."""
+"""Test FedAsync, CA2FL, FADAS and ACE with extreme settings, and with clients of two speeds."""
 
 from __future__ import annotations
 
@@ -65,11 +65,12 @@ def arrive(
     bases: dict[int, Tensor] | None = None,
     version: int = -1,
 ) -> None:
-    """Let the server aggregate the updates of some arrivals.
+    """Let the server aggregate one update of each of several clients.
 
-    arrivals: pairs of a client and the value that its update has in all entries. version: the
-    version that they all started from; -1: the current one. bases: the vectors of earlier versions;
-    the current one is added.
+    arrivals: pairs of a client and the value of all entries of its update.
+    bases: maps versions to their vectors. This function adds the current version. It must contain
+    `version`.
+    version: the version from which all clients started; -1 means the current version.
     """
     base = at.version if version < 0 else version
     known = bases if bases is not None else {}
@@ -337,7 +338,11 @@ def test_settings_out_of_range_are_refused(
 
 
 class Rule(Protocol):
-    """A server for the quadratic problem of `distance`: its parameters x, and its version."""
+    """A server that `distance` can test.
+
+    x: the parameters.
+    version: the number of aggregations so far.
+    """
 
     x: Tensor
     version: int
@@ -346,9 +351,9 @@ class Rule(Protocol):
 
 
 class OneByOne:
-    """A server for the quadratic problem of `distance`, with a method's rule.
+    """A server that `distance` can test, with the server rule of a method.
 
-    It aggregates as soon as `size` updates have arrived.
+    size: the number of arrived updates at which the server aggregates.
     """
 
     def __init__(self, method: Method, size: int = 1):
@@ -379,10 +384,13 @@ class OneByOne:
 
 
 def distance(rule: Rule, arrivals: int = 1000) -> float:
-    """Return the mean distance of the server's x from the optimum, in the last 20% of the arrivals.
+    """Return how far a server's x stays from the optimum of a quadratic problem with 10 clients.
 
-    Client i's loss is |x - a_i|^2 / 2 with its own optimum a_i; the optimum of all is their mean.
-    Five of ten clients are eight times as fast as the others, and their a_i are shifted by 2.
+    The result is the mean Euclidean distance over the last fifth of the arrivals. The loss of
+    client i is |x - a_i|^2 / 2. Hence the optimum of the mean loss is the mean of all a_i. Clients
+    0 to 4 are eight times as fast as the others, and 2 is added to their a_i.
+    rule: the server.
+    arrivals: the number of updates that arrive.
     """
     draw = np.random.default_rng(0)
     optima = draw.normal(0, 3, (10, 5))

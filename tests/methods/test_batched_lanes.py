@@ -1,7 +1,7 @@
 """Test lanes that train with batched matrix products.
 
-They end with the numbers of training one client after another. A client's bits do not depend on the
-clients in the other lanes.
+The result equals that of training one client after another, up to rounding. The bits of a client's
+result do not depend on the clients in the other lanes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class TestNumbers:
 
 
 def trained(spec: RunSpec, jobs: Sequence[Job]) -> dict[int, np.ndarray]:
-    """Return each client's update from one call of a new worker's `train`."""
+    """Train jobs in one call of a new worker; return the update of each client, [d]."""
     answer = Worker(spec).train(jobs, [], 1, coordinate(spec).server.published())
     assert not isinstance(answer, tuple)
     deltas: dict[int, np.ndarray] = {}

@@ -177,7 +177,11 @@ def test_sweep_over_a_key_that_the_method_sets_is_refused() -> None:
 
 
 class Demanding(Method):
-    """A method that requires some setting."""
+    """A method that changes one setting of the run.
+
+    key: the key of the setting.
+    value: the value that the method sets.
+    """
 
     name = "demanding"
 

@@ -1,4 +1,4 @@
-"""Test runs with compressed updates or versions: values, traffic, time, and other methods."""
+"""Test the results, traffic and virtual time of runs with compression, also with other methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test what every method must keep to, driven by one table of methods with small settings."""
+"""Test the rules that hold for every method, with one table of all methods with small settings."""
 
 from __future__ import annotations
 
@@ -134,10 +134,11 @@ class Alone(Mixup):
 
 @dataclass(frozen=True)
 class Plain:
-    """A setting at which the method equals FedAvg.
+    """Settings with which a run of the method equals a run of FedAvg.
 
-    make: returns the method. study, run: settings of both runs, as arguments of `run_spec` and
-    `run`.
+    make: function that returns the method.
+    study: arguments of `run_spec` for both runs, by name.
+    run: arguments of `run` for both runs, by name.
     """
 
     make: Callable[[], Method]
@@ -147,13 +148,16 @@ class Plain:
 
 @dataclass(frozen=True)
 class Row:
-    """A method with small settings, and what is expected of it.
+    """A method with small settings, and what the tests expect of it.
 
-    make: returns the method. plain: by name, the settings at which it equals FedAvg. uploads: names
-    of what it uploads on purpose besides the update. personal: it keeps parameters on the client.
-    private: its client state must not appear in any message. contributes: clients send something
-    before round 0. model: a model on which the method changes the training. as_fedavg: at any
-    settings, the shared model is that of FedAvg.
+    make: function that returns the method.
+    plain: settings with which the method equals FedAvg, by a text that describes them.
+    uploads: the names of the tensors that the method uploads in addition to the update.
+    personal: True if parameters stay on the clients.
+    private: True if the method has a client state, which must not be in any message.
+    contributes: True if clients send tensors before round 0.
+    model: a model for which the method changes the training.
+    as_fedavg: True if the shared model always equals that of FedAvg.
     """
 
     make: Callable[[], Method]
@@ -469,7 +473,7 @@ def made(*names: str) -> list[Method]:
 
 
 def fresh(*names: str) -> Callable[[], Any]:
-    """Return a function that makes a new run of these methods."""
+    """Return a function that returns a run of new objects of these methods at each call."""
     return lambda: study(*made(*names))
 
 
@@ -502,9 +506,13 @@ WATCHED = [
 
 @dataclass(frozen=True)
 class Watched:
-    """A run of five rounds whose messages were checked, and how to make it again.
+    """A run of five rounds whose messages were checked.
 
-    folder: where the run wrote its checkpoint after round 3.
+    name: a key of `FREIGHT`, or "fedavg".
+    schedule: the schedule of the run.
+    make: function that returns the `RunSpec` of the same run with new methods.
+    seen: the finished run, and what its messages contained.
+    folder: the folder with the run's checkpoint after round 3.
     """
 
     name: str
@@ -515,9 +523,10 @@ class Watched:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the model for the run of a name in `FREIGHT`, or no setting for FedAvg.
+    """Return the arguments of `study` for a method: the model of its row in the table.
 
-    FREIGHT: the methods whose messages are checked, by names that begin with a name of the table.
+    Return no arguments for FedAvg.
+    name: a key of `FREIGHT`, which begins with a name of the table, or "fedavg".
     """
     row = TABLE.get(name.partition(" ")[0])
     return {} if row is None else {"model": row.model}
@@ -875,9 +884,11 @@ def covering(
 ) -> list[list[str]]:
     """Return lists of `least` to `most` names, in which each allowed pair occurs at least once.
 
-    allowed: pairs of names. A list begins with the first pair that is in no list yet; then the name
-    is added that brings the most such pairs. No chance is involved, so the lists are always the
-    same.
+    A list begins with the first pair that is missing: allowed, but in no list yet. Then the name is
+    added that has the most missing pairs with the names of the list, and so on. Nothing is drawn at
+    random, so the lists are always the same.
+    names: all names.
+    allowed: the pairs of names that may be in one list.
     """
     missing, found = set(allowed), list[list[str]]()
     while missing:

@@ -29,7 +29,7 @@ from raysim.vectors.layout import Vector
 
 
 class Present(Dann):
-    """A DANN that notes the client and the number of the running job, for a test to read."""
+    """A DANN that stores the client of the running job, and how many jobs the client had before."""
 
     def begin(self, job: LocalJob) -> None:
         super().begin(job)
@@ -92,7 +92,11 @@ def test_dann_discriminator_step_costs_only_a_forward_pass(
 
 
 def declare(method: Dann, clients: int = 2, local: Local | None = None) -> None:
-    """Let the method declare itself in a run."""
+    """Make a run's declarations, in which the method refuses settings that do not fit.
+
+    clients: the number of clients.
+    local: the settings of local training; None for the defaults.
+    """
     declare_run(run_spec(method, data=equal_clients(clients), local=local or Local()))
 
 

@@ -1,4 +1,4 @@
-"""Test FedBN: which tensors stay, how much traffic it saves, and untrained clients' statistics."""
+"""Test which tensors FedBN keeps on clients, its traffic, and statistics of untrained clients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def study(*methods: Method, **others: Any) -> Any:
 
 
 def private_names(method: FedBN, model: nn.Module) -> list[str]:
-    """Return the paths of the tensors that the method keeps on the client."""
+    """Return the paths in the model of the tensors that stay on a client."""
     networks = {"model": model}
     (declared,) = declare_methods([method], networks, plan_layout(networks)).methods
     names: list[str] = []
@@ -169,10 +169,10 @@ def test_fedbn_clients_differ_only_in_private_tensors(scope: Any) -> None:
 def personalised(
     trained: bool, method: FedBN, model: ModelRecipe = NORMED_MLP
 ) -> tuple[Worker, Mapping[str, Tensor]]:
-    """Call the method's `personalise` for client 0.
+    """Call the method's `personalise` for client 0, which changes the model of a new worker.
 
-    Return the worker and a copy of its model's tensors from before the call, by name. trained:
-    whether the client has trained before.
+    Return the worker, and the model's tensors before the call, by name.
+    trained: True if the client has trained before.
     """
     worker = Worker(study(method, model=model))
     worker.trainer.set_training(False)

@@ -1,4 +1,7 @@
-"""Test FedBR's costs, how it draws clients, and what it refuses; the textbook shows its steps."""
+"""Test FedBR's costs, how it draws pseudo data, and what it refuses.
+
+`test_fedbr_trace.py` tests its steps.
+"""
 
 from __future__ import annotations
 

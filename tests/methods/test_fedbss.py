@@ -1,4 +1,4 @@
-"""Test FedBSS' ranking pass and its warnings; its training is compared with its textbook."""
+"""Test the cost of FedBSS's ranking pass, and its warnings and errors."""
 
 from __future__ import annotations
 

@@ -47,7 +47,13 @@ UNIFORM: dict[str, Any] = {"weighting": "uniform"}
 def case(
     seed: int, clients: int = 4, memory: int = 3, fixed: int = 2, size: int = 5
 ) -> dict[str, Any]:
-    """Return random arguments of a selection, whose models are far from zero."""
+    """Return random arguments of FedCDA's selection of models. No model is close to zero.
+
+    clients: the number of clients among whose models one is selected per client.
+    memory: the largest number of candidate models of a client.
+    fixed: the number of models that take part without a choice.
+    size: the number of parameters of a model.
+    """
     draw = np.random.default_rng(seed)
     return {
         "candidates": torch.from_numpy(10 + draw.standard_normal((clients, memory, size))),
@@ -62,7 +68,8 @@ def case(
 def objective(choice: Sequence[int], arguments: dict[str, Any]) -> float:
     """Return FedCDA's objective J by its definition.
 
-    choice: for each client, the position of its chosen model. arguments: as `case` returns them.
+    choice: for each client, the position of the chosen model among the client's candidates.
+    arguments: the result of `case`.
     """
     rows = list(range(len(choice)))
     models = torch.cat([arguments["fixed_models"], arguments["candidates"][rows, list(choice)]])

@@ -1,4 +1,4 @@
-"""Test FedCM with another rule of the server, and what it refuses."""
+"""Test FedCM with other server learning rates, and what it refuses."""
 
 from __future__ import annotations
 

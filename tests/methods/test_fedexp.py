@@ -1,4 +1,4 @@
-"""Test FedExP's step next to other methods, and which model is scored."""
+"""Test FedExP's step size, also with other methods in the list, and which model is scored."""
 
 from __future__ import annotations
 
@@ -58,7 +58,13 @@ def test_fedexp_squared_norm_by_blocks_is_exact(size: int) -> None:
 
 
 class Watch(Method):
-    """A method that keeps what every step was computed from; it is the last one of a list."""
+    """A method that stores the inputs and results of every server step.
+
+    It must be the last method of the list.
+    vectors: the initial model, then the model after each step.
+    steps: the updates [M, shared], the weights [M] and the step size of each step.
+    directions: the result of the hook `step` of the methods before this one, for each step.
+    """
 
     name = "watch"
     paper = "a test"

@@ -1,4 +1,4 @@
-"""Test edge cases of FedLD's penalties and principal gradients, and what its parts refuse."""
+"""Test edge cases of FedLD's penalties and principal gradients, and which settings are refused."""
 
 from __future__ import annotations
 

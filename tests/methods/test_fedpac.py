@@ -99,18 +99,22 @@ def test_fedpac_variance_is_never_negative(
 def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
     """Return the matrix P of FedPAC's quadratic program for one client, by its definition.
 
-    variances: V_j of all clients, [m]. weighted: their h_j, [m, C, D]. client: i in P_jk = <h_i -
-    h_j, h_i - h_k>, plus V_j on the diagonal.
+    For client i, P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k. h_j has client j's mean features
+    of each class, times the share of the class. V_j is the sum of the variances of h_j's entries.
+    variances: V of all m clients, [m].
+    weighted: h of all clients, [m, C, D] for C classes and D features.
+    client: i.
     """
     difference = (weighted[client] - weighted).flatten(1)
     return torch.diag(variances) + difference @ difference.T
 
 
 def case(seed: int, clients: int, kind: str = "plain") -> tuple[Tensor, Tensor]:
-    """Return V [clients] and h [clients, 3, 5] of random clients.
+    """Return random variances V [clients] and features h [clients, 3, 5]; see `quadratic`.
 
-    kind: how far the h differ; "twins": pairs of equal h, and some V of 0; "mixed": very different
-    sizes.
+    kind: how the clients differ. "near", "plain" and "far" give h with a small, medium and large
+    spread. "twins" gives pairs of clients with equal h, and some V are 0. "mixed" gives spreads and
+    variances of very different sizes.
     """
     draw = np.random.default_rng(seed)
     spread = {"plain": 0.3, "near": 0.01, "far": 30.0, "twins": 0.3, "mixed": 1.0}[kind]
@@ -257,7 +261,12 @@ def train(
     state: ClientState[Tensor] | None = None,
     download: Mapping[str, Tensor] | None = None,
 ) -> Context:
-    """Train one job from the initial values, or from a client state."""
+    """Train one job from the initial values.
+
+    turn: the number of the client's earlier jobs.
+    state: the client state from which the job starts; None for the initial state.
+    download: the method's tensors that the server sends, by name; None for none.
+    """
     networks, layout = build_networks(worker.spec)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
     counters = initial.counters[: layout.shared_counters]

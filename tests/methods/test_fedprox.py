@@ -13,7 +13,10 @@ from raysim.methods.fedprox import FedProx
 
 
 def added_gradient(mu: float, stage: Stage) -> list[float]:
-    """Return what is added to a gradient of zeros at a distance of 2 from the start."""
+    """Return what FedProx adds to entries 1 to 3 of the gradient, as 3 numbers.
+
+    All parameters are larger by 2 than at the start of the job.
+    """
     grad, base = torch.zeros(3), torch.arange(6.0)
     ctx: Any = SimpleNamespace(stage=stage, params=base + 2, start=base)
     FedProx(mu).gradient(ctx, grad, slice(1, 4))

@@ -1,4 +1,4 @@
-"""Test what moves in FedRep's phases, and which budgets it refuses."""
+"""Test which parameters change in FedRep's phases, and which numbers of epochs it refuses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ HEAVY = replace(LOCAL, momentum=0.9, weight_decay=0.5, epochs=3)
 
 
 class Watching(Method):
-    """A method that keeps the model of each step, between its forward pass and its backward pass.
+    """A method that stores the model's tensors in each step.
 
-    BatchNorm's statistics have then been updated.
+    It stores them after the forward pass, which updates BatchNorm's statistics, and before the
+    optimizer step.
     """
 
     name = "watching"
@@ -39,15 +40,15 @@ class Watching(Method):
         return loss
 
 
-def seen_by(method: FedRep) -> list[dict[str, Tensor]]:
-    """Return the model of each step of one job."""
+def models_of_steps(method: FedRep) -> list[dict[str, Tensor]]:
+    """Return the model's tensors in each step of one job, by name; see `Watching`."""
     watching = Watching()
     run(run_spec(method, watching, model=NORMED_MLP, local=HEAVY), Synchronous(1), rounds=1)
     return watching.seen
 
 
 def test_fedrep_phase_changes_only_its_part() -> None:
-    seen = seen_by(FedRep(head_epochs=2))
+    seen = models_of_steps(FedRep(head_epochs=2))
     cut = head_steps(len(seen), 2, 1)
     assert 1 < cut < len(seen) - 1
     for step, (before, after) in enumerate(pairwise(seen)):
@@ -59,7 +60,7 @@ def test_fedrep_phase_changes_only_its_part() -> None:
 
 
 def test_fedrep_joint_mode_changes_both_parts_together() -> None:
-    first, second = seen_by(FedRep("joint"))[:2]
+    first, second = models_of_steps(FedRep("joint"))[:2]
     for part in ("head", "extractor.1"):
         assert not torch.equal(first[f"{part}.weight"], second[f"{part}.weight"])
 

@@ -1,4 +1,4 @@
-"""Test FedRS's head without a bias, its loss of mixed labels, and what it refuses."""
+"""Test FedRS's head without a bias, its loss with labels from Mixup, and what it refuses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_fedrs_with_alpha_one_equals_fedavg_without_bias() -> None:
 
 @functools.cache
 def skewed() -> Any:
-    """Return the tiny data on four clients that lack classes."""
+    """Return the tiny data on four clients, each of which has only two or three of five classes."""
     data = tiny_data()
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
     parts = [rows[np.isin(labels[rows], own)] for own in ([0, 1], [1, 2, 3], [4, 0], [2, 3, 4])]

@@ -1,4 +1,4 @@
-"""Test FedSAM's shift at its limits, when it is used, and what it costs."""
+"""Test the length of FedSAM's shift of the parameters, in which cases it is made, and its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that FedSpeed starts as FedProx, and what it refuses."""
+"""Test that a client's first job of FedSpeed equals FedProx, and what FedSpeed refuses."""
 
 from __future__ import annotations
 

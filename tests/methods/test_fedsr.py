@@ -1,4 +1,4 @@
-"""Test FedSR's network in training and in scoring, and its references."""
+"""Test FedSR's network in training and in scoring, and its reference distributions."""
 
 from __future__ import annotations
 

@@ -106,10 +106,13 @@ def test_fraug_networks_have_the_sizes_of_the_paper() -> None:
 # --- FedBN ------------------------------------------------------------------------------------
 
 
-def of_model(found: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the model's shared tensors and each client's own ones, by name."""
-    shared = {name: value for name, value in found.tensors.items() if name.startswith("model.")}
-    return shared, {key: value for key, value in found.private.items() if "/model." in key}
+def model_tensors(result: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the tensors of the model that are shared and those that stay on clients, by name.
+
+    result: a finished run.
+    """
+    shared = {name: value for name, value in result.tensors.items() if name.startswith("model.")}
+    return shared, {key: value for key, value in result.private.items() if "/model." in key}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ def test_fraug_with_weight_zero_has_the_bits_of_fedbn(
     study = {"model": model, "local": local}
     result = run(run_spec(method, **study), schedule, Ideal(), rounds=4)
     fedbn = run(run_spec(FedBN(), **study), schedule, Ideal(), rounds=4)
-    (shared, own), (wanted, wanted_own) = of_model(result), of_model(fedbn)
+    (shared, own), (wanted, wanted_own) = model_tensors(result), model_tensors(fedbn)
     assert len(own) > 10 and same_arrays(shared, wanted) and same_arrays(own, wanted_own)
     trained = [name for name in result.tensors if name.startswith(GENERATOR)]
     start = result.coordinator.initial
@@ -136,7 +139,7 @@ def test_fraug_with_weight_zero_has_the_bits_of_fedbn(
         not np.array_equal(result.tensors[name], first[name].numpy()) for name in trained
     )
     weighed = run(run_spec(small(keep_optimizer=keep), **study), schedule, Ideal(), rounds=4)
-    assert not same_arrays(of_model(weighed)[0], wanted)
+    assert not same_arrays(model_tensors(weighed)[0], wanted)
 
 
 @pytest.mark.parametrize("order", [0, 1], ids=["before", "after"])
@@ -265,9 +268,12 @@ def test_fraug_settings_in_the_warning_decrease_norms() -> None:
 
 
 def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
-    """Run FRAug; return the values of `strength` with which it made embeddings, ascending.
+    """Run FRAug; return all values of `strength` with which it made embeddings.
 
-    Equal values are returned once. rounds: of the run. method_rounds: FRAug's setting `rounds`.
+    The values ascend, and each is returned once.
+    rounds: the number of rounds of the run.
+    method_rounds: FRAug's own setting `rounds`.
+    settings: further settings of FRAug.
     """
     seen: set[float] = set()
 

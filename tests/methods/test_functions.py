@@ -1,4 +1,4 @@
-"""Test functions of methods with arguments that no run has: ties, extreme and refused numbers."""
+"""Test functions of methods with rare arguments: equal, extreme and invalid numbers."""
 
 from __future__ import annotations
 

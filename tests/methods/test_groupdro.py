@@ -25,10 +25,13 @@ LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 
 
 class Watch(GroupDRO):
-    """A GroupDRO that keeps what each aggregation has used and left on the server.
+    """A GroupDRO that stores values of each aggregation.
 
-    losses: those that clients upload. log_weights: the logarithms of all clients' q. weights: those
-    of the updates. vectors: the new versions.
+    settings: the GroupDRO whose settings this one has.
+    losses: the losses that clients uploaded, one for each update.
+    log_weights: the logarithms of q after the aggregation. q are GroupDRO's weights of all clients.
+    weights: the weights of the updates.
+    vectors: the new versions.
     """
 
     def __init__(self, settings: GroupDRO) -> None:
@@ -48,7 +51,11 @@ class Watch(GroupDRO):
 def watched(
     *methods: Method, schedule: Schedule = ROUNDS, rounds: int = 5, **settings: Any
 ) -> Watch:
-    """Run the methods with a `Watch` in place of the last one, a GroupDRO; return the `Watch`."""
+    """Run methods; return the `Watch` that replaces the last of them, a GroupDRO.
+
+    methods: the methods, of which the last one is a GroupDRO.
+    settings: further arguments of `run`.
+    """
     *others, groupdro = methods
     assert isinstance(groupdro, GroupDRO)
     watch = Watch(groupdro)

@@ -1,4 +1,4 @@
-"""Test what hooks may read and declare, with small methods of no paper."""
+"""Test what hooks may read and declare, with small methods that exist only in this file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOCAL = Local(lr=0.05, lr_decay=0.5, batch=8, epochs=2)
 
 
 class Recorder(Method):
-    """A method that notes what its hooks see."""
+    """A method that stores what its hooks can read."""
 
     name = "recorder"
 
@@ -114,7 +114,10 @@ def test_hook_personalise_can_read_the_kind_of_task(recorder: Recorder) -> None:
 
 
 class FixedHead(Method):
-    """A method that keeps the head as it is, and trains what `trains` names."""
+    """A method that fixes the head's parameters.
+
+    trains: the networks or modules that its only stage trains, such as "model.extractor".
+    """
 
     name = "fixed_head"
 

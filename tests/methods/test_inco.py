@@ -168,9 +168,10 @@ TARGETS = [f"extractor.layer1.1.conv{number}.weight" for number in (1, 2)]
 
 
 class Watch(Method):
-    """A method that keeps each round's mean update and weights.
+    """A method that stores each round's mean update and the weights of its updates.
 
-    A run has one `Watch` before InCo and another one after it.
+    In the list of methods, one `Watch` stands before InCo and another one after it.
+    name: the name of the method.
     """
 
     name = "watch"

@@ -26,7 +26,7 @@ PREVIOUS = "moon.previous"
 
 def test_moon_at_weight_zero_is_fedavg_with_the_projection() -> None:
     class Headed(Method):
-        """A method that has only MOON's network."""
+        """A method that uses MOON's network and changes nothing else."""
 
         name = "moon"
 

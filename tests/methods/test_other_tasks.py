@@ -1,4 +1,7 @@
-"""Test all methods on token sequences and on values: each trains, or refuses by its name."""
+"""Test all methods on token sequences and on regression.
+
+Each method trains, or an error names the method.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ DATA = {
 
 
 def labelled_pixels() -> tuple[np.ndarray, np.ndarray]:
-    """Return small images, and the class of each pixel; the first row of pixels has none."""
+    """Return images, float32 [60, 1, 4, 4], and the class of each pixel, [60, 4, 4].
+
+    The class is -100 in the first row of each image: these pixels have no class.
+    """
     x = np.random.default_rng(0).normal(size=(60, 1, 4, 4)).astype(np.float32)
     y = np.digitize(x[:, 0], [-0.5, 0.5])
     y[:, 0] = -100

@@ -1,4 +1,4 @@
-"""Test where PartialFed starts training, its policy, which model is scored, and what it refuses."""
+"""Test PartialFed's start models, its policy, which model is scored, and what it refuses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,13 @@ def population(clients: int = 4) -> FederatedData:
 
 
 class Watch(Method):
-    """A method that keeps where each job started and ended; in the list it follows PartialFed."""
+    """A method that stores the parameters at the start and at the end of each job.
+
+    In the list of methods it must stand after PartialFed.
+    started: for each job, the number of the client's earlier jobs, then the shared parameters, the
+    start of the job, and the counters.
+    ended: maps a client and the number of its earlier jobs to the trained parameters.
+    """
 
     name = "watch"
     paper = "a test"
@@ -125,7 +131,10 @@ class Client:
 
 
 def other(vector: Tensor) -> Tensor:
-    """Return a vector with other values, of which none is negative, as for variances."""
+    """Return a vector that differs from a given one in all entries.
+
+    No entry is negative, because some of them are variances of BatchNorm.
+    """
     return vector + 0.1 + vector.abs()
 
 
@@ -295,7 +304,7 @@ def test_partialfed_does_not_mix_layers_of_fedbn() -> None:
 
 
 class Learning(PartialFed):
-    """A PartialFed that notes whether learning its policy changed the model or the random state."""
+    """A PartialFed that checks whether its policy's training changes the model or random states."""
 
     def _learnt_mask(self, job: LocalJob, layers: Any) -> Tensor:
         before = self._tensors(job)

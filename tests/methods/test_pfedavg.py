@@ -1,4 +1,4 @@
-"""Test that pFedAvg trains as FedAvg in each mode, and what each mode scores."""
+"""Test that the shared model of pFedAvg equals that of FedAvg, and which models are scored."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Test recorded steps, in which `Step` runs on tensors with fixed addresses, for every method.
 
-On a CPU, a recording computes the step again in place of replaying a CUDA graph. Like a graph, it
-gets a client's values only from the tensors that were copied in, and it cannot read a value. So a
-step that uses a Python number, where it should use such a tensor, gives a wrong result.
+On a CPU, a recording computes the step again, because there is no CUDA graph to replay. As in a
+graph, the values of a client come only from tensors into which they were copied, and no value can
+be read back. So a step that uses a Python number in place of such a tensor gives a wrong result.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ QUICK = (
 
 
 def study(*methods: Method | str, **others: Any) -> RunSpec:
-    """Return a run in three recorded lanes, of methods or of a row of the conformance table."""
+    """Return a run in three lanes with recorded steps.
+
+    methods: methods, or names in the conformance table. The run also has the model of such a name.
+    others: further arguments of `run_spec`.
+    """
     model = NORMED_MLP
     parts: list[Method] = []
     for method in methods:
@@ -297,7 +301,7 @@ class Numbered(Method):
 
 
 class Remembering(Method):
-    """A method that pulls the mean output to that of the job's first batch."""
+    """A method that pulls the mean output of each batch to that of the job's first batch."""
 
     name = "remembering"
 

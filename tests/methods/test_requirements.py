@@ -1,4 +1,4 @@
-"""Test what methods require of a run, and that a run without it gets an error."""
+"""Test what methods require of a run, and the errors if a run does not have it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_known_methods_shift_or_mix_gradients() -> None:
 
 
 def options_of_methods() -> list[tuple[type[Method], str]]:
-    """Return each method's arguments that take one of a few words: method and argument."""
+    """Return all pairs of a method and an argument that accepts only a few texts (`Literal`)."""
     pairs = []
     for method in every_method().values():
         for argument, kind in get_type_hints(method.__init__).items():

@@ -1,4 +1,4 @@
-"""Test the fragments of Streaming DiLoCo, and what is counted and refused."""
+"""Test the fragments of Streaming DiLoCo, its traffic, and what it refuses."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Counter(TorchDispatchMode):
 
 
 def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list, which grows with each operation of a later recorded step that waits."""
+    """Return a list to which recorded steps append the operations that wait for the device."""
     operations: list[str] = []
     compute = RecordedLanes.compute
 

@@ -125,7 +125,11 @@ def test_centre_crop_of_padded_image_is_the_image() -> None:
 
 
 def views(method: Vhl) -> Tensor:
-    """Return the virtual images and crops that a job of 40 steps draws, int64 [40, 4, batch]."""
+    """Return what a job of 40 steps draws, int64 [40, 4, batch].
+
+    The four rows of a step are the numbers of its virtual images, the two offsets of each crop in
+    pixels, and 1 for each flipped image.
+    """
     job: Any = SimpleNamespace(plan=SimpleNamespace(steps=40))
     return torch.stack(list(method.draw_views(job, np.random.default_rng(0))))
 

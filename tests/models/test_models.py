@@ -42,13 +42,19 @@ CONF = Path(__file__).parents[2] / "conf"
 
 @dataclass(frozen=True)
 class Row:
-    """What the specification says of one network.
+    """The expected numbers of one network.
 
-    recipe, shape, classes: the network, the shape of its inputs and its classes. feature_dim:
-    numbers in the features of a sample. features, head: parameters of the extractor and of the
-    head. norms: number and types of its normalisation layers, with their parameters and buffers.
-    mac: millions of multiply-adds. positive: no feature is negative. light: a smaller shape, for
-    tests that compute outputs.
+    recipe: the recipe of the network.
+    shape: the shape of an input: channels, height and width.
+    classes: the number of classes.
+    feature_dim: the length of a sample's feature vector.
+    features: the number of parameters of the extractor.
+    head: the number of parameters of the head.
+    norms: of the normalisation layers: the number of layers, their types, the number of their
+    parameters, and the number of entries in their buffers.
+    mac: millions of multiply-adds for one sample.
+    positive: True if no feature is negative.
+    light: a smaller input shape for tests that compute outputs; None uses `shape`.
     """
 
     recipe: ModelRecipe

@@ -1,4 +1,4 @@
-"""Test networks of third parties: split into features and a head, or whole; and adapters."""
+"""Test how networks of third parties are split into extractor and head, and their adapters."""
 
 from __future__ import annotations
 

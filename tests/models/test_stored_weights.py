@@ -1,4 +1,7 @@
-"""Test frozen weights in fewer bits: outputs equal those of rounded weights, kept in one copy."""
+"""Test frozen weights that are stored with fewer bits.
+
+The outputs equal those of rounded weights. No decoded copy of a weight is kept.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ def stored(layer: Any, kind: type[HalfWeight | FourBitWeight] = HalfWeight) -> S
 def round_to_four_bits(weight: Tensor) -> Tensor:
     """Round each entry to the nearest value that NF4 can store.
 
-    These values are the 16 NF4 levels, from -1 to 1, times the largest absolute entry of a block of
-    64.
+    The weight is divided into blocks of 64 entries. In a block, NF4 can store 16 values: its levels
+    from -1 to 1, times the largest absolute entry of the block.
     """
     levels = torch.tensor(NF4_LEVELS)
     blocks = []

@@ -1,4 +1,4 @@
-"""Test that the commit that a run was started at is in its summary and in MLflow."""
+"""Test that a run's summary and MLflow have the Git commit of the code that started the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test where the threads of a process stand, read from outside of it."""
+"""Test reading the stacks of the threads of another process."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ wait_for_disk()
 
 
 def read_until(text: str, source: StackSource) -> str:
-    """Read the stacks of a process until they contain a text, and return them.
+    """Read the stacks of a process until they contain a text; return them.
 
-    On a busy machine, the process needs some time to reach the place with this text.
+    The process may need some time until it calls the function that the text names.
     """
     while text not in (stacks := read_stacks(source)):
         pass

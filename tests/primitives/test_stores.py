@@ -26,7 +26,7 @@ def ftp(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture(params=["{}", "file://{}", "memory:/{}", "ftp"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the address of an empty place, in a folder or behind a URL."""
+    """Return the path or URL of a folder that does not exist yet, for each kind of store."""
     if request.param == "ftp":
         return str(request.getfixturevalue("ftp"))
     return str(request.param.format(tmp_path / "store"))

@@ -1,6 +1,6 @@
 """Test that TensorBoard and Weights & Biases have the values of the history.
 
-If their package is missing, an error names it.
+If the package of one of them is not installed, an error names the package.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ END = Finished("abc", "def", 1)
 def follow(
     observer: TensorBoard | WeightsAndBiases, folder: Path, first: int, last: int
 ) -> CurrentRun:
-    """Tell an observer of the rounds from `first` to `last`, both included; return the run.
+    """Pass the rounds `first` to `last`, both included, to an observer; return the run.
 
-    The run has the rounds before `first` already, as a resumed run has.
+    The history of the run begins with the rounds before `first`, as in a resumed run.
     """
     folder.mkdir(exist_ok=True)
     earlier = [dict(row) for row in ROWS[: first - 1]]
@@ -120,7 +120,7 @@ def test_wandb_keeps_a_run_offline_under_one_id(
 
 
 class Standing:
-    """A stand-in for the package wandb, which keeps what it is told."""
+    """A stand-in for the package wandb, which stores the arguments of all calls."""
 
     def __init__(self) -> None:
         self.begun: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""Test that curves are drawn without missing values, and mean curves from what all seeds have."""
+"""Test curves with missing values, and mean curves over the rounds that all seeds have."""
 
 from __future__ import annotations
 
@@ -122,11 +122,13 @@ def test_curves_without_a_common_round_are_drawn_on_all_axes() -> None:
 def limits(
     name: str, scores: Sequence[Sequence[float]], monkeypatch: pytest.MonkeyPatch
 ) -> list[float]:
-    """Return four numbers of a panel with a mean curve: of its band and of its axis.
+    """Draw a mean curve in a panel; return the limits of its band and of the vertical axis.
 
-    They are the lowest and the highest value of the band, then the lower and the upper end of the
-    axis. Fewer than three seeds have no band, and the result is two numbers. scores: one list for
-    each seed.
+    The result has four numbers: the lowest and the highest value of the band, then the lower and
+    the upper end of the axis. With fewer than three seeds there is no band, and the result has only
+    the ends of the axis.
+    name: the label of the vertical axis.
+    scores: the scores of each seed.
     """
     from matplotlib.axes import Axes
 

@@ -1,4 +1,4 @@
-"""Test that histories are kept exactly, and summarised as papers do."""
+"""Test that stored histories do not change, and that summaries are computed as in papers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,11 @@ from raysim.simulation.schedule import Buffered, Oversample, Schedule
 
 
 def ends(number: int, count: int = 2) -> list[JobRecord]:
-    """Return the jobs that a round ended."""
+    """Return records of jobs that ended in a round.
+
+    number: the number of the round.
+    count: the number of jobs.
+    """
     return [
         JobRecord(
             client,
@@ -41,7 +45,7 @@ def written(folder: Path) -> list[JobRecord]:
 def write(folder: Path, rounds: range, kept: int = 0) -> None:
     """Write the jobs of some rounds, with a checkpoint after each.
 
-    kept: the number of rounds whose jobs the file keeps from before, as for a resumed run; 0: none.
+    kept: the number of earlier rounds whose jobs remain in the file, as in a resumed run.
     """
     writer = JobWriter.open(folder, kept)
     assert writer is not None
@@ -56,7 +60,7 @@ def all_of(rounds: range) -> list[JobRecord]:
 
 @pytest.fixture(params=[1 << 18, 3, 2, 1])
 def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Set how many rows a file of the table has; the number is the fixture's parameter."""
+    """Set the largest number of rows of a file of the table; return it."""
     monkeypatch.setattr(jobs_file, "_FILE_ROWS", request.param)
     return int(request.param)
 
@@ -129,10 +133,10 @@ def test_job_table_of_a_run_says_how_every_job_ended(tmp_path: Path, schedule: S
     counts = {fate: int(jobs.has_fate(fate).sum()) for fate in FATES}
     assert counts["aggregated"] == rows["clients"] and counts["failed"] == 0
     assert 0 < counts["lost"] == rows["lost"] and 0 < counts["discarded"] == rows["discarded"]
-    _check_the_rest(jobs, result.rows[-1]["virtual_seconds"] or 0.0)
+    _check_times(jobs, result.rows[-1]["virtual_seconds"] or 0.0)
 
 
-def _check_the_rest(jobs: Jobs, end: float) -> None:
+def _check_times(jobs: Jobs, end: float) -> None:
     """Assert the times and staleness of aggregated jobs, and the times of jobs in flight.
 
     end: virtual time at the end of the run, in seconds. Aggregated jobs finish before it, and jobs

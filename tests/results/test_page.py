@@ -1,4 +1,4 @@
-"""Test that the report is one file that needs no other, whatever its runs are called or lack."""
+"""Test that a report is one file, also if names contain markup or files of runs are missing."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_page_shows_no_checksum_of_an_empty_state(tmp_path: Path) -> None:
 def test_page_allows_line_break_before_a_deviation(tmp_path: Path) -> None:
     """The line may break between a mean and "±", but not between "±" and the deviation.
 
-    Without such a break, the last columns of a study's results would not fit on the page.
+    Without the break before "±", the last columns of a study's results would not fit on the page.
     """
     text = section(written(seeded(tmp_path, "fedprox", [0.5, 0.75]), tmp_path), "Results")
     assert (
@@ -237,7 +237,10 @@ def test_page_shows_notes_below_results(tmp_path: Path) -> None:
 
 @pytest.mark.pictures
 def test_picture_of_client_classes_has_the_colour_of_the_page(tmp_path: Path) -> None:
-    """A picture that is drawn for a light page is hard to see on a dark one."""
+    """Check that the page's style colours the picture with the class map.
+
+    A picture with fixed colours for a light page would be hard to see on a dark page.
+    """
     run = make(tmp_path / "a", [0.5])
     write_split(
         ClientLabels(np.arange(2), np.arange(2), np.full(2, 3), 2, ["cat", "dog"]), run.folder
