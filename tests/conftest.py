@@ -137,7 +137,7 @@ def quick_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="session")
 def empty_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a database as MLflow makes it, which takes a second."""
+    """Make an empty MLflow database, once for all tests; return the path of its file."""
     from mlflow.tracking import MlflowClient
 
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"

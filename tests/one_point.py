@@ -1,4 +1,4 @@
-"""Replace each picture of a run by a picture of one pixel, because drawing takes too long."""
+"""Replace each picture of a run by a picture of one point, because drawing takes too long."""
 
 from __future__ import annotations
 

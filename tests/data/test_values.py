@@ -174,7 +174,10 @@ def test_dictionaries_of_users_are_rejected(users: object) -> None:
 
 # ---- dictionaries of inputs ----------------------------------------------------------------------
 class Items(torch.utils.data.Dataset):
-    """A data set whose items are given."""
+    """A data set of PyTorch.
+
+    items: the items of the data set, in their order.
+    """
 
     def __init__(self, *items: object) -> None:
         self.items = items

@@ -68,8 +68,8 @@ def arrive(
     """Let the server aggregate one update of each of several clients.
 
     arrivals: pairs of a client and the value of all entries of its update.
-    bases: maps versions to their vectors. This function adds the current version. It must contain
-    `version`.
+    bases: maps earlier versions to their vectors, among them `version`. This function adds the
+    current version. None means no earlier versions.
     version: the version from which all clients started; -1 means the current version.
     """
     base = at.version if version < 0 else version

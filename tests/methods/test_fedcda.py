@@ -155,8 +155,9 @@ def step(
 ) -> None:
     """Let the server aggregate the updates of some clients.
 
-    models: pairs of a client and its trained model. losses: by client, the loss that it uploads.
-    base: the version that they were trained from; -1: the current one.
+    models: pairs of a client and its trained model.
+    losses: maps a client to the loss that it uploads; a missing loss is 0.
+    base: the version from which the clients trained; -1 means the current version.
     """
     version = at.version if base < 0 else base
     origin = at.vector.numpy() if base < 0 else np.full(WIDTH, 100, np.float32)

@@ -1,4 +1,4 @@
-"""Test that a client's first job of FedSpeed equals FedProx, and what FedSpeed refuses."""
+"""Test that the first job of FedSpeed without its second pass trains as FedProx, and errors."""
 
 from __future__ import annotations
 

@@ -167,9 +167,10 @@ def test_fraug_sends_both_networks_without_batchnorm(norm: Any) -> None:
 
 
 class Count(Method):
-    """A method that notes how many optimizer steps each job has made.
+    """A method that stores the number of optimizer steps at the end of each job.
 
-    One list has the counts of the saved optimizer state, the other those of `LocalJob.moves`.
+    `_steps` has the number in the optimizer's state, which counts earlier jobs of the client if
+    optimizers are kept. `_moved` has the number that `LocalJob.moves` returns for this job.
     """
 
     name, paper = "count", "a test"

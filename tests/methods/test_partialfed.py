@@ -94,9 +94,9 @@ class Watch(Method):
 
 
 class Client:
-    """Client 0 on a worker, whose jobs can start from any version.
+    """Client 0 on a worker. Its jobs can start from any parameters.
 
-    base, counters: the received parameters and counters; None: the initial ones.
+    methods: the methods of the run.
     """
 
     def __init__(
@@ -116,6 +116,12 @@ class Client:
         counters: Tensor | None = None,
         version: int | None = None,
     ) -> Context:
+        """Train the client's next job.
+
+        base: the received parameters, [d]; None means the initial ones.
+        counters: the received counters; None means the initial ones.
+        version: the base version of the job; None means the number of earlier jobs.
+        """
         version = self.turn if version is None else version
         job = Job(self.turn, 0, self.turn, version, self.turn - 1, 1.0)
         base = self.initial if base is None else base

@@ -124,9 +124,9 @@ def test_network_that_removes_the_output_dimension_is_rejected() -> None:
 
 
 class Scaled(nn.Module):
-    """A network with a part after its last linear layer; at first it does not change the outputs.
+    """A network that changes the outputs of its last linear layer.
 
-    after: a module; None: a trained factor that starts at 1.
+    after: the module that gets these outputs; None multiplies them by a trained factor, at first 1.
     """
 
     def __init__(self, after: nn.Module | None = None):

@@ -54,9 +54,11 @@ def facts(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def same(kept: Mapping[str, str], planned: Mapping[str, str]) -> bool:
-    """Return whether a stored run and a planned one have the same value for each key of both.
+    """Return True if a stored run and a planned run have equal values for all common keys.
 
     A stored run may lack a key, because the setting was added to raysim later.
+    kept: the values of the stored run.
+    planned: the values of the planned run.
     """
     both = {(key, planned[key]): value for key, value in kept.items() if key in planned}
     return all(is_equal(value, now) or (key, now) in OPEN for (key, now), value in both.items())
