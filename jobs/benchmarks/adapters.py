@@ -5,12 +5,13 @@
 
 `steps` trains a GPT of 3.3 million parameters with adapters of rank 8. raysim and a plain loop
 train a job of 20 steps in turn. A row has the median CPU seconds of a job for both, and the median
-of the ratios raysim / plain loop. A ratio should be at most 1.05; the program prints this limit,
-but does not fail above it.
+of raysim's time divided by that of the plain loop. This ratio should be at most 1.05. The program
+prints the limit, but does not fail above it.
 
-`memory` runs raysim with different numbers of workers and clients. A row has the memory that all of
-Ray's processes hold at the same time, minus that of the first row, as a multiple of the size of the
-frozen weights. A page that several processes share is counted once.
+`memory` runs raysim with different numbers of workers and clients. A row has the largest memory
+that Ray's workers hold at one time. From this, the memory in the first row with the same number
+format is subtracted, and the result is divided by the size of the frozen weights. A memory page
+that several processes share is counted once.
 """
 
 from __future__ import annotations

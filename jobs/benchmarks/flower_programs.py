@@ -306,8 +306,8 @@ def read_processes() -> dict[int, Process]:
 class CpuClock(threading.Thread):
     """A thread that adds up the CPU time of all descendants of this process.
 
-    It reads the times every `CPU_INTERVAL_S` seconds. The times at the end would not suffice, since
-    Linux does not add the time of an ended worker to that of Ray's raylet, which has started it.
+    It reads the times every `CPU_INTERVAL_S` seconds. Reading them once at the end would miss Ray's
+    workers: Linux does not add the time of an ended worker to that of its parent, the raylet.
     """
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ The benchmark has three parts:
 
 1. It writes checkpoints of workload W1. It also writes checkpoints of 10,000 clients that have
    SCAFFOLD's states for W2's model; 0 to 10,000 of these states changed since the last checkpoint.
-2. It trains 1,000 clients with SCAFFOLD on W2's model: with all states in memory, and with a tenth
-   of the states in memory and the others on disk.
+2. It trains 1,000 clients with SCAFFOLD on W2's model, first with all states in memory. Then a
+   tenth of the states is in memory, and the others are on disk.
 3. It trains `--clients` clients in the same way, with at most 1 GiB of states in memory. The other
    states need disk space: 18 GB for 100,000 clients.
 """
@@ -76,7 +76,7 @@ class CheckpointCost:
 class StateRunCost:
     """The cost of a run whose clients have states.
 
-    budget: GiB of states in memory; None: no limit.
+    budget: the largest size of the states in memory, in GiB; None for no limit.
     seen: the number of clients that took part.
     seconds, cpu: wall and CPU seconds of a round.
     memory: the peak of the process in bytes.
@@ -160,7 +160,7 @@ def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
 def stateful_run(clients: int, rounds: int, budget: float | None) -> RunSpec:
     """Return a run of SCAFFOLD on W2's model. Each client has 60 of 60,000 shared samples.
 
-    budget: GiB of states in memory; None: no limit.
+    budget: the largest size of the states in memory, in GiB; None for no limit.
     """
     work = WORKLOADS["W2"]
     few = federate(Synthetic(shape=[1, 28, 28], samples=60_000, test_samples=10), IID(clients=2), 0)
@@ -198,7 +198,7 @@ def _train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
 def train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
     """Train `stateful_run` in a new process, so that the peak of memory is that of the run.
 
-    budget: GiB of states in memory; None: no limit.
+    budget: the largest size of the states in memory, in GiB; None for no limit.
     """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_train, (clients, rounds, budget))

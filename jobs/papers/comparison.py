@@ -63,8 +63,8 @@ class Entry:
     command: the command of a run at the paper's setting.
     score: the score of our runs that is compared with the printed number.
     matches: our runs for this number.
-    variant: how all of these runs differ from the paper in the methods' settings, as a text; "" if
-    they do not differ, or if the entry has runs of several variants.
+    variant: a text about the differences from the paper in the methods' settings, the same for all
+    runs of this entry. "" if there are none, or if the runs have several variants.
     """
 
     cell: Cell

@@ -137,7 +137,7 @@ def test_fedbn_shared_counters_have_the_largest_value(scope: Any) -> None:
 
 
 class Starts(Method):
-    """A method that keeps the tensors that each job starts with."""
+    """A method that stores the tensors that each job starts with."""
 
     name = "starts"
     paper = "a test"

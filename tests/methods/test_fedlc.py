@@ -1,4 +1,4 @@
-"""Test FedLC's losses at their limits, clients with one class, and what it refuses."""
+"""Test FedLC's losses in extreme cases, clients with one class, and what it refuses."""
 
 from __future__ import annotations
 

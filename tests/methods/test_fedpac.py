@@ -219,7 +219,7 @@ def test_fedpac_weight_of_exactly_the_minimum_becomes_zero(monkeypatch: pytest.M
 
 
 class Watch(Method):
-    """A method that keeps each job's batches, and the model before each step and after the last."""
+    """A method that stores each job's batches, and the model before each step and at the end."""
 
     name = "watch"
     paper = "a test"

@@ -1,4 +1,4 @@
-"""Test GroupDRO's weights at their limits, and what clients upload."""
+"""Test GroupDRO's weights in extreme cases, and what clients upload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test InCo's mixing at its limits, which layers of a model it pairs, and what it refuses."""
+"""Test InCo's mixing in extreme cases, which layers of a model it pairs, and what it refuses."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def population(*clients: int) -> FederatedData:
 
 
 class Watch(Method):
-    """A method that keeps the parameters and BatchNorm's counters at the end of each job."""
+    """A method that stores the parameters and BatchNorm's counters at the end of each job."""
 
     name = "watch"
     paper = "a test"

@@ -270,7 +270,7 @@ def test_partialfed_frozen_models_have_the_mixed_start() -> None:
 
 
 class FirstGradient(Method):
-    """A method that keeps the first gradient of a job, after the other methods corrected it."""
+    """A method that stores the first gradient of a job, as the methods before this one leave it."""
 
     name, paper = "first", "a test"
 

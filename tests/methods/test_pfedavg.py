@@ -104,7 +104,7 @@ def test_pfedavg_fine_tuning_stores_no_client_state(mode: str) -> None:
 
 
 class Watch(Method):
-    """A method that keeps the model of each client's last job."""
+    """A method that stores the trained model of each client's last job."""
 
     name = "watch"
     paper = "a test"

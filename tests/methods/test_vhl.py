@@ -1,4 +1,4 @@
-"""Test VHL's contrast at its limits, its virtual set, its scores, and what it refuses."""
+"""Test VHL's contrastive loss in extreme cases, its virtual set, its scores and what it refuses."""
 
 from __future__ import annotations
 

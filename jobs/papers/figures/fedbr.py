@@ -65,7 +65,7 @@ def run_with_probes(runs: Runs, *overrides: str, rounds: int = ROUNDS) -> Result
 def feature_panels(models: Mapping[str, np.ndarray], labels: np.ndarray) -> list[Panel]:
     """Return a panel for each model: a t-SNE of its features, by class.
 
-    models: by title, the features [m, F].
+    models: maps the title of each panel to the features of a model, [m, F].
     labels: the labels of the m rows.
     """
     return [
@@ -129,7 +129,7 @@ def _class_counts(result: Result, client: int) -> np.ndarray:
 def ablation(runs: Runs, words: Mapping[str, tuple[str, ...]]) -> Sequence[Panel]:
     """Return a panel with the central accuracy of FedAvg and of FedBR in several settings.
 
-    words: by label, the overrides of each setting.
+    words: maps the label of each setting to its overrides.
     """
     lines = [curve("FedAvg", runs.run(*SMALL, "method=fedavg"), "accuracy_global", 100)]
     for label, overrides in words.items():
