@@ -1,13 +1,13 @@
 """Test the papers' claims on the stored results: supported, contradicted, or undecided.
 
 A claim says that a method has a higher or a lower score than another method. Every setting at which
-both methods ran on the same seeds gives a verdict. It follows from the 95 % interval (Student's t) of
-the differences of the two scores on each seed:
+both methods ran on the same seeds gives a verdict. The verdict follows from the 95 % interval
+(Student's t) of the differences between the two scores on each seed:
 
     supported      the interval lies on the claimed side of 0
     contradicted   the interval lies on the wrong side of 0
     undecided      the interval contains 0, or the methods share too few seeds, or the other method
-                   reaches less than the share `TRAINED` of the accuracy that the paper prints for it
+                   reaches less than the share `TRAINED` of its accuracy in the paper
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m jobs.papers.gpu prepare DIR data.root=DATA [NAME...]
     python -m jobs.papers.gpu run DIR [--minutes 25] [--device cuda] [NAME...]
 
-`prepare` needs all dependencies of raysim, and the data sets. For each run it writes a file with the
-run's Python objects, and it copies the data sets. Then DIR can be copied to another machine.
+`prepare` needs all dependencies of raysim, and the data sets. For each run it writes a file with
+the run's Python objects, and it copies the data sets. Then DIR can be copied to another machine.
 
 `run` needs only the packages that `raysim bench gpu` needs. It starts or continues the unfinished
 runs in the order of `STUDIES`, and stops after the number of minutes. `python -m
