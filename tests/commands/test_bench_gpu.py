@@ -54,7 +54,7 @@ def test_bench_gpu_writes_a_page_without_ray_or_hydra(tmp_path: Path) -> None:
     assert {row["workload"] for row in later["memory"]} == {"G1", "G2", "G3", "G4"}
 
 
-def test_page_of_gpu_speeds_equals_its_stored_results(tmp_path: Path) -> None:
+def test_page_of_gpu_speeds_matches_its_stored_results(tmp_path: Path) -> None:
     stored = Path(__file__).parents[2] / "docs/gpu"
     write_page(json.loads((stored / gpu.RESULTS).read_text()), tmp_path)
     assert (tmp_path / PAGE).read_text() == (stored / PAGE).read_text()
@@ -70,7 +70,7 @@ def test_gpu_check_covers_every_method() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fraug", "fedmix"])
-def test_convolutions_are_equal_in_every_execution_mode(name: str) -> None:
+def test_convolutional_models_agree_in_every_execution_mode(name: str) -> None:
     options = gpu.GpuOptions(device="cpu", methods=(name,))
     rows = gpu.measure_correctness(options, lambda: True)
     assert [row["way"] for row in rows] == [mode.name for mode in gpu.CHECKED_MODES for _ in (0, 1)]

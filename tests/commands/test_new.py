@@ -71,7 +71,7 @@ def test_new_refuses_impossible_package_name(
 
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
-def test_error_of_option_allow_names_the_folder_of_the_package(
+def test_error_of_allowed_project_folder_names_package_folder(
     words: list[str],
     mine: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,7 +84,7 @@ def test_error_of_option_allow_names_the_folder_of_the_package(
     assert f"{mine}/mine" in error
 
 
-def test_parts_of_new_package_run_and_resume(mine: Path) -> None:
+def test_run_with_options_of_new_package_is_resumed(mine: Path) -> None:
     assert cli.call([*RUN, *OVERRIDES, "runtime=inprocess", "out=run"]) == 0
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["methods"] == ["mine", "mine_means"]
@@ -106,18 +106,18 @@ def scores_of_printed_command(option: str, folder: Path) -> list[float]:
     return [row["accuracy_global"] for row in raysim.load("run", allow=["mine"]).rows]
 
 
-def test_command_printed_by_new_trains_a_model(mine: Path) -> None:
+def test_method_command_printed_by_raysim_new_trains_a_model(mine: Path) -> None:
     scores = scores_of_printed_command("method=mine", mine)
     assert min(scores) < 0.7 < max(scores)
     assert json.loads(Path("run/summary.json").read_text())["accuracy_worst"] > 0.4
 
 
-def test_learner_command_printed_by_new_trains_a_model(mine: Path) -> None:
+def test_learner_command_printed_by_raysim_new_trains_a_model(mine: Path) -> None:
     assert min(scores_of_printed_command("learner=mine", mine)) > 0.9
 
 
 @pytest.mark.slow
-def test_parts_of_new_package_have_the_same_bits_on_ray(mine: Path) -> None:
+def test_options_of_new_package_give_the_same_bits_on_ray(mine: Path) -> None:
     assert cli.call([*RUN, *OVERRIDES, "runtime=inprocess", "out=one"]) == 0
     words = ["run", "--allow", "mine", *OVERRIDES, "runtime.workers=2", "out=two"]
     program = [sys.executable, "-m", "raysim", *words]

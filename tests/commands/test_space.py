@@ -101,5 +101,5 @@ def test_impossible_sweep_options_are_refused(options: dict[str, Any]) -> None:
         SweepOptions(**options)
 
 
-def test_smallest_sweep_options_are_accepted() -> None:
+def test_smallest_values_of_sweep_settings_are_accepted() -> None:
     SweepOptions(trials=1, workers=0, reduction=1.5, minutes=0.1)

@@ -445,7 +445,7 @@ class TestComparisons:
         note = "n too small: a test needs 3 seeds"
         assert comparisons[1].test == Difference(0, None, note=note)
 
-    def test_study_without_methods_compares_first_key(self) -> None:
+    def test_study_without_methods_compares_values_of_its_first_key(self) -> None:
         planned = plan(["local.lr=0.1,0.2", "partition.alpha=0.1,0.5", "out=s"])
         assert study_report.compared_keys(planned) == ["local.lr"]
         scores = [RunScores(run, None, {"final": 0.5}) for run in planned.runs]
@@ -464,7 +464,9 @@ class TestComparisons:
     @pytest.mark.parametrize(
         "missing", [[], ["fedavg_alpha-0.1_seed-1"]], ids=["complete", "with a run missing"]
     )
-    def test_picture_shows_tested_and_untested_differences(self, missing: list[str]) -> None:
+    def test_study_picture_is_drawn_with_or_without_a_statistical_test(
+        self, missing: list[str]
+    ) -> None:
         planned = example_study()
         tested = compare_settings(planned, example_scores(planned, missing), "final")
         untested = [replace(one, differences=(), test=Difference(0, None)) for one in tested]
@@ -472,7 +474,7 @@ class TestComparisons:
             assert study_report.draw(comparisons).startswith(b"\x89PNG")
             assert len(study_report.differences_table(comparisons)[0].texts) == 4
 
-    def test_study_picture_labels_intervals_only_if_drawn(
+    def test_study_picture_explains_intervals_only_if_it_draws_some(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from matplotlib.axes import Axes

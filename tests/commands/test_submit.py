@@ -117,7 +117,7 @@ class TestPackage:
             find_files([mine])
 
     @pytest.mark.parametrize("argument", ["loop", "~nosuchuser", "a\0b"])
-    def test_package_refuses_impossible_paths(
+    def test_submit_refuses_paths_that_cannot_be_resolved(
         self, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -138,7 +138,7 @@ class TestPackage:
         with pytest.raises(RefusedError, match=r"--limit 2 MB.*mine/weights\.bin \(3\.0 MB\)"):
             check_size(files, 2)
 
-    def test_submit_with_refuses_missing_path_and_taken_name(self, tmp_path: Path) -> None:
+    def test_submit_refuses_to_pack_missing_path_or_taken_name(self, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match="--with nowhere"):
             find_files(["nowhere"])
         (tmp_path / "conf").mkdir()
@@ -245,7 +245,7 @@ class TestCommand:
         command = job_command("run", "out=/s/a", "method=mine", conf=[str(tmp_path)])
         check_command(command, find_files())
 
-    def test_submit_refuses_folder_of_options_that_is_not_packed(self) -> None:
+    def test_submit_refuses_conf_folder_that_is_not_packed(self) -> None:
         command = job_command("run", "out=/s/a", conf=["mine/conf"])
         with pytest.raises(RefusedError, match=r"--conf mine/conf.*--with mine"):
             check_command(command, find_files())
@@ -261,7 +261,7 @@ class TestCommand:
             with pytest.raises(RefusedError, match=f"--runtime-env {path}"):
                 read_runtime_env(str(path))
 
-    def test_runtime_environment_has_the_packed_commit(self) -> None:
+    def test_runtime_environment_has_the_commit_of_packed_raysim(self) -> None:
         environment = {"pip": ["x"], "env_vars": {"A": "1"}}
         source = {"RAYSIM_SOURCE": json.dumps(source_commit())}
         assert with_source(environment) == {"pip": ["x"], "env_vars": {**source, "A": "1"}}
@@ -281,7 +281,7 @@ class TestJobServer:
             ("https://user@head/", "https://head:443"),
         ],
     )
-    def test_address_of_the_job_server_is_completed(
+    def test_address_of_the_job_server_gets_default_scheme_and_port(
         self, address: str | None, url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
@@ -674,7 +674,9 @@ def test_fetch_copies_the_results_of_a_job(
     assert unknown.returncode == 2 and "raysubmit_none" in unknown.stderr
 
 
-def test_submitted_run_that_does_not_fit_exits_with_2(cluster: Cluster, tmp_path: Path) -> None:
+def test_submitted_run_larger_than_the_cluster_exits_with_2(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     ran = cluster.submit("run", *RUN, "runtime.workers=500", f"out={tmp_path / 'run'}")
     assert ran.returncode == 2 and "too little CPU" in ran.stdout, ran.stdout + ran.stderr
     assert not (tmp_path / "run").exists()

@@ -187,7 +187,7 @@ class TestPlan:
             if path.stem not in ("default", "methods")
         ),
     )
-    def test_sweep_options_search_existing_keys(self, name: str) -> None:
+    def test_every_shipped_sweep_option_can_be_planned(self, name: str) -> None:
         assert shipped(name).samples()
 
     @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ class TestPlan:
             ("fraug_pacs", "method.fraug.noise_dim", {64, 128, 256, 512}),
         ],
     )
-    def test_sweep_options_grid_has_the_values_of_the_methods_paper(
+    def test_sweep_grid_of_a_method_has_the_values_of_its_paper(
         self, name: str, key: str, values: set[float]
     ) -> None:
         points = shipped(name).points()
@@ -511,7 +511,7 @@ class TestSearch:
         says_test = "partition.validation_fraction" in capsys.readouterr().out.partition("space")[0]
         assert says_test == (metric == "accuracy_global")
 
-    def test_trial_fails_if_a_node_computes_other_bits(
+    def test_trial_fails_on_node_with_another_torch_unless_mixed(
         self, ray_session: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def other_driver(name: str, packages: Sequence[str]) -> Identity:
@@ -563,7 +563,9 @@ class TestSearch:
             config = (folder / row["folder"] / "config.yaml").read_text()
             assert f"lr: {row['local.lr']}" in config
 
-    def test_trial_on_workers_equals_the_same_single_run(self, ray_session: None) -> None:
+    def test_trial_on_workers_scores_like_a_run_of_its_configuration(
+        self, ray_session: None
+    ) -> None:
         searched = "local.lr=tag(log,interval(0.01,0.5))"
         folder = sweep(searched, "sweep.trials=1", "sweep.workers=2")
         (row,) = trials(folder)
@@ -651,7 +653,7 @@ def kill_and_continue(search: str) -> list[dict[str, Any]]:
 
 
 class TestContinue:
-    def test_resumed_sweep_refuses_other_settings(
+    def test_resumed_sweep_refuses_changed_settings(
         self, grid: tuple[Path, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.call(["sweep", f"out={grid[0]}", "resume=latest", "rounds=9"]) == 2

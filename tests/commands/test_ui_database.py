@@ -150,7 +150,7 @@ def test_database_ignores_removed_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_model_of_a_damaged_run_is_reported_once(tmp_path: Path) -> None:
+def test_damaged_run_is_reported_once_when_its_model_is_added(tmp_path: Path) -> None:
     begin(tmp_path / "a").finish({}, model="pending")
     printed: list[str] = []
     database = RunDatabase(tmp_path, printed.append)
@@ -161,7 +161,7 @@ def test_model_of_a_damaged_run_is_reported_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / RECORD).read_text())["model"] not in ("pending", "sent")
 
 
-def test_database_ignores_runs_that_send_their_own_rows(tmp_path: Path) -> None:
+def test_database_ignores_runs_that_log_to_mlflow_themselves(tmp_path: Path) -> None:
     begin(tmp_path / "a")
     record = read_record(tmp_path / "a")
     (tmp_path / "a" / RECORD).write_text(json.dumps({**record, "sent_by": "run"}))

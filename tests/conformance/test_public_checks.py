@@ -73,11 +73,11 @@ def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_parts_of_raysim_pass_the_checks(part: object) -> None:
+def test_raysims_own_options_pass_the_public_checks(part: object) -> None:
     assert failed_checks(part) == {}
 
 
-def test_checks_refuse_object_that_is_no_part() -> None:
+def test_checks_refuse_object_that_fits_no_option_group() -> None:
     with pytest.raises(TypeError, match="3 is not a part"):
         checks(3)
 
@@ -181,7 +181,7 @@ class Hoarding(FedProx):
 TRAVELS = "what travels is declared and is not what clients keep, under "
 
 
-def test_check_accepts_client_state_equal_to_the_update() -> None:
+def test_check_accepts_client_state_that_is_the_last_update() -> None:
     assert (
         failed_checks(Remembering(), Study(data=FEW, schedules=(Synchronous(4), Buffered(4, 1))))
         == {}
@@ -204,7 +204,7 @@ def test_check_finds_client_state_in_a_message(
     assert state in message and place in message
 
 
-def test_check_finds_argument_with_the_name_of_a_hook() -> None:
+def test_check_finds_method_argument_named_like_a_hook() -> None:
     check = next(check for check in checks(Hooked()) if "arguments of its own" in str(check))
     with pytest.raises(AssertionError, match=r"hooked.*weigh"):
         check()
@@ -354,7 +354,7 @@ class Normalising(SklearnLinear):
         return super().predict(parameters, inputs - inputs.mean(axis=0))
 
 
-def test_check_finds_unseeded_learner_and_outputs_mixing_samples() -> None:
+def test_check_finds_unseeded_learner_and_outputs_that_mix_samples() -> None:
     assert {
         "its initial parameters depend on the given generator only",
         "its outputs for a sample do not depend on the other samples",
@@ -388,7 +388,7 @@ class Forgetful(Synchronous):
         return super().decide(view) if not view.running else Wait()
 
 
-def test_check_finds_schedule_that_changes_itself() -> None:
+def test_check_finds_schedule_that_changes_its_own_state() -> None:
     assert "the schedule has changed" in message_of(Forgetful(3), "it keeps its promises")
 
 
@@ -418,7 +418,7 @@ class CountingSelection(Selection):
         return view.clients[: view.count]
 
 
-def test_check_finds_selection_that_changes_itself() -> None:
+def test_check_finds_selection_that_changes_its_own_state() -> None:
     assert (
         "the selection has changed"
         in failed_checks(CountingSelection())["it keeps no state in itself"]

@@ -133,7 +133,7 @@ def saved(folder: Path, **arrays: Any) -> str:
         (np.eye(10, 4).astype(int), "multilabel", ["0", "1", "2", "3"]),
     ],
 )
-def test_numpy_labels_decide_kind_and_outputs(
+def test_numpy_labels_decide_kind_of_task_and_class_names(
     labels: Any, kind: str, outputs: list[str], tmp_path: Path
 ) -> None:
     data = NumPy(saved(tmp_path, x=np.zeros((10, 2)), y=labels)).build()
@@ -395,7 +395,7 @@ def test_markov_sequences_follow_their_chains() -> None:
     assert np.abs(transitions[0] - transitions[1]).max() > 0.3  # every user has its own chain
 
 
-def test_markov_labels_are_chains_and_lengths_vary() -> None:
+def test_markov_labels_are_chain_numbers_and_lengths_vary() -> None:
     dataset = Markov(users=4, label="chain", chains=2, skew=1.0).build()
     users = dataset.domains
     assert np.array_equal(

@@ -82,7 +82,7 @@ def test_packed_rows_never_mix_users_or_test_text() -> None:
     assert np.asarray(raw.inputs).tolist() == [[0, 3, 0, 5], [0, 4, 0, 0], [0, 1, 2, 0]]
 
 
-def test_each_document_starts_a_row_without_packing() -> None:
+def test_without_packing_each_document_starts_a_new_row() -> None:
     documents = [Document(np.array([1, 2, 3]), "a"), Document(np.array([4]), "a")]
     raw = packed(documents, 3, is_packed=False)
     assert np.asarray(raw.inputs).tolist() == [[0, 1, 2], [3, 0, 0], [0, 4, 0]]
@@ -126,7 +126,7 @@ def test_vocabulary_decodes_encoded_text(vocabulary: Vocabulary, text: str) -> N
     assert len(vocabulary.names) == vocabulary.tokens.size
 
 
-def test_unknown_character_without_other_token_is_refused() -> None:
+def test_unknown_character_is_refused_unless_token_other_exists() -> None:
     vocabulary = character_vocabulary("ab", has_other=True)
     assert vocabulary.encode("axb").tolist() == [1, 3, 2]
     again = stored_vocabulary("characters", vocabulary.names)
@@ -219,7 +219,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         Text(root=str(tmp_path)).read()
 
 
-def test_python_topics_need_no_file() -> None:
+def test_source_python_topics_has_documents_without_a_file() -> None:
     raw = PythonTopics(length=64).read()
     assert len(raw.domain_names) > 50 and "assert" in raw.domain_names
     assert 0 < raw.train_rows < len(raw.labels)
@@ -265,7 +265,7 @@ def test_instructions_have_labels_for_the_answer_only(tmp_path: Path) -> None:
     assert len(packed_rows.labels) == 3 and packed_rows.labels.shape == (3, 6)
 
 
-def test_instructions_have_a_vocabulary_of_characters(tmp_path: Path) -> None:
+def test_vocabulary_of_instructions_lists_their_characters(tmp_path: Path) -> None:
     root = json_lines(tmp_path / "t.jsonl", QUESTIONS)
     source = JsonLines(
         root=root, kind="causal", prompt="question", columns=["answer"], tokenizer="characters"
@@ -273,7 +273,7 @@ def test_instructions_have_a_vocabulary_of_characters(tmp_path: Path) -> None:
     assert source.read().class_names == ["<end>", *"\n+12346"]
 
 
-def test_parquet_and_frames_become_documents(tmp_path: Path) -> None:
+def test_parquet_files_and_arrow_tables_become_documents(tmp_path: Path) -> None:
     for hospital, texts in (("a", ["xx", "x"]), ("b", ["yy", "y"])):
         (tmp_path / hospital).mkdir()
         table = pa.table({"text": texts})
@@ -431,7 +431,7 @@ def test_run_scores_perplexity_and_accuracy(tmp_path: Path) -> None:
         ({"method": "moon"}, "moon"),
     ],
 )
-def test_causal_settings_that_do_not_fit_are_refused(
+def test_settings_that_language_models_cannot_use_are_refused(
     tmp_path: Path, settings: dict[str, Any], key: str
 ) -> None:
     changed = FAST | MARKOV | TINY_GPT | settings

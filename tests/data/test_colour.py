@@ -97,7 +97,7 @@ def test_make_grey_changes_only_chosen_images(reference: ModuleType) -> None:
     ("change", "strengths"),
     [(scale_saturation, FACTORS), (shift_hue, FACTORS - 1), (make_grey, torch.arange(30) % 2 == 0)],
 )
-def test_grey_images_keep_saturation_and_hue(
+def test_saturation_and_hue_changes_leave_grey_images_unchanged(
     change: Callable[[Tensor, Tensor], Tensor], strengths: Tensor
 ) -> None:
     grey = IMAGES[:, :1]
@@ -108,7 +108,7 @@ def test_grey_images_keep_saturation_and_hue(
 @pytest.mark.parametrize(
     ("change", "strengths"), [(scale_brightness, FACTORS), (scale_contrast, FACTORS)]
 )
-def test_grey_as_three_channels_changes_like_one_channel(
+def test_grey_of_1_or_3_channels_gets_equal_brightness_and_contrast(
     change: Callable[[Tensor, Tensor], Tensor], strengths: Tensor
 ) -> None:
     grey = IMAGES[:, :1]

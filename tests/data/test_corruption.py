@@ -85,7 +85,7 @@ def test_rotation_is_independent_of_the_batch() -> None:
     assert np.array_equal(together, np.stack(alone))
 
 
-def test_rotation_agrees_with_pillows_nearest() -> None:
+def test_rotation_agrees_with_nearest_neighbour_of_pillow() -> None:
     from PIL import Image
 
     image = RNG.integers(0, 256, (28, 28), dtype=np.uint8)

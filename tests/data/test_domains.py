@@ -84,7 +84,7 @@ def test_partition_fraction_reduces_training_samples_only(root: Path) -> None:
     assert np.array_equal(share.central, whole.central) and len(share.central) == 355 + 10 + 10
 
 
-def test_error_names_domains_of_other_classes_or_shape(root: Path) -> None:
+def test_error_names_domains_that_differ_in_classes_or_shape(root: Path) -> None:
     write_strips(root / "letters", classes=["a", "b"])
     settings = {"root": str(root), "download": False}
     with pytest.raises(

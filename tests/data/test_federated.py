@@ -81,7 +81,7 @@ def test_rotation_per_client_turns_all_rows_of_client() -> None:
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
 
 
-def test_key_rotation_test_rotates_the_central_test_set() -> None:
+def test_central_test_set_is_rotated_in_turn_or_at_every_angle() -> None:
     clean = SOURCE.build()
     spread = federate(
         replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0
@@ -154,7 +154,7 @@ def test_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
         ({"classes": 1, "label_noise": 0.5}, "data.label_noise=0.5"),
     ],
 )
-def test_settings_that_do_not_fit_images_are_rejected(settings: dict, key: str) -> None:
+def test_settings_that_contradict_images_or_classes_are_rejected(settings: dict, key: str) -> None:
     with pytest.raises(ValueError, match=key):
         federate(replace(SOURCE, **settings), IID(5), 0)
 

@@ -207,7 +207,7 @@ def test_unknown_data_kind_is_rejected() -> None:
         ([[1], [2, 3]], "multilabel"),
     ],
 )
-def test_kind_of_data_follows_from_form_of_labels(values: Any, kind: str) -> None:
+def test_kind_of_task_is_inferred_from_values_of_labels(values: Any, kind: str) -> None:
     assert infer_kind(values) == kind
 
 
@@ -270,7 +270,7 @@ def test_integers_per_position_can_be_regression_values() -> None:
     ],
     ids=["text", "equally long text", "integers"],
 )
-def test_lists_from_python_are_several_labels_of_a_sample(rows: list, names: list[str]) -> None:
+def test_lists_of_labels_in_python_make_a_multilabel_task(rows: list, names: list[str]) -> None:
     halves = ((INPUTS, rows), (INPUTS[:3], rows[:3]))
     dataset = store_arrays(halves).build()
     assert (dataset.kind, dataset.class_names, dataset.train_rows) == ("multilabel", names, 12)

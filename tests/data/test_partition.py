@@ -187,7 +187,7 @@ def test_dirichlet_client_takes_any_class_once_its_own_are_empty() -> None:
 
 
 @pytest.mark.parametrize(("shares", "label"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
-def test_dirichlet_random_number_1_selects_last_class_with_share(
+def test_dirichlet_draw_of_1_selects_last_class_of_nonzero_share(
     shares: list[float], label: int
 ) -> None:
     arguments = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
@@ -195,7 +195,7 @@ def test_dirichlet_random_number_1_selects_last_class_with_share(
     assert rows.indices.tolist() == [label]
 
 
-def test_balance_gives_samples_to_client_below_equal_share() -> None:
+def test_balanced_dirichlet_fills_client_below_its_equal_share() -> None:
     # After class 0 the first client holds one of four samples, half of its equal share.
     rows = dirichlet_label_split(
         labels=[0, 1, 1, 1],
@@ -206,7 +206,7 @@ def test_balance_gives_samples_to_client_below_equal_share() -> None:
     assert rows.offsets.tolist() == [0, 4, 4]
 
 
-def test_balance_gives_no_samples_above_equal_share() -> None:
+def test_balanced_dirichlet_bounds_client_sizes_near_equal_share() -> None:
     sizes = split(Dirichlet(10, 0.1, balance=True, minimum=0, test_fraction=0)).train.counts
     assert sizes.max() <= len(LABELS) // 10 + 200
     assert sizes.max() < split(Dirichlet(10, 0.1, minimum=0, test_fraction=0)).train.counts.max()
@@ -230,7 +230,7 @@ def test_shards_have_at_most_two_classes_each() -> None:
     assert (counts > 0).sum(axis=1).max() <= 4 and set(counts.sum(axis=1).tolist()) == {100}
 
 
-def test_shards_keep_all_samples_of_uneven_sizes() -> None:
+def test_shards_of_uneven_sizes_lose_no_samples() -> None:
     rows = shard_split(
         labels=np.zeros(7, int),
         num_clients=2,
@@ -245,7 +245,7 @@ def test_shards_keep_all_samples_of_uneven_sizes() -> None:
     ]
 
 
-def test_clients_follow_from_domains_and_class_groups() -> None:
+def test_domain_partitions_make_clients_per_domain_and_class_group() -> None:
     counts = split(Domain(2, test_fraction=0)).train
     assert [set(DOMAINS[counts.rows(client)].tolist()) for client in range(8)] == [
         {d} for d in (0, 0, 1, 1, 2, 2, 3, 3)
@@ -419,7 +419,7 @@ def test_clients_of_domains_are_tested_on_trained_domains() -> None:
     assert [tests.rows(client).tolist() for client in range(2)] == [[0, 3], [2]]
 
 
-def test_clients_of_class_groups_are_tested_on_trained_domains() -> None:
+def test_domain_class_client_is_tested_on_its_domain_and_classes() -> None:
     labels, domains = np.array([0, 0, 1, 1, 0]), np.array([0, 2, 1, 0, 2])
     tests = DomainClass([[0], [1]]).tests(labels, domains, 2)
     assert [tests.rows(client).tolist() for client in range(len(tests))] == [[0], [3], [], [2]]

@@ -63,7 +63,7 @@ def data() -> FederatedData:
         (np.zeros((3, 2, 2)), "regression"),
     ],
 )
-def test_kind_of_labels_follows_from_their_form(labels: np.ndarray, kind: str) -> None:
+def test_kind_of_task_is_inferred_from_shape_of_labels(labels: np.ndarray, kind: str) -> None:
     assert infer_kind(labels) == kind
     assert read_labels(labels, None, None, "data").kind == kind
 
@@ -83,7 +83,7 @@ def test_data_with_only_ignored_labels_are_refused() -> None:
 
 
 # --- loss and scores ----------------------------------------------------------------------
-def test_loss_of_positions_equals_pytorchs() -> None:
+def test_loss_of_labels_per_position_equals_pytorch() -> None:
     outputs, labels = torch.randn(6, 3, 4, 4), torch.from_numpy(images(6, IGNORED)[1])
     objective = OBJECTIVES["positions"]
     assert torch.allclose(objective.loss(outputs, labels), cross_entropy(outputs, labels))
@@ -97,7 +97,7 @@ def test_loss_of_positions_equals_pytorchs() -> None:
 
 
 @pytest.mark.parametrize("name", ["iou", "f1", "accuracy"])
-def test_scores_of_positions_equal_scikit_learns(name: str) -> None:
+def test_scores_of_labels_per_position_equal_scikit_learn(name: str) -> None:
     outputs, labels = torch.randn(6, 4, 4, 4), torch.from_numpy(images(6, IGNORED)[1])
     metric = OBJECTIVES["positions"].metric(name)
     assert metric is not None and metric.rows is not None
@@ -184,7 +184,7 @@ def test_losses_skip_unlabelled_samples() -> None:
         ("loss=huber", "loss=huber"),
     ],
 )
-def test_settings_that_positions_cannot_use_are_refused(words: str, key: str) -> None:
+def test_settings_unfit_for_labels_per_position_are_refused(words: str, key: str) -> None:
     pytest.importorskip("torchmetrics")
     parts = {} if words.startswith("model") else {"model": pixels}
     settings = {key: value for key, value in FAST.items() if key != "quiet"}

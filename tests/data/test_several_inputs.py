@@ -47,7 +47,7 @@ class TwoInputs(nn.Module):
 
 
 # --- rows of several inputs ------------------------------------------------------------------
-def test_packed_inputs_are_unpacked_without_change() -> None:
+def test_several_inputs_are_equal_after_packing_and_unpacking() -> None:
     levels = RNG.integers(0, 256, (60, 1, 2, 2)).astype(np.uint8)
     packed, fields = pack_fields({**INPUTS, "picture": levels}, "here")
     numbers, words, picture = unpack_fields(torch.from_numpy(packed), fields)
@@ -69,7 +69,7 @@ def test_packed_inputs_are_unpacked_without_change() -> None:
         ((NUMBERS, np.array(["x"] * 60)), "input 1: .*type"),
     ],
 )
-def test_several_inputs_of_unequal_form_are_refused(inputs: Any, text: str) -> None:
+def test_several_inputs_of_wrong_length_type_or_value_are_refused(inputs: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         pack_fields(inputs, "here")
 

@@ -70,7 +70,7 @@ def shards(tmp_path: Path) -> str:
 
 
 # --- tar files ----------------------------------------------------------------------------------
-def test_shards_contain_pictures_classes_and_users(shards: str) -> None:
+def test_shards_are_read_with_images_classes_and_users(shards: str) -> None:
     built = WebDataset(root=shards, columns=["image.png"]).build()
     np.testing.assert_array_equal(built.inputs[:, 0], PIXELS)
     assert (built.train_rows, built.labels.tolist()) == (9, [row % 2 for row in range(12)])

@@ -61,7 +61,7 @@ def test_second_build_opens_the_stored_file(cache: Path) -> None:
     assert first.path.parent == cache and len(list(cache.glob("*.arrow"))) == 2
 
 
-def test_data_cache_replaces_environment_variable(tmp_path: Path) -> None:
+def test_setting_data_cache_takes_precedence_over_environment(tmp_path: Path) -> None:
     assert Synthetic(cache=str(tmp_path / "other")).build().path.parent == tmp_path / "other"
 
 
@@ -323,7 +323,7 @@ def test_svhn_keeps_order_of_labels_and_pixels(
     assert np.array_equal(built.inputs[1], images[..., 1].transpose(2, 0, 1))
 
 
-def test_torchvision_files_are_read_before_a_folder(
+def test_usps_prefers_torchvision_files_to_a_folder_of_strips(
     tmp_path: Path,
 ) -> None:
     strips = write_strips(tmp_path / "usps", size=16)
@@ -403,7 +403,7 @@ def test_real_sets_have_their_published_means(
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
-def test_setting_only_selects_classes_in_the_given_order(tmp_path: Path) -> None:
+def test_setting_data_only_selects_classes_in_the_given_order(tmp_path: Path) -> None:
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):

@@ -208,7 +208,9 @@ def test_pipes_and_devices_are_not_opened(tmp_path: Path) -> None:
     "make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()]
 )
 @pytest.mark.parametrize("name", ["split.csv", "test.parquet"])
-def test_unreadable_optional_file_is_rejected(name: str, make: Any, tmp_path: Path) -> None:
+def test_split_or_test_file_that_is_no_regular_file_is_rejected(
+    name: str, make: Any, tmp_path: Path
+) -> None:
     for number in range(2):
         write_picture(tmp_path / f"a/{number}.png", picture())
     write_parquet(tmp_path / "train.parquet", [picture(), picture()], [0, 1])
@@ -233,7 +235,7 @@ def test_image_folder_ignores_links_that_form_a_loop(tmp_path: Path) -> None:
     assert len(ImageFolder(root=str(tmp_path), test_fraction=0.5).build()) == 2
 
 
-def test_image_folder_rejects_irregular_split_file(tmp_path: Path) -> None:
+def test_image_folder_rejects_malformed_split_file(tmp_path: Path) -> None:
     write_picture(tmp_path / "a/1.png", picture())
     for content in (
         b"path,domain,class,split\n\xff\xfe,a,x,test\n",
@@ -312,7 +314,7 @@ INTS, FLOATS, TEXTS = [0, 1], [0.0, 1.0], ["a", "b"]
 
 
 @pytest.mark.parametrize("label", [6, 10**6, 10**12, 2**63 - 1])
-def test_label_above_number_of_rows_in_list_is_rejected(label: int, tmp_path: Path) -> None:
+def test_label_in_list_above_number_of_rows_is_rejected(label: int, tmp_path: Path) -> None:
     source = write_labels(tmp_path, SETS[:3], [*SETS[:2], [1, label]])
     with pytest.raises(
         ValueError,
@@ -453,7 +455,7 @@ def test_label_lists_of_fixed_size_are_indicators(
             write_labels(tmp_path, train, test).build()
 
 
-def test_unsigned_and_signed_labels_are_joined(tmp_path: Path) -> None:
+def test_unsigned_test_labels_join_signed_training_labels(tmp_path: Path) -> None:
     built = write_labels(tmp_path, INTS, pa.array([1], pa.uint64())).build()
     assert built.kind == "classification" and built.labels.tolist() == [0, 1, 1]
     with pytest.raises(ValueError, match=rf"test.parquet: column label .*{2**63}"):
@@ -586,7 +588,7 @@ def test_stored_data_set_is_equal_in_every_file_format(form: str, tmp_path: Path
     assert np.array_equal(itself.inputs, around.inputs)
 
 
-def test_stored_source_passes_columns_to_parquet(tmp_path: Path) -> None:
+def test_stored_source_reads_the_named_columns_of_parquet(tmp_path: Path) -> None:
     write_parquet(
         tmp_path / "train.parquet",
         [picture() for _ in range(4)],

@@ -80,7 +80,9 @@ def test_structured_targets_are_stored_without_change() -> None:
         ([{"a": ["x"]}], "a: .*type"),
     ],
 )
-def test_structured_targets_of_unequal_form_are_refused(targets: Any, text: str) -> None:
+def test_structured_targets_with_unequal_keys_or_shapes_are_refused(
+    targets: Any, text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         pack_targets(targets, "here")
 

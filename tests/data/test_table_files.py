@@ -140,7 +140,7 @@ def test_table_with_only_text_becomes_tokens(write: Writer, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_error_of_text_and_numbers_names_both_column_choices(write: Writer, tmp_path: Path) -> None:
+def test_error_of_mixed_columns_proposes_numbers_or_text(write: Writer, tmp_path: Path) -> None:
     columns = {
         "age": COLUMNS["age"],
         "city": ["x", "y"] * 6,
@@ -333,7 +333,7 @@ def test_csv_rejects_two_training_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("delimiter", ";;"), ("length", 0), ("test_fraction", 1.0), ("columns", [])]
 )
-def test_csv_settings_are_checked(key: str, value: Any) -> None:
+def test_error_of_wrong_csv_setting_names_its_key(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"data\.{key}"):
         Csv("somewhere", **{key: value})
 

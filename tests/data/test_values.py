@@ -167,7 +167,7 @@ def test_unreadable_types_are_rejected(name: str) -> None:
 
 
 @pytest.mark.parametrize("users", [{"first": INTEGERS}, [{"a": 1}] * 6], ids=["one", "list"])
-def test_dictionaries_of_users_are_rejected(users: object) -> None:
+def test_users_given_as_dictionaries_are_rejected(users: object) -> None:
     with pytest.raises(ValueError, match=r"^data: "):
         store_arrays((TABLE, INTEGERS, users))
 
@@ -189,7 +189,7 @@ class Items(torch.utils.data.Dataset):
         return self.items[row]
 
 
-def test_error_of_items_without_labels_lists_their_keys() -> None:
+def test_error_of_dictionary_samples_without_labels_names_keys() -> None:
     items = Items(*[{"image": row, "age": row} for row in TABLE])
     with pytest.raises(ValueError, match=r"^data: .*image, age"):
         store_arrays(items)

@@ -120,7 +120,7 @@ def test_damaged_remote_checkpoint_is_refused() -> None:
         run(where, out="a", rounds=6, resume="latest")
 
 
-def test_study_divides_checkpoint_folder_and_sweep_refuses() -> None:
+def test_study_divides_checkpoint_folder_and_sweep_refuses_it() -> None:
     words = ["checkpoint.folder=memory://runs/a", *WORDS.split()]
     with pytest.raises(RefusedError, match=r"checkpoint\.folder is for one run"):
         raysim.sweep([*words, "local.lr=0.1,0.2"], quiet=True)

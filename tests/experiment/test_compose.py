@@ -544,7 +544,7 @@ def test_reference_to_environment_is_refused(
 @pytest.mark.parametrize(
     "choices", [{"schedule": []}, {"model": None}, {"method": "fedprox"}, {"data": ["digits"]}]
 )
-def test_stored_configuration_with_wrong_choices_is_refused(
+def test_stored_configuration_with_malformed_choices_is_refused(
     choices: dict[str, Any], tmp_path: Path
 ) -> None:
     content = to_dict(compose(QUICK))
@@ -603,7 +603,9 @@ def test_missing_configuration_folder_of_user_is_refused(tmp_path: Path) -> None
         compose([], [tmp_path / "nowhere"])
 
 
-def test_class_of_a_user_needs_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_of_a_users_module_must_be_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "theirs.py").write_text(
         "from raysim.methods.fedprox import FedProx\nclass Mine(FedProx):\n    name = 'fedprox'\n"
     )

@@ -167,7 +167,7 @@ def test_hydra_composes_an_option_from_its_files(option: str) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_class_defaults_equal_those_of_their_files(group: str) -> None:
+def test_every_value_in_option_files_equals_the_class_default(group: str) -> None:
     for path in sorted((conf_folder() / group).glob("*.yaml")):
         for node in objects(values(path)):
             check_node(node, path)

@@ -115,7 +115,7 @@ def test_adapters_are_refused_without_their_frozen_weights(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("base", "kind"), [("bfloat16", HalfWeight), ("nf4", FourBitWeight)])
-def test_stored_lora_base_equals_rounded_weights(
+def test_run_with_rounded_lora_base_equals_run_from_rounded_file(
     base: str, kind: type[HalfWeight | FourBitWeight], trained: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
@@ -221,7 +221,7 @@ def test_method_starts_from_weights_of_run_with_same_method(method: str, tmp_pat
     assert_starts(experiment, {name: drawn[name] for name in tensors if name not in stored})
 
 
-def test_method_with_networks_starts_from_fedavg_model(trained: Path) -> None:
+def test_method_with_extra_networks_starts_from_fedavg_model(trained: Path) -> None:
     stored = load_file(trained / "model.safetensors")
     experiment = build([*MLP, "method=dann", f"init={trained / 'model.safetensors'}"])
     assert_starts(experiment, stored)
@@ -235,7 +235,7 @@ def test_method_with_networks_starts_from_fedavg_model(trained: Path) -> None:
 @pytest.mark.parametrize(
     "words", [["init.redraw=head"], ["init.only=extractor"], ["init.redraw=model.head"]]
 )
-def test_redrawn_initial_weights_equal_those_of_run_without_file(
+def test_redrawn_weights_equal_those_of_a_run_without_init_file(
     words: list[str], trained: Path
 ) -> None:
     experiment = build([*MLP, "seed=5", f"init={trained / 'model.safetensors'}", *words])
@@ -308,13 +308,15 @@ def test_error_names_tensors_that_do_not_fit(
         ("init.only", ["init.only=[]"]),
     ],
 )
-def test_init_refuses_parts_that_do_not_exist(key: str, words: list[str], trained: Path) -> None:
+def test_wrong_values_of_init_settings_are_refused(
+    key: str, words: list[str], trained: Path
+) -> None:
     with pytest.raises(RefusedError, match=key.replace(".", r"\.")):
         build([*MLP, f"init={trained / 'model.safetensors'}", *words])
 
 
 @pytest.mark.parametrize("word", ["init.only=head", "init.redraw=head", "init.sha256=abc"])
-def test_init_refuses_parts_if_no_file_is_set(word: str) -> None:
+def test_init_settings_without_an_init_file_are_refused(word: str) -> None:
     with pytest.raises(RefusedError, match=r"^init\."):
         build([*MLP, word])
 
@@ -422,7 +424,9 @@ def test_best_model_starts_another_run(trained: Path) -> None:
 # --- every method ---------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("method", find_groups().files["method"])
-def test_every_method_starts_from_whole_and_partial_files(method: str, tmp_path: Path) -> None:
+def test_every_method_starts_from_a_model_file_or_its_extractor(
+    method: str, tmp_path: Path
+) -> None:
     words = [*WORDS, "model=small_cnn", f"method={method}"]
     if method in LORA_METHODS:
         words.append("model.lora.rank=2")

@@ -12,7 +12,7 @@ from raysim.primitives.errors import RefusedError
 from raysim.primitives.version import __version__
 
 
-def test_error_of_missing_class_names_the_version() -> None:
+def test_error_of_missing_class_names_the_raysim_version() -> None:
     with pytest.raises(
         RefusedError, match=rf"^group\._target_=raysim\.fleet\.Ideal.*{re.escape(__version__)}"
     ):

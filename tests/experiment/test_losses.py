@@ -107,7 +107,7 @@ def test_custom_loss_trains_scores_and_resumes() -> None:
         ({"loss": "focl"}, "loss=focl does not exist: did you mean focal"),
     ],
 )
-def test_loss_that_does_not_fit_is_refused(given: dict[str, Any], sentence: str) -> None:
+def test_unusable_loss_is_refused_in_one_line(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RefusedError, match=sentence) as refused:
         raysim.run(**SMALL, **given)
     assert "\n" not in str(refused.value)

@@ -47,7 +47,7 @@ def test_existing_folder_of_a_study_is_refused(tmp_path: Path) -> None:
         check_free(tmp_path)
 
 
-def test_resume_of_a_study_needs_out_and_latest() -> None:
+def test_study_and_search_resume_only_with_out_and_latest() -> None:
     assert is_resume_requested(["out=s", "resume=latest"], "study")
     assert not is_resume_requested(["out=s"], "study")
     for words in (
@@ -78,7 +78,7 @@ def test_score_is_read_from_the_summary(
 
 
 @pytest.mark.parametrize("column", ["accuracy_global", "loss_global", "mine"])
-def test_last_score_equals_that_of_the_summary(column: str) -> None:
+def test_last_score_of_rows_equals_score_of_their_summary(column: str) -> None:
     rows: list[Row] = [
         {"round": 1, "accuracy_global": 0.5, "mine": 2.0},
         {"round": 2, "accuracy_global": 0.6, "mine": None},

@@ -21,7 +21,7 @@ NODES = {
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_description_read_from_source_equals_that_of_the_class(name: str) -> None:
+def test_method_description_read_from_code_equals_that_of_class(name: str) -> None:
     source = read_method(NODES[name]["_target_"])
     assert source == methods._import_method(name, NODES[name], [])
 
@@ -30,13 +30,13 @@ def test_hooks_have_the_order_of_the_class() -> None:
     assert hook_order() == [hook for hook in HOOKS if hook != "settings"]
 
 
-def test_source_of_fedavg_has_its_paper() -> None:
+def test_description_and_paper_of_fedavg_are_read_from_its_code() -> None:
     text, paper = read_module("raysim.methods.fedavg", "PAPER")
     assert (text, paper) == ((fedavg.__doc__ or "").strip(), fedavg.PAPER)
 
 
 @pytest.mark.parametrize("target", ["mine.method.Lasso", "raysim.methods.none.X", "None"])
-def test_source_of_third_party_class_is_not_read(target: str) -> None:
+def test_code_of_third_party_class_is_not_read(target: str) -> None:
     assert read_method(target) is None
 
 

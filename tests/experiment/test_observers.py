@@ -243,7 +243,7 @@ def test_observers_are_called_in_order(tmp_path: Path) -> None:
     ]
 
 
-def test_follower_stops_at_the_requested_round(tmp_path: Path) -> None:
+def test_event_follower_stops_after_the_row_of_requested_round(tmp_path: Path) -> None:
     follower = Follower(CurrentRun(tmp_path, 9), played(9), [diary := Diary()])
     assert follower.follow_until(2) == {"round": 2}
     assert diary.pages == ["start at 0", "round 1", "round 2"]

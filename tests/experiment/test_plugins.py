@@ -76,7 +76,7 @@ def install(package: Path) -> None:
     sys.path.insert(0, str(package.parent))
 
 
-def test_installed_package_needs_no_allow(
+def test_installed_package_is_used_without_being_allowed(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(package)
@@ -111,7 +111,9 @@ def test_submitted_job_packs_named_packages(
     assert (again.words, same) == (command.words, extra), "what is named already comes once"
 
 
-def test_allow_applies_to_one_command(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_package_is_allowed_for_one_command_only(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.call(["run", "method=quiet", *SMALL]) == 2
     assert "method=quiet does not exist" in capsys.readouterr().err
     assert cli.call(["run", "--allow", "quietly", "method=quiet", *SMALL]) == 0

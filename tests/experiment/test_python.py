@@ -151,7 +151,7 @@ def test_partition_of_lists_may_have_client_names() -> None:
 @pytest.mark.parametrize(
     "part", [FedProx(0.3), Mlp([3, 4]), IID(clients=3), Lognormal(sigma=0.5), Buffered(4, 2)]
 )
-def test_object_with_plain_values_is_stored_by_class(part: object) -> None:
+def test_object_with_storable_arguments_is_stored_by_class(part: object) -> None:
     node = object_node(part)
     assert OBJECT not in node
     assert node["_target_"] == f"{type(part).__module__}.{type(part).__name__}"
@@ -164,7 +164,7 @@ class Holding(NormedMlp):
     what: object = None
 
 
-def test_object_without_plain_values_is_marked_in_the_config() -> None:
+def test_unstorable_object_is_marked_in_the_configuration() -> None:
     class Local(FedProx):
         pass
 
@@ -464,7 +464,7 @@ def test_network_function_is_stored_by_name() -> None:
     )
 
 
-def test_partial_model_function_is_stored_with_arguments() -> None:
+def test_functools_partial_as_model_is_stored_with_arguments() -> None:
     result = ran(model=functools.partial(flat, width=5))
     assert load_yaml(Path("a/config.yaml"))["model"] == {"_target_": f"{__name__}.flat", "width": 5}
     assert result.model()[1].out_features == 5

@@ -109,7 +109,7 @@ class TestData:
         assert "Empty" in sentence
         assert "data.root" not in sentence
 
-    def test_error_without_test_samples_names_only_existing_keys(self) -> None:
+    def test_error_of_missing_test_samples_names_only_existing_keys(self) -> None:
         with pytest.raises(ValueError, match=r"^partition\.test_fraction=null") as error:
             federate(Synthetic(samples=40, test_samples=0), Domain(test_fraction=None), 0)
         assert "data.test_fraction" not in str(error.value)

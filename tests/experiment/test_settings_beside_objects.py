@@ -76,7 +76,7 @@ class TestArrays:
         wrong = np.count_nonzero(noisy.open().labels[train] != CLASSES[train])
         assert wrong == sum(int(0.5 * size) for size in noisy.partition.train.counts)
 
-    def test_data_only_applies_to_a_users_arrays(self) -> None:
+    def test_setting_data_only_applies_to_a_users_arrays(self) -> None:
         data = built("data.only=[2,0]").spec.data.open()
         assert data.class_names == ["2", "0"]
         assert len(data) == 40
@@ -209,12 +209,12 @@ def test_error_of_setting_without_effect_names_its_key(word: str, parts: dict[st
             built(**parts, **arguments)
 
 
-def test_object_replaces_part_of_whole_configuration() -> None:
+def test_object_replaces_one_option_of_a_composed_configuration() -> None:
     whole = compose([*WORDS, "partition=iid", "partition.clients=3", "model=mlp"])
     assert build(whole, data=PARTS["data"]).config["choices"]["data"] == "arrays"
 
 
-def test_setting_next_to_a_model_object_has_an_effect() -> None:
+def test_overrides_apply_next_to_a_model_object() -> None:
     experiment = built(
         "local.lr=0.5",
         "method=fedbn",

@@ -133,7 +133,7 @@ def test_study_with_a_new_folder_has_its_runs_in_that_folder() -> None:
     assert not plan(["method=fedavg,fedprox", "out=s"]).is_dated
 
 
-def test_sweep_folder_is_dated_without_out() -> None:
+def test_sweep_folder_has_a_date_unless_out_is_set() -> None:
     words = ["method=fedprox", "method.fedprox.mu=0.1,1", "sweep.search=grid"]
     assert read_request(words).is_dated and not read_request([*words, "out=s"]).is_dated
 

@@ -69,7 +69,7 @@ class TestOrder:
         for client in range(12):
             assert set(NUMBERS[data.partition.train.rows(client)]) == {client}
 
-    def test_users_with_negative_integers_come_first(self) -> None:
+    def test_users_with_negative_integer_names_are_ordered_by_value(self) -> None:
         assert names(split(SHIFTED)) == [str(number) for number in range(-6, 6)]
 
     def test_users_with_text_names_are_ordered_as_text(self) -> None:

@@ -59,7 +59,7 @@ def test_scaffold_with_ca2fl_or_ace_gets_a_warning(name: str) -> None:
         ("fedpac", ("local.epochs=2",)),
     ],
 )
-def test_methods_that_compare_updates_warn_of_a_single_update(
+def test_methods_that_compare_updates_warn_if_only_one_arrives(
     name: str, local: Sequence[str]
 ) -> None:
     for schedule in (ONE_BY_ONE, ONE_CLIENT):
@@ -97,7 +97,7 @@ def test_setup_of_a_method_sees_all_methods_and_the_schedule(
     }
 
 
-def test_client_state_named_as_a_tensor_is_refused() -> None:
+def test_client_state_with_the_name_of_a_tensor_is_refused() -> None:
     private = own("first", setup=lambda self, run: run.private_parameters(["model.head.bias"]))
     clash = own("model", setup=lambda self, run: run.client_state("head.bias", run.zeros))
     with pytest.raises(RefusedError, match=r"method 'model' keeps .* 'model\.head\.bias'"):

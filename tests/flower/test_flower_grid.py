@@ -102,7 +102,7 @@ def test_grid_message_expires_after_its_ttl():
     assert [reply.metadata.created_at for reply in replies] == [1.0, 2.0, 2.5, 2.5]
 
 
-def test_grid_failing_client_keeps_its_state():
+def test_grid_keeps_the_state_of_a_client_that_fails():
     grid = make_grid()
     node = next(iter(grid.get_node_ids()))
     seen = []
@@ -117,7 +117,7 @@ def test_grid_failing_client_keeps_its_state():
     assert seen == [0, 1]
 
 
-def test_grid_second_message_starts_from_state_of_the_first():
+def test_grid_client_sees_its_state_of_the_previous_message():
     grid = make_grid()
     node = next(iter(grid.get_node_ids()))
     ids = grid.push_messages([*messages([node]), *messages([node])])
@@ -181,7 +181,7 @@ def test_grid_waits_for_available_clients():
     assert math.isfinite(grid.clock.now)
 
 
-def test_grid_changed_record_does_not_reach_a_sent_message():
+def test_grid_message_is_not_changed_after_it_is_sent():
     grid = make_grid(clients=2)
     content = RecordDict({"a": MetricRecord({"x": 1})})
     (key,) = grid.push_messages([Message(content, next(iter(grid.get_node_ids())), "train")])

@@ -174,7 +174,7 @@ def test_app_without_parameters_is_refused(project, tmp_path):
         run(tmp_path, tmp_path, app="tiny_flower_app.client_app:app")
 
 
-def test_app_has_the_same_bits_as_a_learner_on_ray(project, tmp_path, ray_session):
+def test_app_as_learner_has_the_same_bits_on_ray(project, tmp_path, ray_session):
     words = f"learner=flower learner.folder={project}"
     here = raysim.run(f"{QUICK} {words}", quiet=True, out=str(tmp_path / "here"))
     there = f"{QUICK} {words}".replace("inprocess", "local") + " runtime.workers=2"

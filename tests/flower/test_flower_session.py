@@ -169,7 +169,7 @@ def test_summary_has_the_scores_of_an_older_server(run):
     assert summary["server.loss"] == 8.0
 
 
-def test_summary_has_the_scores_of_an_own_loop(run):
+def test_summary_has_the_scores_logged_by_a_users_server_loop(run):
     def main(grid):
         list(grid.get_node_ids())
         log(logging.INFO, "\t└──> MetricRecord: %s", MetricRecord({"accuracy": 0.5}))
@@ -243,7 +243,7 @@ def test_app_that_cannot_be_imported_is_refused(run, runtime):
         ("no_loss", r"client 1 lacks metrics\['loss'\]"),
     ],
 )
-def test_error_of_strategy_names_the_odd_reply(run, kind, difference):
+def test_error_of_strategy_names_client_whose_reply_differs(run, kind, difference):
     start = ArrayRecord([np.zeros((2, 3), np.float32)])
     arrays = ArrayRecord({"weight": start["0"]})
     strategy = newer.FedAvg(fraction_evaluate=0.0, weighted_by_key="loss")

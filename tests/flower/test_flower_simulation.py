@@ -60,14 +60,14 @@ class CountingStrategy(FedAvg):
         return super().aggregate_fit(server_round, results, failures)
 
 
-def test_start_simulation_changes_the_users_strategy():
+def test_start_simulation_runs_the_users_own_strategy_object():
     strategy = CountingStrategy()
     start(strategy=strategy)
     assert strategy.rounds == 2
     assert strategy.clients == sorted(strategy.clients)
 
 
-def test_start_simulation_takes_a_client_fn_with_defaults():
+def test_start_simulation_takes_client_fn_with_optional_arguments():
     from tiny_flower_app.numpy_client import client_fn, old_client_fn
 
     usual = start().losses_distributed

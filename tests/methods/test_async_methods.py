@@ -112,7 +112,7 @@ def test_negative_staleness_is_refused() -> None:
         staleness_weight(staleness=-1)
 
 
-def test_fedasync_rates_by_samples_are_between_0_and_1() -> None:
+def test_fedasync_rates_scaled_by_samples_are_clipped_to_0_and_1() -> None:
     rates = arrival_rates(
         base_versions=torch.tensor([5, 5, 0]),
         version=5,
@@ -162,7 +162,7 @@ def test_fedasync_uses_samples_only_if_weighting_by_samples() -> None:
 
 
 @pytest.mark.parametrize(("average", "second"), [("all", 2 + 4 + 2 / 3), ("seen", 2 + 4 + 2)])
-def test_ca2fl_setting_average_decides_if_unseen_clients_count(average: Any, second: float) -> None:
+def test_ca2fl_mean_is_over_all_clients_or_those_seen_so_far(average: Any, second: float) -> None:
     at = server(CA2FL(average=average), counts=(10, 0, 10, 10))
     arrive(at, (0, 2.0))
     assert at.vector[0] == 2 and at.report["ca2fl.seen"] == pytest.approx(1 / 3)
@@ -258,7 +258,7 @@ def test_ace_update_reads_only_the_cache_row_of_its_client() -> None:
     assert at.state["ace.total"].tolist() == [6.0] * (WIDTH - 1)
 
 
-def test_ace_drops_too_old_updates_also_without_a_step() -> None:
+def test_ace_drops_too_old_updates_even_if_none_remain() -> None:
     at, bases = server(ACE(1.0, max_staleness=1)), dict[int, Tensor]()
     arrive(at, (0, 1.0), bases=bases)
     seen = []
@@ -283,7 +283,7 @@ def test_ace_waits_for_all_clients_before_the_first_step() -> None:
 
 
 @pytest.mark.parametrize("make", [CA2FL, ACE])
-def test_cache_over_budget_is_refused(
+def test_cache_larger_than_its_memory_budget_is_refused(
     make: Callable[..., Method],
 ) -> None:
     counts = (10,) * 4 + (0,) * 7  # clients without samples never train
@@ -326,7 +326,7 @@ def test_ca2fl_and_ace_refuse_weighting_by_samples(method: Method) -> None:
         (FedBuff, {"normalization": "mean"}),
     ],
 )
-def test_settings_out_of_range_are_refused(
+def test_asynchronous_method_settings_out_of_range_are_refused(
     make: Callable[..., Method], settings: dict[str, Any]
 ) -> None:
     (key,) = settings
@@ -416,7 +416,7 @@ def distance(rule: Rule, arrivals: int = 1000) -> float:
     return float(np.mean(gaps))
 
 
-def test_fast_clients_bias_only_fedasync_and_fadas() -> None:
+def test_fast_clients_bias_all_but_ca2fl_and_ace_without_limit() -> None:
     ca2fl, ace = distance(OneByOne(CA2FL(), 3)), distance(OneByOne(ACE(0.3)))
     assert max(ca2fl, ace) < 0.01
     aced, fadas = (

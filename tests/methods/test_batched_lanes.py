@@ -84,19 +84,19 @@ def assert_as_in_loop(spec: RunSpec, lanes: int = 3, **settings: Any) -> None:
 
 class TestNumbers:
     @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
-    def test_every_local_option_in_lanes_equals_one_by_one(self, local: Local) -> None:
+    def test_lanes_train_like_single_clients_with_any_local_setting(self, local: Local) -> None:
         assert_as_in_loop(study(local=local), rounds=4)
 
     @pytest.mark.parametrize(
         "methods", [(FedAdam(),), (LocalTraining(),)], ids=["server", "personal"]
     )
-    def test_server_and_personal_methods_in_lanes_equal_one_by_one(
+    def test_lanes_train_like_single_clients_with_fedadam_and_local(
         self, methods: Sequence[Method]
     ) -> None:
         assert_as_in_loop(study(*methods), rounds=4)
 
     @pytest.mark.parametrize("lanes", [2, 5, 10])
-    def test_any_number_of_lanes_equals_one_by_one(self, lanes: int) -> None:
+    def test_any_number_of_lanes_trains_like_single_clients(self, lanes: int) -> None:
         assert_as_in_loop(study(), lanes=lanes, rounds=2)
 
     def test_lanes_with_bfloat16_products_train_a_float32_vector(self) -> None:
@@ -138,7 +138,7 @@ class TestBits:
             for client, delta in trained(spec, some).items():
                 assert np.array_equal(delta, together[client]), [job.client for job in some]
 
-    def test_lanes_have_same_bits_on_two_workers_and_resumed(self, tmp_path: Path) -> None:
+    def test_lanes_keep_their_bits_on_three_workers_and_after_resume(self, tmp_path: Path) -> None:
         def spec() -> RunSpec:
             return study(lanes=3, dtype=torch.float32)
 

@@ -54,7 +54,7 @@ def every_method() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", METHOD_FILES)
-def test_method_runs_by_its_name_alone(name: str) -> None:
+def test_every_method_trains_without_further_settings(name: str) -> None:
     config = copy.deepcopy(every_method())
     own_keys = load_option(METHOD_FILES[name], "method")
     config["method"] = {key: config["method"][key] for key in own_keys}
@@ -70,7 +70,7 @@ def test_method_runs_by_its_name_alone(name: str) -> None:
 
 # Methods with many columns, with client states of several kinds, and with warnings.
 @pytest.mark.parametrize("name", ["fedpac", "dp_fedavg"])
-def test_method_run_by_its_name_alone_writes_results(name: str, tmp_path: Path) -> None:
+def test_method_without_further_settings_finishes_its_run(name: str, tmp_path: Path) -> None:
     result = run([*SMALL, f"method={name}", f"out={tmp_path / name}"], quiet=True)
     assert result.summary["rounds"] == 1
     assert result.summary["failures_total"] == 0
@@ -140,7 +140,7 @@ def test_composed_configuration_lists_keys_that_the_user_set() -> None:
         build(to_dict(compose([*IN_PROCESS, "method=fedrep"], settings={"local.epochs": 3})))
 
 
-def test_stored_configuration_without_set_keys_has_all_keys_set() -> None:
+def test_without_list_of_set_keys_all_keys_count_as_set_by_user() -> None:
     config = to_dict(compose([*IN_PROCESS, "method=fedrep"]))
     del config["choices"]["_set_"]
     with pytest.raises(RefusedError, match=r"local\.epochs"):

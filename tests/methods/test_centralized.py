@@ -35,7 +35,7 @@ def population(clients: int = 4) -> FederatedData:
     return federate(SOURCE, IID(clients=clients, test_fraction=0.2), SEED)
 
 
-def test_centralized_declares_only_pooled_data() -> None:
+def test_centralized_pools_data_and_has_no_hooks_or_arguments() -> None:
     assert Centralized.name == "centralized" and Centralized.pools
     assert not any(fills(Centralized(), hook) for hook in HOOKS) and not parameters(Centralized())
 
@@ -51,7 +51,7 @@ def test_centralized_refuses_methods_with_a_model_per_client(method: Any) -> Non
         check_composition([Centralized(), method])
 
 
-def test_losses_and_data_changes_combine_with_centralized() -> None:
+def test_centralized_combines_with_fedprox_and_mixup() -> None:
     check_composition([Centralized(), FedProx(), Mixup()])
 
 

@@ -107,7 +107,7 @@ class TestValues:
         assert all(update.delta is not None for update in updates)
         assert summed.bits[0] == single.bits[0]
 
-    def test_signs_in_both_directions_are_majority_vote(self) -> None:
+    def test_signsgd_in_both_directions_is_a_majority_vote(self) -> None:
         deltas, _ = plain_deltas()
         votes = np.where(deltas < 0, -1, 1).sum(0)
         _, step, _ = first_step(SignSGD(0.01), weighting="uniform")

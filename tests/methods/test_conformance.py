@@ -557,7 +557,7 @@ def test_conformance_table_has_every_method() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_method_has_a_name_a_paper_and_its_own_arguments(name: str) -> None:
+def test_method_has_name_and_paper_and_no_argument_called_like_hook(name: str) -> None:
     method = TABLE[name].make()
     check_arguments(method)
     assert method.paper
@@ -608,7 +608,7 @@ def test_method_at_its_own_settings_is_not_fedavg(watched: Watched) -> None:
 
 
 # That checkpoints do not change a run is the next test.
-def test_resumed_run_equals_a_straight_one(watched: Watched) -> None:
+def test_resumed_run_equals_an_uninterrupted_run(watched: Watched) -> None:
     checkpoint = str(watched.folder / "checkpoints" / "round-000003")
     resumed = run(watched.make(), watched.schedule, Ideal(), rounds=5, resume=checkpoint)
     agreement.check_same(watched.seen.run, resumed, "straight and resumed after round 3")

@@ -59,7 +59,7 @@ def test_dann_uses_client_number_as_domain_on_every_worker(
     assert all(set(domains) == {client} for (client, _), domains in labels.items())
 
 
-def test_dann_discriminator_lowers_output_of_absent_clients() -> None:
+def test_dann_discriminator_bias_falls_for_absent_clients_only() -> None:
     spec = run_spec(Dann(0.5, width=8), local=Local(lr=0.1, batch=8, epochs=2))
     spy = Spy(spec)
     result = run_to_end(coordinate(spec, Synchronous(2), runtime=spy, rounds=1))
@@ -107,7 +107,7 @@ def test_dann_refuses_a_single_client() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_dann_refuses_fewer_steps_than_a_cycle(ratio: int) -> None:
+def test_dann_needs_one_step_more_than_discriminator_steps(ratio: int) -> None:
     method = Dann(discriminator_steps=ratio)
     with pytest.raises(ValueError, match=rf"local\.steps={ratio} "):
         declare(method, local=Local(epochs=None, steps=ratio))
@@ -116,7 +116,7 @@ def test_dann_refuses_fewer_steps_than_a_cycle(ratio: int) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"rate": 0.5}, {"discriminator_steps": 2}], ids=str)
-def test_dann_with_reversal_refuses_rate_and_steps(settings: dict[str, Any]) -> None:
+def test_dann_reversal_mode_refuses_discriminator_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"method\.dann\.mode=grl"):
         Dann(mode="grl", **settings)
 

@@ -127,7 +127,7 @@ def test_fedbn_scope_decides_which_floats_are_shared(scope: Any) -> None:
 
 
 @pytest.mark.parametrize("scope", ["affine", "none"])
-def test_fedbn_shared_counters_have_the_largest_value(scope: Any) -> None:
+def test_fedbn_shared_batch_counters_are_the_clients_maximum(scope: Any) -> None:
     here = study(FedBN(scope), data=tiny_data())
     spy = Spy(here)
     finished = run_to_end(coordinate(here, ROUNDS, runtime=spy, rounds=1))
@@ -208,7 +208,7 @@ def test_fedbn_untrained_client_gets_own_statistics(scope: Any) -> None:
     assert changed == {f"model.extractor.2.{entry}" for entry in SCOPES["statistics"]}
 
 
-def test_fedbn_weighs_batch_statistics_and_restores_train_modes() -> None:
+def test_fedbn_reestimation_weighs_batches_and_restores_modes() -> None:
     norm = nn.BatchNorm1d(3, momentum=0.07)
     drop = nn.Dropout(0.5)
     model = nn.Sequential(drop, norm).eval()

@@ -71,7 +71,7 @@ def test_fedbr_traffic_counts_pseudo_data_when_they_change(
     assert found.rows[-1]["floats_up"] == finished * shared + pool
 
 
-def test_fedbr_fresh_means_are_downloaded_but_not_uploaded() -> None:
+def test_fedbr_fresh_pseudo_data_are_downloaded_but_not_uploaded() -> None:
     found, spy = watched(small(fresh=True), rounds=3)
     shared, jobs = found.coordinator.layout.shared, len(spy.sent)
     assert not any(spy.contributed)
@@ -104,7 +104,7 @@ def test_fedbr_cost_includes_passes_over_pseudo_data(method: FedBR, passes: floa
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_fedbr_draws_rows_like_numpy(
+def test_fedbr_draws_same_pseudo_data_rows_as_numpy_choice(
     counts: list[int], each: int, seed: int, data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, len(counts) * each))
@@ -118,7 +118,7 @@ def test_fedbr_draws_rows_like_numpy(
     )
 
 
-def test_fedbr_draws_rows_in_memory_independent_of_clients() -> None:
+def test_fedbr_draw_of_rows_needs_no_memory_per_client() -> None:
     ends, generator = np.linspace(0, 1, 100_001)[1:], stream(0, "pool")
     tracemalloc.start()
     rows_by_samples(ends, 64, 64, generator)
@@ -160,7 +160,7 @@ def test_fedbr_defaults_are_those_of_the_paper() -> None:
     assert (method.lam, method.mu, method.tau1, method.tau2) == (1.0, 0.5, 2.0, 2.0)
 
 
-def test_fedbr_refuses_pool_smaller_than_a_batch() -> None:
+def test_fedbr_refuses_pseudo_batch_larger_than_its_pseudo_data() -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.pseudo_batch=13 "):
         declare_run(run_spec(FedBR(pseudo_batch=13, means_per_client=2)))
     for fits in (FedBR(pseudo_batch=12, means_per_client=2), FedBR(pseudo_batch=13)):
@@ -168,7 +168,7 @@ def test_fedbr_refuses_pool_smaller_than_a_batch() -> None:
 
 
 @pytest.mark.parametrize("shape", [[1, 4, 4], [3, 8, 8]], ids=str)
-def test_fedbr_refuses_proxy_set_of_other_images(shape: list[int]) -> None:
+def test_fedbr_refuses_proxy_set_with_another_image_shape(shape: list[int]) -> None:
     proxy = Synthetic(samples=10, test_samples=5, shape=shape)
     match = r"^method\.fedbr\.proxy .*proxy\.size=8 and .*proxy\.channels=1"
     with pytest.raises(ValueError, match=match):
@@ -178,7 +178,7 @@ def test_fedbr_refuses_proxy_set_of_other_images(shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize("key", ["mean", "std"])
-def test_fedbr_refuses_proxy_mean_or_std_of_other_channels(key: str) -> None:
+def test_fedbr_refuses_proxy_mean_or_std_of_wrong_length(key: str) -> None:
     constants: dict[str, Any] = {"mean": [0.2], "std": [0.6]} | {key: [0.2, 0.3]}
     proxy = Synthetic(samples=10, test_samples=5, **constants)
     with pytest.raises(ValueError, match=rf"^method\.fedbr\.proxy\.{key}="):
@@ -196,7 +196,7 @@ def test_fedbr_refuses_mixture_without_a_proxy_set(proxy: Source | None) -> None
     [{"pseudo_refresh": "once"}, {"pseudo": "mixture", "proxy": PROXY}],
     ids=["once", "mixture"],
 )
-def test_fedbr_refuses_fresh_with_settings_that_exclude_it(settings: dict[str, Any]) -> None:
+def test_fedbr_refuses_fresh_with_refresh_once_or_a_mixture(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.fresh=true"):
         FedBR(fresh=True, **settings)
 

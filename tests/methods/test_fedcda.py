@@ -101,7 +101,7 @@ def test_fedcda_search_in_one_batch_finds_best_combination(
     assert select_models(**arguments).tolist() == list(best)
 
 
-def test_fedcda_search_of_a_batch_ignores_later_batches() -> None:
+def test_fedcda_search_of_a_client_batch_ignores_later_batches() -> None:
     arguments = case(1)
     first = {
         key: value[:2] if key.startswith(("cand", "num")) else value

@@ -28,6 +28,6 @@ def test_fedcm_refuses_adam() -> None:
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.01])
-def test_fedcm_refuses_alpha_outside_zero_and_one(alpha: float) -> None:
+def test_fedcm_refuses_alpha_below_zero_or_above_one(alpha: float) -> None:
     with pytest.raises(ValueError, match=r"method\.fedcm\.alpha="):
         FedCM(alpha)

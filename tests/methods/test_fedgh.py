@@ -60,7 +60,7 @@ def test_fedgh_zero_update_has_no_conflict() -> None:
     assert not harmonized(rows)[-1].any()
 
 
-def test_fedgh_refuses_unknown_conflict_test() -> None:
+def test_fedgh_refuses_unknown_value_of_setting_conflict_test() -> None:
     with pytest.raises(ValueError, match="conflict_test='running'"):
         harmonized(conflict_test="running")
 
@@ -72,7 +72,7 @@ def tree(gradients: Tensor, reference: Tensor, eps: float = 1e-7) -> Tensor:
     return fedgh.hierarchical_harmonized_gradient(gradients=gradients, reference=reference, eps=eps)
 
 
-def test_fedgh_tree_keeps_order_of_its_last_two_updates() -> None:
+def test_fedgh_tree_does_not_sort_its_last_two_updates() -> None:
     rows, reference = random(7, 3, seed=29), random(3, seed=129)
 
     def off(a: Tensor, b: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_fedgh_tree_keeps_order_of_its_last_two_updates() -> None:
     assert (tree(rows, reference) - root(second, first)).norm() > 0.01
 
 
-def test_fedgh_tree_computes_product_of_last_pair_once() -> None:
+def test_fedgh_tree_computes_scalar_product_of_last_pair_once() -> None:
     first = torch.tensor([2.0, 0.0], dtype=torch.float64)
     second = torch.tensor([-1.0, 1.0], dtype=torch.float64)
     # s = -2, |second|^2 = 2: first becomes [2, 0] + [-1, 1] = [1, 1], of squared length 2;
@@ -161,7 +161,7 @@ def test_fedgh_without_conflicts_equals_fedavg_exactly(granularity: Any) -> None
     assert torch.equal(params.params, step(server(), list(range(8)), agreeing).params)
 
 
-def test_fedgh_tree_uses_the_weights_of_the_run() -> None:
+def test_fedgh_tree_applies_the_aggregation_weights() -> None:
     agreeing = np.abs(DELTAS)
     target = step(server(HierarchicalFedGH()), ARRIVED, agreeing)
     before = target.params.clone()
@@ -193,7 +193,7 @@ def test_fedgh_settings_out_of_range_are_refused(make: Any, says: str) -> None:
 
 
 # --- updates at right angles ------------------------------------------------------------------
-def test_fedgh_orthogonal_original_updates_do_not_conflict() -> None:
+def test_fedgh_updates_orthogonal_as_received_do_not_conflict() -> None:
     gradients = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     assert harmonized(gradients)[0].tolist() == [0.5, 0.5], (
         "the third is at right angles to the first as it came"

@@ -162,7 +162,7 @@ def test_fedmix_each_mean_uses_samples_of_one_client() -> None:
     assert set(rows.ravel().tolist()) == set(owner)
 
 
-def test_fedmix_refuses_batch_larger_than_the_pool() -> None:
+def test_fedmix_refuses_batch_larger_than_all_means_together() -> None:
     local = Local(batch=32)
     with pytest.raises(ValueError, match=r"^method\.fedmix\.means=5: .*means=6 "):
         declare_run(run_spec(FedMix(means=5), local=local))
@@ -192,7 +192,7 @@ def test_fedmix_clients_without_samples_add_no_pairs() -> None:
 
 
 @pytest.mark.parametrize("options", [{"lam": 0.0}, {"fresh": True}], ids=str)
-def test_fedmix_sends_nothing_without_a_pool(options: dict[str, Any]) -> None:
+def test_fedmix_sends_no_means_with_lam_zero_or_fresh(options: dict[str, Any]) -> None:
     study = run_spec(FedMix(**SMALL, **options))
     spy = Spy(study)
     assert not run_to_end(coordinate(study, runtime=spy, rounds=1)).failures
@@ -220,7 +220,7 @@ def test_fedmix_differentiates_attention_twice() -> None:
     assert not ended.failures
 
 
-def test_fedmix_costs_one_more_pass() -> None:
+def test_fedmix_costs_a_further_pass_unless_naive_or_unused() -> None:
     assert FedMix().cost(participation_facts(None, 5, 20.0)) == 20
     assert FedMix(naive=True).cost(participation_facts(None, 5, 20.0)) == 0
     assert FedMix(0.0).cost(participation_facts(None, 5, 20.0)) == 0

@@ -206,7 +206,7 @@ def test_fedpac_small_weights_become_zero() -> None:
     )  # else nothing would be left
 
 
-def test_fedpac_weight_of_exactly_the_minimum_becomes_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedpac_weight_equal_to_the_minimum_becomes_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = torch.tensor([0.75, 0.25]).double()
     monkeypatch.setattr(fedpac, "_simplex_minimum", lambda *arguments: exact)
     settings: dict[str, Any] = {"variances": torch.ones(2), "weighted_means": torch.zeros(2, 1, 1)}
@@ -439,7 +439,7 @@ class Alternation(Method):
 @pytest.mark.parametrize(
     "schedule", [Synchronous(4), Buffered(concurrency=4, size=1)], ids=["rounds", "one by one"]
 )
-def test_fedpac_without_alignment_and_mixing_only_alternates(
+def test_fedpac_without_alignment_and_mixing_equals_alternating_phases(
     schedule: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def identity(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:
@@ -533,7 +533,7 @@ def test_fedpac_class_without_participants_has_no_prototype() -> None:
 # --- costs and refusals -----------------------------------------------------------------------
 
 
-def test_fedpac_cost_has_two_passes_less_head_phases_backward() -> None:
+def test_fedpac_cost_adds_two_passes_minus_backward_of_head_phase() -> None:
     spec = run_spec(FedPAC(), local=TWO)
     cost = FedPAC().cost(participation_facts(spec, 30, 90))
     assert cost == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)

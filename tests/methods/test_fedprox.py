@@ -23,7 +23,7 @@ def added_gradient(mu: float, stage: Stage) -> list[float]:
     return grad.tolist()
 
 
-def test_fedprox_pulls_only_the_stage_with_the_task_loss() -> None:
+def test_fedprox_changes_gradients_of_the_task_loss_stage_only() -> None:
     assert added_gradient(0.5, Stage()) == [1.0] * 3
     assert (
         added_gradient(

@@ -128,7 +128,7 @@ def others() -> list[Any]:
     return [pytest.param(methods, id=name) for name, methods in given.items()]
 
 
-def test_fedrs_output_without_class_keeps_its_logit() -> None:
+def test_fedrs_output_of_no_class_in_the_data_keeps_its_logit() -> None:
     job: Any = SimpleNamespace(
         class_counts=lambda: COUNTS, num_classes=7, params=LOGITS, scratch={}
     )
@@ -137,7 +137,7 @@ def test_fedrs_output_without_class_keeps_its_logit() -> None:
 
 
 @pytest.mark.parametrize("other", [Moon(), FedLC(), FedMix()], ids=lambda method: method.name)
-def test_fedrs_refuses_methods_that_undo_it(other: Method) -> None:
+def test_fedrs_refuses_moon_fedlc_and_fedmix(other: Method) -> None:
     with pytest.raises(ValueError, match=f"method 'fedrs' .*method '{other.name}'"):
         check_composition([FedRS(), other])
 

@@ -134,7 +134,7 @@ def test_fedsr_without_penalties_and_noise_equals_fedavg() -> None:
     assert sure.finished.model_sha256 != run(run_spec(FedSR(0.0, 0.0))).finished.model_sha256
 
 
-def test_fedsr_number_of_samples_changes_scores_only() -> None:
+def test_fedsr_number_of_drawn_features_changes_scores_only() -> None:
     few, many = (run(run_spec(FedSR(samples=count, share_reference=True))) for count in (1, 20))
     assert few.finished.model_sha256 == many.finished.model_sha256
     assert [row["loss_global"] for row in few.rows] != [row["loss_global"] for row in many.rows]
@@ -149,7 +149,7 @@ def test_fedsr_sends_shared_references_with_the_model() -> None:
     assert shared.tensors[f"{REFERENCE}.mean"].any()
 
 
-def test_fedl2r_variant_has_no_references_and_no_stages() -> None:
+def test_fedl2r_variant_adds_no_network_and_combines_with_stages() -> None:
     study = run_spec(FedSR(probabilistic=False))
     networks, layout = build_networks(study)
     assert (
@@ -170,7 +170,7 @@ def test_fedl2r_variant_has_no_references_and_no_stages() -> None:
             check_composition([FedSR(), other])
 
 
-def test_fedsr_moments_ignore_other_rows_of_the_batch() -> None:
+def test_fedsr_moments_of_a_sample_do_not_depend_on_other_samples() -> None:
     model = network()
     features = model.features(torch.cat([IMAGES, IMAGES[:4]]))
     own, _ = features.split([9, 4])

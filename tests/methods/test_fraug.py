@@ -291,7 +291,9 @@ def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("pace", "gamma"), [(None, 0.01), (300, 0.01 * 300 / 6)])
-def test_fraug_ramp_rounds_set_the_pace_of_the_ramps(pace: int | None, gamma: float) -> None:
+def test_fraug_setting_ramp_rounds_scales_the_speed_of_its_ramps(
+    pace: int | None, gamma: float
+) -> None:
     expected = [math.exp(gamma * (t - 6)) for t in range(3)]
     assert strengths(3, 6, ramp_rounds=pace) == pytest.approx(expected)
 
@@ -301,7 +303,7 @@ def test_fraug_ramps_are_constant_after_their_last_round() -> None:
 
 
 @pytest.mark.parametrize("first", ["method=[fraug]", "experiment=fraug/digits"])
-def test_fraug_takes_its_rounds_from_the_run(first: str) -> None:
+def test_fraug_number_of_rounds_follows_that_of_the_run(first: str) -> None:
     def rounds(*words: str) -> object:
         return to_dict(compose([first, *words]))["method"]["fraug"]["rounds"]
 
@@ -328,7 +330,7 @@ def test_fraug_leaves_out_batch_of_one_sample() -> None:
     assert moved == {client: client != 0 for client in range(6)}
 
 
-def test_fraug_with_fedprox_pulls_only_the_classifier() -> None:
+def test_fraug_lets_fedprox_change_the_classifier_stage_only() -> None:
     touched: dict[str, list[bool]] = {}
 
     class Only(FedProx):
@@ -384,7 +386,7 @@ def test_fraug_refuses_head_that_is_not_linear() -> None:
     ],
     ids=str,
 )
-def test_fraug_ramp_with_an_end_needs_the_number_of_rounds(settings: dict[str, Any]) -> None:
+def test_fraug_ramp_over_the_rounds_needs_their_number(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^method\.fraug\.rounds=null: "):
         declare_run(run_spec(small(None, **settings), model=NORMED))
     declare_run(run_spec(small(None, ramp="constant"), model=NORMED))

@@ -45,7 +45,7 @@ class TestScaffold:
     @pytest.mark.parametrize(
         ("lr", "num_steps", "momentum"), [(0.1, 0, 0.0), (0.1, 3, 1.0), (0.0, 3, 0.0)]
     )
-    def test_scaffold_control_needs_steps_and_learning_rate(
+    def test_scaffold_refuses_zero_steps_zero_rate_and_momentum_one(
         self, lr: float, num_steps: int, momentum: float
     ) -> None:
         with pytest.raises(ValueError, match="scaffold"):
@@ -89,12 +89,12 @@ class TestFedBN:
 
 
 class TestFedBSS:
-    def test_fedbss_half_of_two_samples_is_one(self) -> None:
+    def test_fedbss_includes_one_of_two_biased_samples_halfway(self) -> None:
         half = fedbss.inclusion_fraction(epoch=5, total_epochs=10)
         assert half < 0.5
         assert fedbss.included_count(num_biased=2, fraction=half) == 1
 
-    def test_fedbss_split_takes_first_border_of_equal_uncertainty(self) -> None:
+    def test_fedbss_split_keeps_samples_of_equal_loss_together(self) -> None:
         losses = vector(1.2, 0.1, 0.4, 0.4, 3.0, 0.2, 2.0, 0.9)
         uncertainties = vector(0.1, 0.2, 0.9, 0.9, 0.3, 0.5, 0.6, 0)
         split = fedbss.split_by_uncertainty(losses=losses, uncertainties=uncertainties)
@@ -112,7 +112,7 @@ class TestFedBSS:
         probabilities = torch.stack([vector(0.25, 0.25, 0.25, 0.25), vector(0, 1, 0, 0)])
         assert fedbss.uncertainty(probabilities=probabilities).tolist() == [1.0, 0.0]
 
-    def test_fedbss_refuses_unknown_kind_and_epoch(self) -> None:
+    def test_fedbss_inclusion_refuses_unknown_curve_and_epoch_zero(self) -> None:
         with pytest.raises(ValueError, match="cosin"):
             fedbss.inclusion_fraction(epoch=1, total_epochs=2, kind="cosin")
         with pytest.raises(ValueError, match="epoch"):
@@ -141,7 +141,7 @@ class TestFedBR:
         with pytest.raises(ValueError, match="temperature_mode"):
             fedbr.contrastive_loss(z, z, z, 2.0, 2.0, "times")
 
-    def test_fedbr_mixture_of_no_samples_is_the_means(self) -> None:
+    def test_fedbr_mixture_with_no_samples_of_the_client_is_the_means(self) -> None:
         means, no_samples = random(3, 2), torch.zeros(3, 0, dtype=torch.int64)
         labels = torch.tensor([0, 1, 2, 3])
         mixed = fedbr.mixture_pseudo_data(means, random(4, 2, seed=1), labels, no_samples, 4)
@@ -191,7 +191,7 @@ class TestFedDecorr:
     def test_feddecorr_penalty_of_a_single_row_is_zero(self, variant: str) -> None:
         assert feddecorr.decorrelation_penalty(random(1, 4), variant) == 0
 
-    def test_feddecorr_penalty_of_fedbr_bounds_the_variance(self) -> None:
+    def test_feddecorr_variant_fedbr_has_a_minimum_variance(self) -> None:
         # Centred (-a, 0, a): the variance is a squared, and 1e-16 where that is smaller.
         for a, deviation in ((1e-7, 1e-7), (1e-9, 1e-8)):
             penalty = feddecorr.decorrelation_penalty(vector(-a, 0, a)[:, None], "fedbr")

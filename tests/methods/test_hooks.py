@@ -98,7 +98,7 @@ def test_hook_sees_batchnorm_counters_as_received(recorder: Recorder) -> None:
     assert all(torch.all(trained > received) for received, trained in recorder.counters)
 
 
-def test_hook_arguments_have_the_local_settings(recorder: Recorder) -> None:
+def test_hooks_get_the_local_settings_and_learning_rate(recorder: Recorder) -> None:
     # Of the plan and of the server.
     assert len(recorder.settings) >= 2
     assert all(settings == LOCAL for settings in recorder.settings)

@@ -75,7 +75,7 @@ def test_inco_mixes_kernels_of_two_entries_separately(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_inco_halves_target_if_source_is_zero_doubles_if_equal(
+def test_inco_target_is_halved_by_zero_and_doubled_by_equal_source(
     granularity: str,
 ) -> None:
     # Half, for the length of the result is the mean of both lengths.
@@ -110,7 +110,7 @@ def paired(model: ModelRecipe, *methods: Method, shape: Shape = (3, 32, 32)) -> 
     return inco.source_parameters(names=list(names), shapes=list(names.values()))
 
 
-def test_inco_sources_in_basic_blocks_are_the_first_conv2() -> None:
+def test_inco_source_in_basic_blocks_is_conv2_of_first_block() -> None:
     ended = paired(ResNet(18))
     assert len(ended) == 8
     for stage in range(1, 5):
@@ -121,7 +121,7 @@ def test_inco_sources_in_basic_blocks_are_the_first_conv2() -> None:
             assert ended[target] == source
 
 
-def test_inco_source_in_bottleneck_has_the_targets_layer_name() -> None:
+def test_inco_source_in_bottlenecks_is_same_layer_of_first_block() -> None:
     ended = paired(ResNet(50))
     assert len(ended) == 2 * (2 + 3 + 5 + 2)
     assert ended["extractor.layer3.4.conv3.weight"] == "extractor.layer3.0.conv3.weight"
@@ -151,7 +151,7 @@ def test_inco_pairs_norm_layers_of_the_same_transformer_block() -> None:
     assert ended == {"net.blocks.3.norm2.weight": "net.blocks.3.norm1.weight"}
 
 
-def test_inco_source_has_shape_prefix_and_stage_of_target() -> None:
+def test_inco_source_needs_equal_shape_and_name_prefix_and_stage() -> None:
     names = [
         "a.layer1.1.conv1.weight",
         "b.layer1.0.conv1.weight",

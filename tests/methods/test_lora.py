@@ -79,7 +79,7 @@ def test_memory_has_one_lora_base_for_any_number_of_clients(base: Any) -> None:
     assert count_bases(2) == count_bases(16) == 1
 
 
-def test_flora_counts_stacked_factors_and_not_weights() -> None:
+def test_flora_traffic_counts_stacked_factors_and_not_weights() -> None:
     ended = run(run_spec(FLoRA(), model=ADAPTED, size=4), ROUNDS)
     jobs = [job for aggregation in ended.aggregations for job in aggregation.dispatched]
     assert {job.up for job in jobs} == {RANK * FACTORS + HEAD}
@@ -114,7 +114,7 @@ def test_hetlora_ranks_above_the_clients_rank_stay_zero() -> None:
         assert a[0].any() and not a[1:].any() and not b[:, 1:].any()
 
 
-def test_hetlora_term_is_the_product_of_norms_of_marked_ranks() -> None:
+def test_hetlora_penalty_multiplies_factor_norms_of_marked_ranks() -> None:
     layout = declare_run(run_spec(HetLoRA(), model=SMALL)).layout
     (factors,) = find_factors(layout)
     params = torch.linspace(-1.0, 2.0, layout.trained)

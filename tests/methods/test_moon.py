@@ -49,7 +49,7 @@ def model_of(job: LocalJob, values: Tensor) -> Any:
     return networks["model"]
 
 
-def test_moon_contrasts_mixed_inputs_under_all_models() -> None:
+def test_moon_with_mixup_gives_mixed_inputs_to_all_models() -> None:
     counts = []
 
     class Watched(Moon):
@@ -92,7 +92,7 @@ def test_moon_frozen_models_keep_running_statistics() -> None:
     assert max(steps) > 2
 
 
-def test_moon_with_previous_equal_to_received_changes_no_step() -> None:
+def test_moon_changes_no_step_if_both_frozen_models_are_equal() -> None:
     local = Local(lr=0.5, epochs=None, steps=1, batch=8)
 
     def trained(mu: float, shift: float) -> Tensor:

@@ -150,7 +150,7 @@ def test_regression_is_scored_by_errors() -> None:
     assert rows[0]["mse_global"] == pytest.approx(rows[0]["loss_global"])
 
 
-def test_regression_refuses_metrics_and_probes_of_classes() -> None:
+def test_regression_refuses_accuracy_and_probes() -> None:
     spec = run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL)
     with pytest.raises(ValueError, match=r"evaluate\.metric=accuracy"):
         run(spec, evaluate=Evaluation(metric="accuracy"))

@@ -215,7 +215,7 @@ def test_partialfed_loads_all_layers_after_long_absence(most: int | None, loads:
     assert torch.equal(watch.started[1][1], received) == loads
 
 
-def test_partialfed_always_loads_other_networks() -> None:
+def test_partialfed_always_loads_networks_of_other_methods() -> None:
     watch = Watch()
     client = Client(PartialFed("none"), Dann(0.5, width=4), watch)
     client.train()
@@ -387,7 +387,7 @@ def test_partialfed_can_draw_loaded_layers_at_random() -> None:
     assert ended > {1.0}, "with logits of 0 noise decides"
 
 
-def test_partialfed_relaxed_model_has_gradients_of_statistics() -> None:
+def test_partialfed_share_has_gradients_from_running_statistics() -> None:
     client = Client(PartialFed("adaptive"))
     ctx = client.train()
     ctx.base = other(client.initial)

@@ -35,13 +35,13 @@ def test_accuracy_is_the_mean_of_the_last_rounds():
     assert read_accuracy("\n".join(lines)) == 4.0
 
 
-def test_log_accuracy_is_the_servers_if_both_are_logged():
+def test_server_accuracy_is_read_if_clients_log_theirs_too():
     log = "{'eval_acc': 0.5}\n{'accuracy': 0.25}"
     assert read_accuracy(log) == 0.25
     assert read_accuracy("{'eval_acc': 0.5}") == 0.5
 
 
-def test_accuracy_of_a_logged_history_is_its_mean():
+def test_accuracy_of_a_logged_history_is_the_mean_of_its_rounds():
     log = "{'accuracy': [(0, 0.25),\n INFO:  (1, 5e-01)],\n 'auc': [(0, 0.9)]}"
     assert read_accuracy(log) == 0.375
 

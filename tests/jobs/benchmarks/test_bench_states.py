@@ -10,7 +10,7 @@ from jobs.benchmarks import states
 
 
 @pytest.mark.slow
-def test_states_benchmark_measures_checkpoints_and_spilling(
+def test_client_state_benchmark_measures_checkpoints_and_spilling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

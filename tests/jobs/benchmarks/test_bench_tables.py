@@ -42,7 +42,7 @@ def test_scale_benchmark_measures_the_coordinator(
     assert [each["case"]["clients"] for each in stored["results"]] == [1_000]
 
 
-def test_rules_benchmark_compares_with_fedavg(
+def test_benchmark_of_server_rules_compares_times_with_fedavg(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rules, "COHORT", 2)
@@ -63,7 +63,7 @@ def test_rules_benchmark_compares_with_fedavg(
     assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 3
 
 
-def test_benchmark_with_zero_blocks_is_refused(
+def test_benchmark_refuses_to_measure_zero_blocks_of_repetitions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["rules", "--blocks", "0"])

@@ -73,7 +73,7 @@ def reduced(method: str, seed: int = 0) -> list[str]:
 
 
 # --- keeping --------------------------------------------------------------------------------------
-def test_stored_run_equals_the_run(tmp_path: Path, store: Path) -> None:
+def test_stored_run_has_scores_of_the_run_and_no_local_paths(tmp_path: Path, store: Path) -> None:
     folder = finished(
         tmp_path / "a", [*reduced("fedbr"), "data.root=/somewhere", "out=x"], scores(0.5, 0.6)
     )
@@ -114,7 +114,9 @@ def test_command_of_stored_run_gives_its_configuration(tmp_path: Path, store: Pa
     assert again == before
 
 
-def test_store_run_writes_a_file_per_seed_and_refuses_others(tmp_path: Path, store: Path) -> None:
+def test_store_run_writes_file_per_seed_of_finished_paper_runs_only(
+    tmp_path: Path, store: Path
+) -> None:
     for seed in (0, 1):
         results.store_run(finished(tmp_path / str(seed), reduced("", seed), scores(0.5)))
     assert len(results.stored_runs("fedbr")) == 2 and results.stored_runs("fraug") == []
@@ -182,7 +184,7 @@ def test_main_setting_of_a_page_does_not_depend_on_run_order(tmp_path: Path, sto
     assert sections(compare("fedbr/table1", [], WIDE, runs[::-1])) == found
 
 
-def test_comparison_finds_papers_setting_among_later_runs(tmp_path: Path, store: Path) -> None:
+def test_run_at_the_papers_setting_has_a_section_of_its_own(tmp_path: Path, store: Path) -> None:
     for method in ("", "fedprox"):
         kept_at(tmp_path, method, 0.5, "rounds=40")
     kept_at(tmp_path, "", 0.8)
@@ -191,7 +193,7 @@ def test_comparison_finds_papers_setting_among_later_runs(tmp_path: Path, store:
     assert len(found[""]) == 1 and found[""][0].startswith("FedAvg 82.47 80.00 -2.47")
 
 
-def test_method_settings_share_a_table_with_fedavg(tmp_path: Path, store: Path) -> None:
+def test_changed_method_settings_are_marked_rows_of_one_table(tmp_path: Path, store: Path) -> None:
     kept_at(tmp_path, "", 0.5, "rounds=40")
     kept_at(tmp_path, "fedbr", 0.6, "rounds=40", "method.fedbr.samples_per_mean=5")
     kept_at(tmp_path, "fedbr", 0.7, "rounds=40")
@@ -276,7 +278,7 @@ def page_of(runs: Sequence[Run], causes: dict[str, str], monkeypatch: pytest.Mon
     return pages.page("fedbr", runs)
 
 
-def test_paper_page_has_every_scale_and_causes_of_differences(
+def test_paper_page_shows_each_setting_with_causes_of_differences(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed, score in ((0, 0.5), (1, 0.7)):
@@ -308,7 +310,7 @@ def test_paper_page_has_every_scale_and_causes_of_differences(
     )
 
 
-def test_page_has_every_printed_number_with_a_command() -> None:
+def test_page_without_runs_lists_every_number_of_its_paper() -> None:
     for paper in PAPERS:
         text = pages.page(paper, [])
         assert text.count("## Table ") == len(tables(paper))
@@ -443,7 +445,7 @@ def test_gains_table_shows_loss_terms_that_all_runs_have() -> None:
     )
 
 
-def test_gains_table_shows_rank_correlation_with_entropy() -> None:
+def test_gains_table_shows_rank_correlation_of_gain_and_entropy() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
     assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(
@@ -498,7 +500,7 @@ def test_gains_table_needs_enough_seeds_of_one_setting() -> None:
     assert not list(gains([stored("fedbr", seed, 0.6) for seed in range(3)], FEDBR))
 
 
-def test_store_run_writes_gpu_and_execution_options(tmp_path: Path, store: Path) -> None:
+def test_stored_run_has_its_gpu_and_execution_settings(tmp_path: Path, store: Path) -> None:
     words = [*reduced("fedbr"), "runtime=inprocess", "runtime.lanes=10", "runtime.graph=true"]
     folder = finished(tmp_path / "a", words, scores(0.5))
     summary = json.loads((folder / "summary.json").read_text())

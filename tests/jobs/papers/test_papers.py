@@ -75,7 +75,7 @@ def test_tables_print_numbers_as_in_the_paper(name: str) -> None:
     assert max(map(len, text.split("\n\n")[1].splitlines())) <= 120
 
 
-def test_tables_keep_printed_digits() -> None:
+def test_tables_keep_trailing_zeros_as_printed_in_the_paper() -> None:
     assert any("64.40" in row for row in lines(compare("fedbr/table13"), "GroupDRO"))
     assert "43.7" in compare("fedbr/table9") and "43.70" not in compare("fedbr/table9")
 
@@ -163,7 +163,7 @@ def test_weighting_set_by_the_method_is_no_difference(tmp_path: Path) -> None:
     assert "50.00" in block and "40.00" in block and "60.00" in block
 
 
-def test_table_names_a_data_set_other_than_the_presets(tmp_path: Path) -> None:
+def test_table_names_the_data_set_if_the_preset_has_another(tmp_path: Path) -> None:
     run = make(tmp_path / "other", [*MNIST, "method=[]", "data=fashion_mnist"], rows([0.6]))
     assert "data=fashion_mnist instead of mnist" in compare("fedbr/table1", [run])
 
@@ -240,7 +240,7 @@ def test_every_paper_has_presets() -> None:
     assert set(PAPER_RUNS) == set(PAPERS)
 
 
-def test_fedbss_result_shows_mean_and_deviation_of_its_split(
+def test_fedbss_result_of_a_split_is_mean_and_deviation_of_rounds(
     tmp_path: Path,
 ) -> None:
     words = ["experiment=fedbss/fashion_mnist", "method=[]", "partition.alpha=0.3"]
@@ -306,7 +306,7 @@ def test_papers_command_prints_tables_as_json() -> None:
     assert len(json.loads(path.read_text())["tables"]) == 14
 
 
-def test_run_with_another_split_fills_the_columns_of_its_split(tmp_path: Path) -> None:
+def test_run_fills_the_table_columns_of_its_own_partition(tmp_path: Path) -> None:
     words = ["experiment=fedbss/fashion_mnist", "method=[]", "partition=iid"]
     run = make(tmp_path / "a", [*words, "data.label_noise=0.3", "rounds=5"], rows([0.5]))
     text = compare("fedbss/table2", [run], WIDE)

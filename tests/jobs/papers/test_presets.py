@@ -492,7 +492,7 @@ def test_fraug_ablation_lacks_a_part_in_all_but_last_row() -> None:
     assert found[7] == whole and len({json.dumps(part) for part in found.values()}) == 7
 
 
-def test_fraug_presets_of_paper_text_and_code_differ_as_listed() -> None:
+def test_fraug_presets_of_paper_text_and_code_differ_in_five_keys() -> None:
     code, text = (
         composed(f"experiment=fraug/{name}")["method"]["fraug"]
         for name in ("digits", "digits_text")
