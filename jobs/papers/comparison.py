@@ -74,8 +74,8 @@ class Entry:
     variant: str = ""
 
     @property
-    def place(self) -> str:
-        """Return the data set and the paper's column, as text."""
+    def heading(self) -> str:
+        """Return the heading of this number in our tables: the data set and the paper's column."""
         return f"{self.dataset}, {self.cell.column}"
 
     @property
@@ -486,7 +486,7 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
         return float(key)
     last_values: list[float] = []
     for other in entries:
-        if other.cell.methods or other.place != entry.place:
+        if other.cell.methods or other.heading != entry.heading:
             continue
         for run in other.runs:
             last_values += finite_values(column(run.rows, entry.score.column))[-1:]
@@ -523,10 +523,10 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
     marks = {
         variant: f" [{letter}]" for variant, letter in zip(variants, ascii_lowercase, strict=False)
     }
-    for place in dict.fromkeys(entry.place for entry in entries):
-        cells = [entry for entry in entries if entry.place == place]
+    for heading in dict.fromkeys(entry.heading for entry in entries):
+        cells = [entry for entry in entries if entry.heading == heading]
         labels = [f"{entry.cell.label}{marks.get(entry.variant, '')}" for entry in cells]
-        yield format_table([Column(place, labels), *_columns(cells, entries)], width)
+        yield format_table([Column(heading, labels), *_columns(cells, entries)], width)
     if marks:
         yield "\n".join(f"{mark.strip()} {variant}" for variant, mark in marks.items())
 

@@ -207,7 +207,7 @@ def _row(
         cause = "scale" if is_other_setting else NOT_KNOWN
     return [
         label.replace("|", "\\|"),
-        entry.place,
+        entry.heading,
         theirs,
         _format_values(values),
         f"{len(values)}",

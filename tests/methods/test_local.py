@@ -61,7 +61,7 @@ class Watch(Method):
         ended = job.params.clone(), job.vector.counters.clone()
         self.ended[job.client, job.participation] = ended
 
-    def of(self, client: int) -> list[tuple[Tensor, Tensor]]:
+    def results_of(self, client: int) -> list[tuple[Tensor, Tensor]]:
         """Return the client's parameters and counters at the end of each of its jobs."""
         return [
             ended
@@ -118,14 +118,14 @@ def test_local_model_depends_only_on_its_data_and_jobs(name: str, keep: bool) ->
 
     alone, other = trained((0, 1, 2), Synchronous(3), 3), trained(*POPULATIONS[name])
     for client in (0, 2):
-        first_run, second_run = alone.of(client), other.of(client)
+        first_run, second_run = alone.results_of(client), other.results_of(client)
         common = min(len(first_run), len(second_run))
         assert common > 1
         for one, two in zip(first_run[:common], second_run[:common], strict=True):
             assert torch.equal(one[0], two[0])
             assert torch.equal(one[1], two[1])
         assert not torch.equal(first_run[0][0], first_run[1][0])
-    assert not torch.equal(alone.of(1)[0][0], other.of(1)[0][0])
+    assert not torch.equal(alone.results_of(1)[0][0], other.results_of(1)[0][0])
 
 
 def test_local_models_start_from_the_same_initial_model() -> None:
