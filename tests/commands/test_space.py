@@ -95,7 +95,7 @@ def test_range_without_values_is_refused(values: Choice | Interval) -> None:
     ],
     ids=str,
 )
-def test_impossible_sweep_options_are_refused(options: dict[str, Any]) -> None:
+def test_impossible_values_of_sweep_settings_are_refused(options: dict[str, Any]) -> None:
     key = next(iter(options))
     with pytest.raises(ValueError, match=rf"^sweep\.{key}={options[key]}"):
         SweepOptions(**options)

@@ -433,7 +433,7 @@ class TestComparisons:
         assert test.holm == pytest.approx(2 * 0.0741799, rel=1e-5), "two could be tested"
         assert comparisons[1].test.note == "equal in every pair"
 
-    def test_comparison_pairs_seeds_that_both_settings_have(self) -> None:
+    def test_comparison_uses_only_seeds_that_both_settings_have(self) -> None:
         planned = example_study()
         missing = [
             "fedavg_alpha-0.1_seed-1",

@@ -212,7 +212,7 @@ class TestPlan:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 
-    def test_sweep_option_methods_has_ten_methods(self) -> None:
+    def test_sweep_over_option_methods_has_ten_points(self) -> None:
         assert len(plan(["sweep=methods"]).points()) == 10
 
 

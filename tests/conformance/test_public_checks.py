@@ -308,7 +308,7 @@ class Wide(ModelRecipe):
         return model
 
 
-def test_check_finds_unseeded_model_and_wrong_features() -> None:
+def test_check_finds_unseeded_model_and_features_of_wrong_shape() -> None:
     assert "one seed gives two networks" in message_of(Loose(), "a seed gives the same values")
     assert "must be [4, feature_dim]" in message_of(Wide(), "features and a head")
 

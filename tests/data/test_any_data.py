@@ -364,7 +364,7 @@ def test_leaf_reads_text_of_the_field_in_data_field(tmp_path: Path) -> None:
         (lambda _, row: [0.5] * 4, lambda row: row % 2, {"field": -1}, r"data\.field=-1"),
     ],
 )
-def test_leaf_rejects_inputs_of_unknown_form(
+def test_leaf_rejects_inputs_and_labels_that_it_cannot_read(
     x: Any, y: Any, settings: dict[str, Any], place: str, tmp_path: Path
 ) -> None:
     root = write_users(tmp_path, x, y)

@@ -46,7 +46,7 @@ def test_federated_data_is_pickled_as_path_and_arrays() -> None:
     assert np.array_equal(copy.partition.train.rows(3), data.partition.train.rows(3))
 
 
-def test_federated_data_has_pipeline_of_source() -> None:
+def test_federated_data_keep_the_pipeline_of_their_source() -> None:
     source = replace(
         SOURCE, augment=["resized_crop", "rotate"], crop_area=[0.6, 1.0], jitter=0.1, grey=0.5
     )

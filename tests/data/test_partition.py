@@ -96,7 +96,7 @@ def test_split_depends_on_the_seed_only(
     assert not np.array_equal(first.train.indices, other.train.indices)
 
 
-def test_hold_out_keeps_last_sample_of_client() -> None:
+def test_hold_out_leaves_each_client_a_training_sample() -> None:
     csr = CSR(np.arange(12), np.array([0, 0, 1, 2, 12]))
     parts = hold_out(csr, 0.25, np.random.default_rng(0).permutation(12))
     assert parts.test.counts.tolist() == [0, 0, 0, 2]
@@ -137,7 +137,7 @@ def test_hold_out_takes_validation_after_test_rows() -> None:
         )
 
 
-def test_fraction_count_has_no_floating_point_error() -> None:
+def test_count_of_a_fraction_has_no_floating_point_error() -> None:
     assert fraction_count(total=100, fraction=0.29) == 29
 
 
@@ -158,7 +158,7 @@ def test_dirichlet_large_alpha_gives_global_class_shares() -> None:
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
-def test_dirichlet_scaled_prior_gives_clients_one_class() -> None:
+def test_scaled_dirichlet_prior_gives_clients_nearly_one_class() -> None:
     settings = {
         "concentration": "prior_scaled",
         "remaining": True,
@@ -218,7 +218,7 @@ def test_dirichlet_is_drawn_again_until_clients_have_minimum() -> None:
     assert split(Dirichlet(20, 0.3, minimum=0, test_fraction=0), seed=0).train.counts.min() < 20
 
 
-def test_dirichlet_client_groups_get_samples_by_their_size() -> None:
+def test_dirichlet_groups_get_samples_by_their_number_of_clients() -> None:
     partition = split(Dirichlet(25, 0.3, balance=True, grouping=10, test_fraction=0))
     groups = np.add.reduceat(partition.train.counts, [0, 10, 20])
     assert groups.tolist() == [800, 800, 400]

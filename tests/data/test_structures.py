@@ -114,7 +114,7 @@ def test_structured_targets_train_with_the_users_loss(data: Any, tmp_path: Path)
     assert 0 <= rows[-1]["miscounted_global"] <= 1 and rows[-1]["loss_global"] > 0
 
 
-def test_loss_gets_what_its_collate_function_returns(tmp_path: Path) -> None:
+def test_users_loss_gets_the_batch_of_its_collate_function(tmp_path: Path) -> None:
     data = (INPUTS, TARGETS)
     both = [
         raysim.run(**FAST, model=outputs_of, loss=loss, data=data, out=tmp_path / name, quiet=True)

@@ -61,7 +61,7 @@ def test_option_groups_have_defaults_of_their_dataclasses(group: str, cls: type)
     assert values == {key: expected[key] for key in values}
 
 
-def test_primary_file_has_defaults_of_its_dataclasses() -> None:
+def test_main_configuration_file_has_defaults_of_its_dataclasses() -> None:
     values = node()
     for key, value in (defaults(RunSettings) | defaults(ExecutionOptions)).items():
         assert isinstance(value, dict) or values[key] == value, key
@@ -650,7 +650,7 @@ def test_resume_keeps_stored_settings(
     assert other["method"] == {} and other["local"] == to_dict(stored)["local"]
 
 
-def test_resume_with_the_same_runtime_keeps_its_stored_settings(tmp_path: Path) -> None:
+def test_stored_runtime_settings_are_kept_if_runtime_is_unchanged(tmp_path: Path) -> None:
     stored = compose(["runtime=cluster", "runtime.workers=7", "runtime.threads=2"])
     (tmp_path / "config.yaml").write_text(to_yaml(to_dict(stored)))
     resumed = [f"out={tmp_path}", "resume=latest"]

@@ -164,7 +164,7 @@ def test_version_is_known_without_installation(monkeypatch: pytest.MonkeyPatch) 
         (["method=fedprox"], ""),
     ],
 )
-def test_overview_says_why_updates_are_not_summed(words: list[str], reason: str) -> None:
+def test_overview_says_why_workers_do_not_add_up_updates(words: list[str], reason: str) -> None:
     lines = [
         overview(build([*SMALL, *words, runtime]), Path("somewhere")).splitlines()
         for runtime in ("runtime=local", "runtime=inprocess")

@@ -154,7 +154,7 @@ def test_clients_receive_initial_weights(trained: Path, tmp_path: Path) -> None:
     [lambda d, p: torch.save(d, p), lambda d, p: save_file(d, p.with_suffix(".safetensors"))],
 )
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_state_dict_is_read_with_and_without_prefix(
+def test_state_dict_is_read_with_and_without_prefix_model(
     write: Callable[..., None], prefix: str, trained: Path, tmp_path: Path
 ) -> None:
     stored = load_file(trained / "model.safetensors")

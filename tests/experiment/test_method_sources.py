@@ -26,7 +26,7 @@ def test_method_description_read_from_code_equals_that_of_class(name: str) -> No
     assert source == methods._import_method(name, NODES[name], [])
 
 
-def test_hooks_have_the_order_of_the_class() -> None:
+def test_hook_order_read_from_code_equals_that_of_the_class() -> None:
     assert hook_order() == [hook for hook in HOOKS if hook != "settings"]
 
 

@@ -59,7 +59,7 @@ def test_example_method_with_client_state_changes_the_model() -> None:
     assert (result.history["steady.moved"] > 0).all()
 
 
-def test_result_has_client_state_of_all_clients_by_name() -> None:
+def test_result_has_the_named_client_states_of_every_client() -> None:
     result = ran(Steady(), Scaffold(), FedBN(), model=NormedMlp(), rounds=1)
     by_participation: dict[bool, list[dict[str, np.ndarray]]] = {True: [], False: []}
     for client in range(20):

@@ -126,7 +126,7 @@ class TestListedNames:
         )
 
 
-def test_clients_that_are_no_users_have_no_names() -> None:
+def test_clients_of_data_without_users_have_no_names() -> None:
     data = federate(Synthetic(samples=40), IID(4), 0)
     assert data.users is None
     assert data.label(3) == "client 3"
@@ -178,7 +178,7 @@ class TestNamesInResults:
         with pytest.raises(TooManyFailuresError, match=r"client 3 \(user 103\)"):
             trained("schedule.cohort=12", "faults.tolerate=0", methods=[Failing()])
 
-    def test_error_about_a_client_without_tests_has_its_name(self) -> None:
+    def test_error_about_client_without_test_samples_has_its_name(self) -> None:
         result = raysim.run(
             [*WORDS, "partition.test_fraction=0", "out=run"],
             data=(INPUTS, CLASSES),

@@ -4,7 +4,7 @@ import pytest
 flwr_app = pytest.importorskip("flwr.app")
 
 
-def test_unpacked_records_equal_packed_ones():
+def test_records_are_equal_after_packing_and_unpacking():
     from raysim.flower.records import pack_records, unpack_records
 
     content = flwr_app.RecordDict(
@@ -27,7 +27,7 @@ def test_unpacked_records_equal_packed_ones():
     assert np.array_equal(array, np.arange(6).reshape(2, 3))
 
 
-def test_unpacked_empty_records_equal_packed_ones():
+def test_empty_records_are_equal_after_packing_and_unpacking():
     from raysim.flower.records import pack_records, unpack_records
 
     content = flwr_app.RecordDict({"arrays": flwr_app.ArrayRecord()})

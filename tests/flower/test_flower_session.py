@@ -114,7 +114,7 @@ def test_killed_app_continues_with_the_same_numbers(run, tmp_path, kept, is_olde
     assert (continued.summary["replayed"] > 0) == (kept > 0)
 
 
-def test_rerun_of_finished_app_reads_replies_from_the_file(run, tmp_path, monkeypatch):
+def test_rerun_of_finished_app_reads_replies_from_its_folder(run, tmp_path, monkeypatch):
     stored = replace(run, out=tmp_path / "run", resumes=True)
     result = run_app(stored, no_text)
     monkeypatch.setattr(AppWorker, "answer", None)

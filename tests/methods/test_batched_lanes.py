@@ -99,7 +99,7 @@ class TestNumbers:
     def test_any_number_of_lanes_trains_like_single_clients(self, lanes: int) -> None:
         assert_as_in_loop(study(), lanes=lanes, rounds=2)
 
-    def test_lanes_with_bfloat16_products_train_a_float32_vector(self) -> None:
+    def test_bfloat16_lanes_keep_float32_parameters(self) -> None:
         fine, coarse = (
             run(study(lanes=3, dtype=torch.float32, precision=kind), rounds=2)
             for kind in ("float32", "bfloat16")

@@ -155,7 +155,7 @@ def test_stored_configuration_omits_list_of_keys_the_user_set() -> None:
     assert "_set_" not in experiment.config["choices"]
 
 
-def test_repeated_run_does_not_set_required_values_again(tmp_path: Path) -> None:
+def test_repeated_run_sets_required_values_only_after_an_override(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(build([*IN_PROCESS, "method=fedrep"]).config))
     again = build(compose((), (), path))

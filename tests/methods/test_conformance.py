@@ -583,7 +583,7 @@ def fedavg_run(
 
 
 @pytest.mark.parametrize("plain", references())
-def test_method_is_fedavg_at_reference_settings(plain: Plain) -> None:
+def test_method_is_fedavg_at_settings_that_disable_it(plain: Plain) -> None:
     study_settings = {"local": LOCAL, "model": NORMED} | plain.study
     # On ideal devices: elsewhere what a method sends changes when its clients arrive, and with it
     # the order of the sum.
@@ -594,7 +594,7 @@ def test_method_is_fedavg_at_reference_settings(plain: Plain) -> None:
     assert same_arrays(finished.tensors, fedavg.tensors)
 
 
-def test_method_at_its_own_settings_is_not_fedavg(watched: Watched) -> None:
+def test_method_at_its_usual_settings_differs_from_fedavg(watched: Watched) -> None:
     study_settings = frozenset(settings_of(watched.name).items())
     for weighting in ("samples", "uniform"):
         settings = {"schedule": watched.schedule, "fleet": Ideal(), "rounds": 5}

@@ -110,7 +110,7 @@ def watched(
     return ended, watch
 
 
-def test_fedexp_step_size_ignores_changes_of_other_methods() -> None:
+def test_fedexp_step_size_ignores_server_steps_of_other_methods() -> None:
     class Doubled(Method):
         name, paper = "doubled", "a test"
 

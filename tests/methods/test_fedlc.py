@@ -66,7 +66,7 @@ def gradient(function: Callable[[Tensor], Tensor], logits: Tensor = LOGITS) -> T
 
 
 @pytest.mark.parametrize("tau", [0.0, 1.0])
-def test_fedlc_margin_of_missing_class_needs_a_floor(tau: float) -> None:
+def test_fedlc_margin_of_missing_class_is_infinite_without_floor(tau: float) -> None:
     zero = torch.tensor([0, 5])
     assert fedlc.calibration_margins(class_counts=zero, tau=tau)[0] == torch.inf
     assert fedlc.calibration_margins(class_counts=zero, tau=tau, count_floor=1.0)[0] == tau

@@ -163,7 +163,7 @@ def test_fedpac_weights_ignore_common_part_of_class_means() -> None:
         assert (near > 0).sum() > 1
 
 
-def test_fedpac_distant_client_has_no_weight() -> None:
+def test_fedpac_client_with_distant_class_means_has_no_weight() -> None:
     weighted = random(3, 2, 4) * 0.01
     weighted[1] += 100
     a = classifier_combination_weights(
@@ -362,7 +362,7 @@ def test_fedpac_phases_have_separate_optimizers(lam: float) -> None:
     )
 
 
-def test_fedpac_job_starts_from_sent_head_and_uploads_its_own() -> None:
+def test_fedpac_job_starts_from_sent_head_and_uploads_trained_one() -> None:
     watch = Watch()
     study = run_spec(FedPAC(), watch, model=MLP, local=TWO)
     worker = Worker(study)
@@ -485,7 +485,7 @@ def test_fedpac_uses_last_update_of_client_twice_in_buffer() -> None:
     assert all(np.array_equal(twice[key], once[key]) for key in twice)
 
 
-def test_fedpac_own_model_has_mixed_or_initial_head() -> None:
+def test_fedpac_personal_model_has_sent_or_initial_head() -> None:
     study = run_spec(FedPAC(), local=TWO)
     worker = Worker(study)
     before, head = worker.vector.data.clone(), random(65).float()

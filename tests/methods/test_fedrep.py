@@ -77,7 +77,9 @@ def test_fedrep_defaults_are_the_epochs_of_the_paper() -> None:
         ("steps", replace(LOCAL, epochs=None, steps=1), replace(LOCAL, epochs=None, steps=2)),
     ],
 )
-def test_fedrep_refuses_local_work_without_both_phases(key: str, wrong: Any, right: Any) -> None:
+def test_fedrep_refuses_epochs_or_steps_too_few_for_both_phases(
+    key: str, wrong: Any, right: Any
+) -> None:
     with pytest.raises(ValueError, match=rf"^local\.{key}\b"):
         declare_run(run_spec(FedRep(), local=wrong))
     declare_run(run_spec(FedRep("joint"), local=wrong))

@@ -222,7 +222,7 @@ def test_fraug_warns_of_too_large_generated_features() -> None:
     assert method.scale_warning({"fraug.real_norm": None}) == ""
 
 
-def test_fraug_reports_embedding_norms_with_generator_only() -> None:
+def test_fraug_without_generator_reports_no_generated_norm() -> None:
     alone = run(run_spec(small(use_generator=False), model=NORMED_MLP), rounds=1).rows[0]
     assert "fraug.generated_norm" not in alone and alone["fraug.real_norm"] is not None
 

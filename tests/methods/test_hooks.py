@@ -93,7 +93,7 @@ def test_hook_prepare_sees_batches_of_selected_samples() -> None:
     assert any(planned < 2 * samples for planned, samples in sizes)
 
 
-def test_hook_sees_batchnorm_counters_as_received(recorder: Recorder) -> None:
+def test_hook_sees_batchnorm_counters_before_and_after_training(recorder: Recorder) -> None:
     assert all(len(received) > 0 for received, _ in recorder.counters)
     assert all(torch.all(trained > received) for received, trained in recorder.counters)
 

@@ -442,7 +442,7 @@ def test_partialfed_sends_all_layers() -> None:
 # --- which model is scored --------------------------------------------------------------------
 
 
-def test_partialfed_own_model_is_last_trained_or_shared_one() -> None:
+def test_partialfed_personal_model_is_last_trained_or_shared_one() -> None:
     method = PartialFed("none")
     client = Client(method)
     vector, trainer = client.worker.vector, client.worker.trainer

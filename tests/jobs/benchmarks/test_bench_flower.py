@@ -51,7 +51,7 @@ def test_log_without_an_accuracy_is_refused():
         read_accuracy("{'train_accuracy': 0.5}")
 
 
-def test_cut_idx_file_has_the_first_share_of_its_images():
+def test_shortened_idx_file_has_the_first_share_of_its_images():
     images = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
     assert cut_idx(idx_file(images), 0.6) == idx_file(images[:3])
 

@@ -207,7 +207,9 @@ def test_changed_method_settings_are_marked_rows_of_one_table(tmp_path: Path, st
     assert "[a] method.fedbr.samples_per_mean=5 instead of 10" in text
 
 
-def test_run_on_data_of_no_table_row_is_left_out(tmp_path: Path, store: Path) -> None:
+def test_run_on_other_data_is_left_out_or_shown_without_difference(
+    tmp_path: Path, store: Path
+) -> None:
     shift = [
         "data=synthetic",
         "data.domains=5",
@@ -341,7 +343,7 @@ def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: fl
 FEDBR = PAPER_RUNS["fedbr"]
 
 
-def test_gains_table_pairs_seeds_that_both_methods_have() -> None:
+def test_gains_table_uses_only_seeds_that_both_methods_have() -> None:
     # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each
     # side.
     gained = [

@@ -168,7 +168,7 @@ def test_table_names_the_data_set_if_the_preset_has_another(tmp_path: Path) -> N
     assert "data=fashion_mnist instead of mnist" in compare("fedbr/table1", [run])
 
 
-def test_ablation_differs_from_the_full_method(tmp_path: Path) -> None:
+def test_paper_table_puts_ablation_runs_in_their_own_rows(tmp_path: Path) -> None:
     whole = make(tmp_path / "whole", [*MNIST, "method=[fedbr]"], rows([0.5]))
     first = make(tmp_path / "first", [*MNIST, "method=[fedbr]", "method.fedbr.mu=0"], rows([0.25]))
     without = make(
