@@ -11,15 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raysim.data.causal import (
-    DocumentSettings,
-    check_documents,
-    choose_test_documents,
-    read_documents,
-)
+from raysim.data.causal import choose_test_documents, read_documents
 from raysim.data.columns import (
     USER_NAMES,
-    TokenSettings,
     assemble,
     describe_origin,
     find_column,
@@ -32,60 +26,40 @@ from raysim.data.columns import (
     spread_test_rows,
 )
 from raysim.data.pictures import Picture
-from raysim.data.raw import Raw, Source
+from raysim.data.raw import Raw
 from raysim.data.rows import train_first
-from raysim.primitives.checks import at_least, in_range
+from raysim.data.table_source import TableSource
+from raysim.primitives.checks import in_range
 from raysim.primitives.errors import first_line
 from raysim.primitives.extras import import_optional
 from raysim.primitives.files import user_path
 
 
 @dataclass(frozen=True)
-class HuggingFace(Source):
+class HuggingFace(TableSource):
     """A source that reads the splits `train` and `test` of a Hugging Face data set.
 
     root: a folder that `save_to_disk` wrote.
     name, config: instead of `root`, the names of a data set on the hub, which `datasets` downloads.
-    columns: the input columns: one column of images, text, token numbers or vectors, or several
-    columns of numbers. None takes all columns but the label and the user.
     label_column, domain_column: the columns of labels and of users; each user is a domain.
     label, user: other names of the settings `label_column` and `domain_column`, which data=csv uses
     too. If none of these four is set, columns with usual names are used (`LABEL_NAMES`,
     `USER_NAMES`).
     test_fraction: the share of each class of each user that is for testing, without a split `test`.
-    separate: True makes each input column a separate input, which the network gets as the argument
-    with the column's name.
-    length: the largest number of tokens of a row; further tokens are left out.
-    padding: the number that fills short rows of tokens.
-    tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
-    The last two settings need kind="causal", where each row of the table is a document for a
-    language model, without a label.
-    prompt: the column of prompts. A prompt stands before the text, and the model does not learn to
-    predict it. None means that there are no prompts.
-    packing: True joins the documents of a user before they are cut into samples of `length` tokens.
-    None means True without prompts, and False with prompts.
     """
 
     root: str | None = None
     name: str | None = None
     config: str | None = None
-    columns: list[str] | None = None
     label_column: str = "label"
     domain_column: str = "domain"
     test_fraction: float = 0.2
     label: str | None = None
     user: str | None = None
-    separate: bool = False
-    length: int = 128
-    padding: int = 0
-    tokenizer: str | None = None
-    prompt: str | None = None
-    packing: bool | None = None
 
     def check(self) -> None:
+        super().check()
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
-        at_least("data.length", self.length, 1)
-        check_documents(self.kind, self.prompt, self.packing)
 
     def files(self) -> list[Path]:
         if not self.root:
@@ -118,17 +92,14 @@ class HuggingFace(Source):
         if is_test is None:
             is_test = spread_test_rows(labels, users, self.test_fraction)
         types = dict(zip(table.schema.names, table.schema.types, strict=True))
-        columns, unused = find_inputs(
-            self.columns or None, types, (label, user), place, self.separate
-        )
+        columns, unused = find_inputs(self.columns, types, (label, user), place, self.separate)
         origin = describe_origin(types, columns, [label], user, unused)
         if len(columns) == 1 and type(features.get(columns[0])).__name__ == "Image":
             origin = origin._replace(inputs=f"{columns[0]} (image)")
             raw = assemble(np.arange(len(is_test)), labels, users, is_test, None, origin)
             order, _ = train_first(is_test)
             return replace(raw, inputs=_read_pictures(table[columns[0]], order, place))
-        settings = TokenSettings(self.length, self.padding, self.tokenizer)
-        inputs = read_input_rows(table, columns, settings, place, self.separate)
+        inputs = read_input_rows(table, columns, self.token_settings, place, self.separate)
         return assemble(
             inputs.values, labels, users, is_test, inputs.tokens, origin, fields=inputs.fields
         )
@@ -146,15 +117,7 @@ class HuggingFace(Source):
         users = None if user is None else group_values(table, user, place)
         if is_test is None:
             is_test = choose_test_documents(users, len(table), self.test_fraction)
-        settings = DocumentSettings(
-            self.columns or None,
-            self.prompt,
-            self.tokenizer,
-            self.padding,
-            self.length,
-            self.packing,
-        )
-        return read_documents(table, user, users, is_test, settings, place)
+        return read_documents(table, user, users, is_test, self.document_settings, place)
 
     def _find_user(self, names: list[str], place: str) -> str | None:
         """Return the name of the column that has the users, or None if there is none.

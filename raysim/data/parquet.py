@@ -14,15 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from raysim.data.causal import (
-    DocumentSettings,
-    check_documents,
-    choose_test_documents,
-    read_documents,
-)
+from raysim.data.causal import choose_test_documents, read_documents
 from raysim.data.columns import (
     USER_NAMES,
-    TokenSettings,
     are_compatible,
     assemble,
     describe_origin,
@@ -38,9 +32,10 @@ from raysim.data.columns import (
 )
 from raysim.data.labels import LabelSet
 from raysim.data.pictures import Picture
-from raysim.data.raw import Raw, Source
+from raysim.data.raw import Raw
 from raysim.data.rows import are_names, join_names, natural_order
-from raysim.primitives.checks import at_least, in_range, require
+from raysim.data.table_source import TableSource
+from raysim.primitives.checks import in_range, require
 from raysim.primitives.files import existing_file, parse_json, regular_file, user_path
 from raysim.primitives.kinds import Kind
 
@@ -65,7 +60,7 @@ class ParquetColumns(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parquet(Source):
+class Parquet(TableSource):
     """A source that reads folders with train.parquet and test.parquet.
 
     A split may also consist of the files train-*.parquet or test-*.parquet.
@@ -73,26 +68,13 @@ class Parquet(Source):
     root: one such folder, a list of such folders, or a folder that contains them. Several folders
     are domains with the names of the folders.
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
-    Face stores them.
-    columns: the input columns, for data without an image column: one column of text, token numbers
-    or vectors, or several columns of numbers. None takes all columns but the label and the user.
+    Face stores them. With `columns` it is not read.
     label_column, domain_column: the columns of labels and of users; each user is a domain.
     label, user: other names of the settings `label_column` and `domain_column`, which data=csv uses
     too. If none of these four is set, columns with usual names are used (`LABEL_NAMES`,
     `USER_NAMES`).
     test_fraction: the share of each class of each domain that is for testing, for a folder without
     test.parquet; None: every folder must have that file.
-    separate: True makes each input column a separate input, which the network gets as the argument
-    with the column's name.
-    length: the largest number of tokens of a row; further tokens are left out.
-    padding: the number that fills short rows of tokens.
-    tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
-    The last two settings need kind="causal", where each row of the table is a document for a
-    language model, without a label.
-    prompt: the column of prompts. A prompt stands before the text, and the model does not learn to
-    predict it. None means that there are no prompts.
-    packing: True joins the documents of a user before they are cut into samples of `length` tokens.
-    None means True without prompts, and False with prompts.
     """
 
     root: str | list[str] | None = None
@@ -100,21 +82,13 @@ class Parquet(Source):
     label_column: str = "label"
     domain_column: str = "domain"
     test_fraction: float | None = None
-    columns: list[str] | None = None
     label: str | None = None
     user: str | None = None
-    separate: bool = False
-    length: int = 128
-    padding: int = 0
-    tokenizer: str | None = None
-    prompt: str | None = None
-    packing: bool | None = None
 
     def check(self) -> None:
+        super().check()
         if self.test_fraction is not None:
             in_range("data.test_fraction", self.test_fraction, least=0, below=1)
-        at_least("data.length", self.length, 1)
-        check_documents(self.kind, self.prompt, self.packing)
 
     def with_domains(self, column: str) -> Parquet:
         for path in self.files():
@@ -170,9 +144,8 @@ class Parquet(Source):
             raw = assemble(rows, labels, domains, is_test, None, origin, domain_order)
             return replace(raw, inputs=self._train_first_pictures(paths, is_test, sizes))
         table = pa.concat_tables([_read_columns(path, columns.inputs) for path in paths])
-        settings = TokenSettings(self.length, self.padding, self.tokenizer)
         place = str(folders[0])
-        inputs = read_input_rows(table, columns.inputs, settings, place, self.separate)
+        inputs = read_input_rows(table, columns.inputs, self.token_settings, place, self.separate)
         return assemble(
             inputs.values,
             labels,
@@ -209,15 +182,12 @@ class Parquet(Source):
             user_parts.append(users)
             test_parts.append(is_test)
         has_users = user is not None or len(folders) > 1
-        settings = DocumentSettings(
-            self.columns, self.prompt, self.tokenizer, self.padding, self.length, self.packing
-        )
         return read_documents(
             pa.concat_tables(tables),
             user,
             np.concatenate(user_parts) if has_users else None,
             np.concatenate(test_parts),
-            settings,
+            self.document_settings,
             str(folders[0]),
         )
 

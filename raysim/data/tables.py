@@ -12,15 +12,9 @@ import pyarrow.csv
 import pyarrow.json
 from numpy.typing import NDArray
 
-from raysim.data.causal import (
-    DocumentSettings,
-    check_documents,
-    choose_test_documents,
-    read_documents,
-)
+from raysim.data.causal import choose_test_documents, read_documents
 from raysim.data.columns import (
     USER_NAMES,
-    TokenSettings,
     assemble,
     describe_origin,
     find_column,
@@ -33,8 +27,9 @@ from raysim.data.columns import (
     spread_test_rows,
     structure_values,
 )
-from raysim.data.raw import Raw, Source, require_root
-from raysim.primitives.checks import at_least, in_range, require
+from raysim.data.raw import Raw, require_root
+from raysim.data.table_source import TableSource
+from raysim.primitives.checks import in_range, require
 from raysim.primitives.errors import first_line
 from raysim.primitives.files import existing_file, regular_file
 
@@ -42,55 +37,29 @@ ONE_BLOCK_BYTES = 2**31 - 1  # types are inferred from a file's first block
 
 
 @dataclass(frozen=True)
-class TextTable(Source):
+class TextTable(TableSource):
     """A source that reads a file of rows, or a folder with a training and perhaps a test file.
 
     A subclass reads the files. Its class attribute `option` is the user's choice, such as
     "data=csv", and `endings` has the endings of its files.
     root: the file or the folder.
-    columns: the input columns; None takes all columns but the label and the user.
     label, user: the columns of labels and of users (clients, with partition=natural); None takes a
     column with a usual name (`LABEL_NAMES`, `USER_NAMES`).
     targets: columns that together are one structured target, instead of a label.
-    separate: True makes each input column a separate input, which the network gets as the argument
-    with the column's name.
     test_fraction: the share of each class of each user that is for testing, without a test file.
-    length: the largest number of tokens of a row; further tokens are left out.
-    padding: the number that fills short rows of tokens.
-    tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
-    The last two settings need kind="causal", where each row of the table is a document for a
-    language model, without a label.
-    prompt: the column of prompts. A prompt stands before the text, and the model does not learn to
-    predict it. None means that there are no prompts.
-    packing: True joins the documents of a user before they are cut into samples of `length` tokens.
-    None means True without prompts, and False with prompts.
     """
 
     root: str | None = None
-    columns: list[str] | None = None
     label: str | None = None
     user: str | None = None
     targets: list[str] | None = None
-    separate: bool = False
     test_fraction: float = 0.2
-    length: int = 128
-    padding: int = 0
-    tokenizer: str | None = None
-    prompt: str | None = None
-    packing: bool | None = None
     option: ClassVar[str] = ""  # what the user chose, such as "data=csv"
     endings: ClassVar[tuple[str, ...]] = ()  # endings of its files; errors name the first one
 
     def check(self) -> None:
+        super().check()
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
-        at_least("data.length", self.length, 1)
-        require(
-            "data.columns",
-            self.columns,
-            self.columns != [],
-            "a list of at least one column, or null",
-        )
-        check_documents(self.kind, self.prompt, self.packing)
 
     def with_domains(self, column: str) -> TextTable:
         return replace(self, user=column)
@@ -143,8 +112,7 @@ class TextTable(Source):
             is_test = spread_test_rows(labels, users, self.test_fraction)
         known = (*targets, user)
         columns, unused = find_inputs(self.columns, types, known, place, self.separate)
-        settings = TokenSettings(self.length, self.padding, self.tokenizer)
-        inputs = read_input_rows(table, columns, settings, place, self.separate)
+        inputs = read_input_rows(table, columns, self.token_settings, place, self.separate)
         origin = describe_origin(types, columns, targets, user, unused)
         return assemble(
             inputs.values, labels, users, is_test, inputs.tokens, origin, fields=inputs.fields
@@ -176,10 +144,7 @@ class TextTable(Source):
         users = None if user is None else group_values(table, user, place, "data.user")
         if is_test is None:
             is_test = choose_test_documents(users, len(table), self.test_fraction)
-        settings = DocumentSettings(
-            self.columns, self.prompt, self.tokenizer, self.padding, self.length, self.packing
-        )
-        return read_documents(table, user, users, is_test, settings, place)
+        return read_documents(table, user, users, is_test, self.document_settings, place)
 
     def _read_file(self, path: Path) -> pa.Table:
         """Return a file's rows; raise ValueError if it is empty or repeats a column name."""

@@ -1,0 +1,63 @@
+"""Define the settings that all sources of tables have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raysim.data.causal import DocumentSettings, check_documents
+from raysim.data.columns import TokenSettings
+from raysim.data.raw import Source
+from raysim.primitives.checks import at_least, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSource(Source):
+    """A source that reads a table whose columns are inputs, labels and users.
+
+    columns: the input columns: one column of text, token numbers or vectors, or several columns of
+    numbers. None takes all columns but the label and the user.
+    separate: True makes each input column a separate input, which the network gets as the argument
+    with the column's name.
+    length: the largest number of tokens of a row; further tokens are left out.
+    padding: the number that fills short rows of tokens.
+    tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
+
+    With kind="causal" each row of the table is a document for a language model, without a label;
+    its tokens fill as many samples of `length` tokens as are needed, and `tokenizer` may also be
+    "bytes" or "characters". The following settings need this kind:
+
+    prompt: the column of prompts. A prompt stands before the text, and the model does not learn to
+    predict it. None means that there are no prompts.
+    packing: True joins the documents of a user before they are cut into samples of `length` tokens.
+    None means True without prompts, and False with prompts.
+    """
+
+    columns: list[str] | None = None
+    separate: bool = False
+    length: int = 128
+    padding: int = 0
+    tokenizer: str | None = None
+    prompt: str | None = None
+    packing: bool | None = None
+
+    def check(self) -> None:
+        at_least("data.length", self.length, 1)
+        require(
+            "data.columns",
+            self.columns,
+            self.columns != [],
+            "a list of at least one column, or null",
+        )
+        check_documents(self.kind, self.prompt, self.packing)
+
+    @property
+    def token_settings(self) -> TokenSettings:
+        """Return the settings that turn text and lists of tokens into rows of tokens."""
+        return TokenSettings(self.length, self.padding, self.tokenizer)
+
+    @property
+    def document_settings(self) -> DocumentSettings:
+        """Return the settings that turn documents into rows of tokens, for kind="causal"."""
+        return DocumentSettings(
+            self.columns, self.prompt, self.tokenizer, self.padding, self.length, self.packing
+        )
