@@ -345,6 +345,7 @@ class Local:
                 f"local.schedule={self.schedule} needs the number of rounds in which the rate "
                 "falls. Set local.schedule_rounds."
             )
+        self._check_warmup()
         if self.schedule == "step" and self.drop_every is None:
             raise ValueError(
                 "local.schedule=step needs the number of rounds between two drops of the rate. Set "
@@ -353,6 +354,21 @@ class Local:
         for name in ("schedule_rounds", "drop_every"):
             if getattr(self, name) is not None:
                 at_least(f"local.{name}", getattr(self, name), 1)
+
+    def _check_warmup(self) -> None:
+        """Raise ValueError if the warm-up leaves no time to a rate that falls to `final_lr`."""
+        if self.schedule not in ("cosine", "linear"):
+            return
+        key, end_key = "warmup_rounds", "schedule_rounds"
+        if self.schedule_over == "steps":
+            key, end_key = "warmup_steps", "steps"
+        warmup, end = getattr(self, key), getattr(self, end_key)
+        if end is not None and warmup >= end > 0:
+            raise ValueError(
+                f"local.{key}={warmup} leaves no time to local.schedule={self.schedule}, which "
+                f"ends after local.{end_key}={end}. Reduce local.{key}, or increase "
+                f"local.{end_key}."
+            )
 
     def settings(self) -> OptimizerSettings:
         """Return the optimizer's kind, momentum, nesterov and weight decay.

@@ -33,6 +33,7 @@ from raysim.data.csr import Ints
 from raysim.data.labels import LabelSet
 from raysim.data.raw import BYTES_PER_TOKEN, Origin, Raw
 from raysim.data.rows import choose_test_rows
+from raysim.primitives.errors import nearest
 from raysim.primitives.kinds import IGNORED, Kind, Tokens
 from raysim.primitives.memory import check_memory
 
@@ -170,7 +171,13 @@ def text_vocabulary(tokenizer: str | None, texts: Iterable[str]) -> Vocabulary:
             letters.update(text)
         return character_vocabulary(sorted(letters))
     assert tokenizer is not None, "tested above"
-    return hugging_face_vocabulary(tokenizer)
+    try:
+        return hugging_face_vocabulary(tokenizer)
+    except ValueError as error:
+        near = nearest(tokenizer, (BYTES, CHARACTERS))
+        if not near:
+            raise
+        raise ValueError(f"{error} Did you mean data.tokenizer={near}?") from error
 
 
 def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:

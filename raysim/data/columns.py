@@ -27,6 +27,7 @@ UTF8_TOKENS = Tokens(257)  # 0 is padding, byte b is b + 1
 # Usual names; the first name that a table has counts.
 LABEL_NAMES = ("label", "labels", "y", "target", "class")
 USER_NAMES = ("user", "user_id", "users", "client", "client_id")
+TEXT_NAMES = ("text",)
 # Columns that number the rows are inputs only if `data.columns` names them.
 INDEX_NAMES = ("", "id", "index", "unnamed: 0", "__index_level_0__")
 
@@ -53,9 +54,12 @@ def find_label(names: Sequence[str], place: str) -> str:
     """
     label = find_column(names, LABEL_NAMES)
     if label is None:
+        advice = ""
+        if find_column(names, TEXT_NAMES) is not None:
+            advice = " A language model needs no labels; set data.kind=causal for it."
         raise ValueError(
             f"{place} has no column called {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}. Set "
-            f"data.label to the column of labels; the columns are {', '.join(names)}."
+            f"data.label to the column of labels; the columns are {', '.join(names)}.{advice}"
         )
     return label
 

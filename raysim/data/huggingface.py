@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 
 from raysim.data.causal import choose_test_documents, read_documents
 from raysim.data.columns import (
-    USER_NAMES,
     assemble,
     describe_origin,
-    find_column,
     find_inputs,
     group_values,
     label_column,
@@ -130,7 +128,7 @@ class HuggingFace(TableSource):
         if user in names:
             return user
         if user == "domain":
-            return find_column(names, USER_NAMES) if self.columns is None else None
+            return self.find_users(names)
         raise ValueError(
             f"{place} has no column {user}. Set partition.column or data.user to one of its "
             f"columns: {', '.join(names)}."

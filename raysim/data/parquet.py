@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 
 from raysim.data.causal import choose_test_documents, read_documents
 from raysim.data.columns import (
-    USER_NAMES,
     are_compatible,
     assemble,
     describe_origin,
-    find_column,
     find_inputs,
     group_values,
     label_column,
@@ -165,7 +163,7 @@ class Parquet(TableSource):
         names = _read_schema(split_files(folders[0], "train")[0]).names
         user: str | None = self.user or self.domain_column
         if user not in names and self.user is None:
-            user = find_column(names, USER_NAMES)
+            user = self.find_users(names)
         tables, user_parts, test_parts = [], [], []
         for folder in folders:
             files = {split: split_files(folder, split) for split in ("train", "test")}
@@ -202,6 +200,8 @@ class Parquet(TableSource):
         names = list(types)
         label = label_column(names, self.label, self.label_column, str(path))
         user = self.user or self.domain_column
+        if user not in names and self.user is None:
+            user = self.find_users(names) or user
         if self.columns is not None:
             return ParquetColumns(self.columns, label, user, False, [])
         if self.image_column in names or self.image_column != "image":
@@ -213,8 +213,6 @@ class Parquet(TableSource):
                     f"Set data.image_column={name} if these are pictures, or data.columns to the "
                     "columns of the input."
                 )
-        if user not in names:
-            user = find_column(names, USER_NAMES) or user
         inputs, unused = find_inputs(
             None, types, (label, user, self.domain_column), str(path), self.separate
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raysim.data.causal import DocumentSettings, check_documents
-from raysim.data.columns import TokenSettings
+from raysim.data.columns import USER_NAMES, TokenSettings, find_column
 from raysim.data.raw import Source
 from raysim.primitives.checks import at_least, require
 
@@ -49,6 +50,13 @@ class TableSource(Source):
             "a list of at least one column, or null",
         )
         check_documents(self.kind, self.prompt, self.packing)
+
+    def find_users(self, names: Sequence[str]) -> str | None:
+        """Return the column with a usual name for users; None if there is none.
+
+        names: the columns of the table. A column of the inputs is not taken.
+        """
+        return find_column([name for name in names if name not in (self.columns or ())], USER_NAMES)
 
     @property
     def token_settings(self) -> TokenSettings:

@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 
 from raysim.data.causal import choose_test_documents, read_documents
 from raysim.data.columns import (
-    USER_NAMES,
     assemble,
     describe_origin,
-    find_column,
     find_inputs,
     find_label,
     group_values,
@@ -100,7 +98,7 @@ class TextTable(TableSource):
         if self.kind == "causal":
             return self._read_documents(table, test_rows, place)
         targets = self._target_columns(names, place)
-        user = self.user or find_column([name for name in names if name not in targets], USER_NAMES)
+        user = self.user or self.find_users([name for name in names if name not in targets])
         if self.targets:
             values: Any = structure_values(table, targets, place)
         else:
@@ -140,7 +138,7 @@ class TextTable(TableSource):
         `test_fraction` of the documents become test rows.
         place: the name of the file in errors.
         """
-        user = self.user or find_column(table.column_names, USER_NAMES)
+        user = self.user or self.find_users(table.column_names)
         users = None if user is None else group_values(table, user, place, "data.user")
         if is_test is None:
             is_test = choose_test_documents(users, len(table), self.test_fraction)

@@ -30,7 +30,7 @@ from raysim.experiment.adjustments import (
 )
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import Node, drop_set_keys, to_dict
-from raysim.experiment.model_warnings import output_warnings
+from raysim.experiment.model_warnings import output_warnings, weight_warnings
 from raysim.experiment.objects import (
     UserObjects,
     describe_objects,
@@ -57,7 +57,7 @@ from raysim.simulation.network import make_network
 from raysim.simulation.schedule import Schedule, check_concurrency, check_sites
 from raysim.simulation.server import default_weighting
 from raysim.training.initial_weights import read_initial_weights
-from raysim.training.run_spec import RunSpec, check_base, declare_run, sample_flops
+from raysim.training.run_spec import RunSettings, RunSpec, check_base, declare_run, sample_flops
 from raysim.training.step_mode import check_step_mode, default_lanes, uses_graph
 
 # Values of an option, by their keys.
@@ -267,7 +267,9 @@ def _build_experiment(
         *client_warnings,
         *network.warnings,
         *declarations.warnings,
+        *_warmup_warnings(settings),
         *output_warnings(spec, declarations.networks["model"]),
+        *weight_warnings(declarations.networks["model"]),
     )
     return Experiment(
         {**node, "runtime": runtime_node},
@@ -282,6 +284,24 @@ def _build_experiment(
         network,
         _reason_for_late_planning(spec, declarations),
     )
+
+
+def _warmup_warnings(settings: RunSettings) -> list[str]:
+    """Return a warning if the run, or each of its jobs, ends before the warm-up does."""
+    local, texts = settings.local, []
+    if local.warmup_rounds and local.warmup_rounds >= settings.rounds:
+        texts.append(
+            f"local.warmup_rounds={local.warmup_rounds}: the run has rounds={settings.rounds}, so "
+            f"the learning rate never reaches local.lr={local.lr:g}; reduce local.warmup_rounds, "
+            "or increase rounds"
+        )
+    if local.warmup_steps and local.steps is not None and local.warmup_steps >= local.steps:
+        texts.append(
+            f"local.warmup_steps={local.warmup_steps}: a job has local.steps={local.steps}, so the "
+            f"learning rate never reaches local.lr={local.lr:g}; reduce local.warmup_steps, or "
+            "increase local.steps"
+        )
+    return texts
 
 
 def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:

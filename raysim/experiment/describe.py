@@ -18,7 +18,7 @@ from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
 from raysim.api.method import Method
 from raysim.api.selection import Random, Selection
-from raysim.api.setup import number_of_floats
+from raysim.api.setup import MethodDeclaration, always, number_of_floats
 from raysim.data.federated import FederatedData
 from raysim.data.heterogeneity import format_heterogeneity
 from raysim.data.split_statistics import statistics
@@ -114,7 +114,25 @@ def _model(experiment: Experiment, declarations: Declarations) -> str:
     if any(declared.omissions for declared in declarations.methods):
         travels = f"a version has {layout.shared:,} floats, of which clients exchange a part"
     personal = f", {layout.personal:,} stay with the client" if layout.personal else ""
-    return f"{option}: {_parameters(networks)}; {travels}{personal}"
+    texts = [f"{option}: {_parameters(networks)}", f"{travels}{personal}"]
+    texts += [_extra_traffic(declared, layout) for declared in declarations.methods]
+    return "; ".join(text for text in texts if text)
+
+
+def _extra_traffic(declared: MethodDeclaration, layout: Layout) -> str:
+    """Describe the floats that a method sends in addition to the model; "" if there are none."""
+    down = sum(number_of_floats(send.floats, layout) for send in declared.sends)
+    up = sum(number_of_floats(floats, layout) for floats in declared.uploads.values())
+    if not down and not up:
+        return ""
+    sizes_vary = bool(declared.planned_uploads) or any(send.varies for send in declared.sends)
+    is_in_all_jobs = all(send.when is always and send.to != "once" for send in declared.sends)
+    limit = ""
+    if sizes_vary:
+        limit = "at first "
+    elif not is_in_all_jobs:
+        limit = "at most "
+    return f"'{declared.method}' adds {limit}{down:,} floats to clients and {up:,} to the server"
 
 
 def _parameters(networks: Mapping[str, nn.Module]) -> str:

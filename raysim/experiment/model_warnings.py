@@ -1,4 +1,4 @@
-"""Warn about a user's network whose outputs do not fit the loss."""
+"""Warn about a network whose outputs do not fit the loss, or whose weights are not pretrained."""
 
 from __future__ import annotations
 
@@ -6,8 +6,28 @@ import torch
 from torch import nn
 
 from raysim.models.split import ExternalModel, example_inputs
+from raysim.models.zoo import find_random_weights
 from raysim.primitives.kinds import POSITION_KINDS
 from raysim.training.run_spec import RunSpec
+
+MAX_NAMED_WEIGHTS = 5
+
+
+def weight_warnings(model: nn.Module) -> list[str]:
+    """Return a warning if a pretrained model has weights that its files do not have.
+
+    model: the network of the run.
+    """
+    names = find_random_weights(model)
+    if not names:
+        return []
+    shown = ", ".join(names[:MAX_NAMED_WEIGHTS])
+    more = len(names) - MAX_NAMED_WEIGHTS
+    shown += f" and {more} more" if more > 0 else ""
+    return [
+        f"model.pretrained=true: {len(names)} weights in front of the head have random values, "
+        f"because the files of model.name do not have them: {shown}"
+    ]
 
 
 def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:

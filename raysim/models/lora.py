@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -119,7 +120,10 @@ def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=pattern
     )
     try:
-        peft.inject_adapter_in_model(config, inner)
+        with warnings.catch_warnings():
+            # peft transposes the factors of layers of GPT-2, and says so
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+            peft.inject_adapter_in_model(config, inner)
     except ValueError as error:
         raise ValueError(
             f"model.lora.layers={lora.layers}: peft cannot add adapters ({error}). Name other "

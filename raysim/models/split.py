@@ -181,8 +181,9 @@ def _wrong_outputs(
     if len(output_shape) > 1:
         action = (
             "the data has labels per position, so the model must make an output for each class at "
-            "each position; choose such a model (model=unet for images, model=gpt for next tokens, "
-            "or your own network), and labels with as many positions as the inputs"
+            "each position; choose such a model (model=unet for images; model=gpt, or "
+            "model.task=causal with model=huggingface, for next tokens; or your own network), and "
+            "labels with as many positions as the inputs"
         )
         if outputs.shape == (len(inputs), *output_shape[1:], num_classes):
             action = "move the classes to the second axis, as outputs.movedim(-1, 1) does"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
@@ -11,11 +14,12 @@ from torch import Tensor, nn
 from raysim.models.classifier import Shape
 from raysim.models.split import ExternalModel
 from raysim.primitives.checks import one_of
-from raysim.primitives.errors import RefusedError, first_line, nearest
+from raysim.primitives.errors import RefusedError, first_line, nearest, suggest
 from raysim.primitives.extras import import_optional
 from raysim.primitives.kinds import Tokens
 
 NAMES_IN_MESSAGE = 5
+NOISY_MODULES = ("modeling_utils", "configuration_utils")  # of transformers; see `_quiet`
 
 
 def is_torchvision_model(name: str) -> bool:
@@ -31,7 +35,7 @@ class Torchvision(ExternalModel):
 
     name: torchvision's name of the classifier, such as "resnet18".
     pretrained: True loads the model's default weights, from torch.hub's cache or by download;
-    layers of another shape, such as the head, get random weights.
+    a head with another number of classes gets random weights.
     options: arguments of the function that makes the model.
     """
 
@@ -60,7 +64,7 @@ class Torchvision(ExternalModel):
                 values = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
             except Exception as error:  # a network, a cache and a file can fail in many ways
                 raise _cannot_be_made(self.name, error) from error
-            _load_fitting_values(net, values)
+            _load_fitting_values(net, values, self.name, num_classes)
         return net
 
 
@@ -100,7 +104,8 @@ class HuggingFaceModel(ExternalModel):
 
     name: a folder or a name on the hub, whose configuration is used; or a type of model, such as
     bert.
-    pretrained: True loads the weights of that folder or name.
+    pretrained: True loads the weights of that folder or name. A head with another number of classes
+    gets random weights.
     options: values that replace those of the model's configuration.
     task: "classify" makes a network that returns a logit for each class of a sequence or an image,
     [B, C]. "causal" makes a language model: for each of T positions, it returns a logit for each of
@@ -130,18 +135,30 @@ class HuggingFaceModel(ExternalModel):
                 )
             classes = transformers.AutoModelForCausalLM
             options = dict(self.options)
+        report: dict[str, Any] = {}
         try:
-            if self.pretrained:
-                net = classes.from_pretrained(
-                    self.name, attn_implementation="eager", ignore_mismatched_sizes=True, **options
-                )
-            else:
-                config = self._configuration(transformers, options, tokens)
-                net = classes.from_config(config, attn_implementation="eager")
+            with _quiet(transformers, is_local=Path(self.name).is_dir()):
+                if self.pretrained:
+                    net, report = classes.from_pretrained(
+                        self.name,
+                        attn_implementation="eager",
+                        ignore_mismatched_sizes=True,  # checked below
+                        output_loading_info=True,
+                        **options,
+                    )
+                else:
+                    config = self._configuration(transformers, options, tokens)
+                    net = classes.from_config(config, attn_implementation="eager")
+        except RefusedError:
+            raise
         except Exception as error:  # errors of the hub, the cache, a file or the options
             raise _cannot_be_made(self.name, error) from error
+        head_size = num_classes if self.task == "classify" else None
+        _check_shapes(self.name, report.get("mismatched_keys", ()), head_size)
+        random = _random_weights(net, report.get("missing_keys", ()), head_size)
         if tokens is None:
-            return _ImageLogits(net)
+            return _ImageLogits(net, random)
+        _check_length(self.name, net.config, input_shape[0])
         vocabulary_size = getattr(net.config, "vocab_size", None)
         if vocabulary_size is not None and vocabulary_size < tokens.size:
             raise ValueError(
@@ -149,26 +166,56 @@ class HuggingFaceModel(ExternalModel):
                 "Set data.tokenizer to the model's tokenizer."
             )
         if self.task == "causal":
-            return _NextTokenLogits(net, num_classes)
-        return _TokenLogits(net, tokens.padding)
+            return _NextTokenLogits(net, random, num_classes)
+        return _TokenLogits(net, random, tokens.padding)
 
     def _configuration(
         self, transformers: Any, options: Mapping[str, Any], tokens: Tokens | None
     ) -> Any:
         if self.name not in transformers.CONFIG_MAPPING:
-            return transformers.AutoConfig.from_pretrained(self.name, **options)
+            config, unknown = transformers.AutoConfig.from_pretrained(
+                self.name, return_unused_kwargs=True, **options
+            )
+            _refuse_options(config, unknown)
+            return config
+        usual = transformers.AutoConfig.for_model(self.name)
+        _refuse_options(usual, [name for name in options if not hasattr(usual, name)])
         size: dict[str, int | None] = {} if tokens is None else {"vocab_size": tokens.size}
         if self.task == "causal":  # the data decides the number of tokens
             size |= {"bos_token_id": None, "eos_token_id": None}
         return transformers.AutoConfig.for_model(self.name, **size, **options)
 
 
-class _TokenLogits(nn.Module):
+class _Logits(nn.Module):
+    """A network of `transformers` that returns logits.
+
+    random_weights: the names of the weights that have random values because the files of a
+    pretrained model do not have them. The head of a classifier is left out.
+    """
+
+    def __init__(self, net: nn.Module, random_weights: Sequence[str]):
+        super().__init__()
+        self.net, self.random_weights = net, tuple(random_weights)
+
+
+def find_random_weights(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of weights of a pretrained model that its files do not have.
+
+    The head of a classifier is left out, because it depends on the data.
+    """
+    names: list[str] = []
+    for module in model.modules():
+        if isinstance(module, _Logits):
+            names += module.random_weights
+    return tuple(names)
+
+
+class _TokenLogits(_Logits):
     """A network of `transformers` that returns logits for tokens [B, T]; padding is masked."""
 
-    def __init__(self, net: nn.Module, padding: int):
-        super().__init__()
-        self.net, self.padding = net, padding
+    def __init__(self, net: nn.Module, random_weights: Sequence[str], padding: int):
+        super().__init__(net, random_weights)
+        self.padding = padding
 
     def forward(self, tokens: Tensor) -> Tensor:
         attention_mask = (tokens != self.padding).long()
@@ -176,42 +223,137 @@ class _TokenLogits(nn.Module):
         return logits
 
 
-class _NextTokenLogits(nn.Module):
+class _NextTokenLogits(_Logits):
     """A causal network of `transformers` that returns logits [B, C, T] for tokens [B, T].
 
     No mask is needed: padding is at the end of a sequence, where no earlier position can see it.
     Outputs for tokens that the data do not have are left out.
     """
 
-    def __init__(self, net: nn.Module, num_classes: int):
-        super().__init__()
-        self.net, self.num_classes = net, num_classes
+    def __init__(self, net: nn.Module, random_weights: Sequence[str], num_classes: int):
+        super().__init__(net, random_weights)
+        self.num_classes = num_classes
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.net(input_ids=tokens, use_cache=False).logits
         return logits[:, :, : self.num_classes].transpose(1, 2)
 
 
-class _ImageLogits(nn.Module):
+class _ImageLogits(_Logits):
     """A network of `transformers` that returns logits for images [B, c, h, w]."""
-
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net = net
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.net(pixel_values=images).logits
         return logits
 
 
-def _load_fitting_values(net: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Load only those values for which the network has a tensor of the same name and shape."""
+def _load_fitting_values(
+    net: nn.Module, values: Mapping[str, Tensor], name: str, num_classes: int
+) -> None:
+    """Load the values for which the network has a tensor of the same name and shape.
+
+    name: `model.name`, for errors.
+    num_classes: the number of outputs of the network's head.
+    Raise ValueError if a tensor has another shape, except for the head.
+    """
     state = net.state_dict()
-    fitting = {}
+    fitting, mismatched = {}, []
     for key, value in values.items():
         if key in state and state[key].shape == value.shape:
             fitting[key] = value
+        elif key in state:
+            mismatched.append((key, value.shape, state[key].shape))
+    _check_shapes(name, mismatched, num_classes)
     net.load_state_dict(fitting, strict=False)
+
+
+@contextmanager
+def _quiet(transformers: Any, is_local: bool) -> Iterator[None]:
+    """Keep `transformers` from writing its own report of the weights of every network it makes.
+
+    Every process makes the network several times. raysim reports weights that are missing once.
+    is_local: True if nothing is downloaded; then no progress is shown, either.
+    """
+    loggers = [logging.getLogger(f"transformers.{name}") for name in NOISY_MODULES]
+    levels = [logger.level for logger in loggers]
+    messages = transformers.utils.logging
+    hides_progress = is_local and messages.is_progress_bar_enabled()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        if hides_progress:
+            messages.disable_progress_bar()
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if hides_progress:
+            messages.enable_progress_bar()
+
+
+def _refuse_options(config: Any, unknown: Collection[str]) -> None:
+    """Raise `RefusedError` if `model.options` has names that a configuration does not have.
+
+    config: the configuration of a model of `transformers`.
+    unknown: the names that it does not have.
+    """
+    if unknown:
+        name = sorted(unknown)[0]
+        valid = sorted({*config.to_dict(), *type(config).attribute_map})
+        advice = suggest(name, valid, f"{type(config).__name__} has")
+        raise RefusedError(f"model.options.{name} does not exist: {advice}")
+
+
+def _check_shapes(
+    name: str, mismatched: Iterable[tuple[str, Shape, Shape]], head_size: int | None
+) -> None:
+    """Raise ValueError if pretrained weights have other shapes than the model, except for the head.
+
+    name: `model.name`.
+    mismatched: for each such weight its name, its shape in the file, and its shape in the model.
+    head_size: the number of outputs of the model's head, which depends on the data; None if the
+    pretrained head must fit.
+    """
+    wrong = []
+    for weight, stored, shape in sorted(mismatched):
+        is_head = shape[:1] == (head_size,) and stored[1:] == shape[1:]
+        if not is_head:
+            wrong.append(f"{weight} has {list(stored)} and needs {list(shape)}")
+    if wrong:
+        raise ValueError(
+            f"model.pretrained=true: {len(wrong)} weights of model.name={name} do not have the "
+            f"shape that model.options asks for: {'; '.join(wrong[:NAMES_IN_MESSAGE])}. Leave these "
+            "options out, or set model.pretrained=false."
+        )
+
+
+def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | None) -> list[str]:
+    """Return the names of weights that a pretrained model's files do not have, without the head.
+
+    missing: the names of the weights that the files do not have.
+    head_size: the number of outputs of the model's head, which depends on the data; None if the
+    files must have the head.
+    """
+    state = net.state_dict()
+    return [
+        name for name in sorted(missing) if name in state and state[name].shape[:1] != (head_size,)
+    ]
+
+
+def _check_length(name: str, config: Any, length: int) -> None:
+    """Raise ValueError if rows of tokens are longer than a model with learned positions can read.
+
+    name: `model.name`.
+    config: the configuration of the model of `transformers`.
+    length: the number of tokens in a row.
+    """
+    has_rotary_positions = any(key.startswith("rope") for key in config.to_dict())
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and longest < length and not has_rotary_positions:
+        raise ValueError(
+            f"model.name={name} reads at most {longest} tokens, and rows have {length}. Set "
+            f"data.length to at most {longest}."
+        )
 
 
 def _suggest_name(name: str, names: list[str]) -> str:

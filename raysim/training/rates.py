@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from raysim.vectors.layout import Entry
 
 # A later part replaces an earlier one, and a named module replaces all.
-_PART_ORDER = ("body", "head", "adapters")
+PARTS = ("body", "head", "adapters")
 
 
 def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[float]:
@@ -20,8 +20,8 @@ def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[f
     rates: the factor of each part: "head", "body", "adapters", or the full name of a module, such
     as "model.extractor.0" (`local.rates`).
     """
-    names = [name for name in _PART_ORDER if name in rates]
-    names += sorted(rates.keys() - set(_PART_ORDER), key=len)
+    names = [name for name in PARTS if name in rates]
+    names += sorted(rates.keys() - set(PARTS), key=len)
     factors = [1.0] * len(entries)
     for name in names:
         for place, entry in enumerate(entries):

@@ -35,7 +35,7 @@ from raysim.primitives.kinds import PackedShape
 from raysim.training.attack import Attack, Attackers
 from raysim.training.frozen_weights import FrozenWeights, base_sha256, collect_arrays
 from raysim.training.initial_weights import Init, InitialWeights
-from raysim.training.rates import is_in_part
+from raysim.training.rates import PARTS, is_in_part
 from raysim.vectors.layout import Layout
 
 Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
@@ -381,10 +381,11 @@ def _check_rates(local: Local, declarations: Declarations) -> None:
     names = [entry.name for entry in declarations.layout.entries if entry.parameter]
     for part in local.rates:
         if not any(is_in_part(name, part) for name in names):
+            usual = [name for name in PARTS if any(is_in_part(path, name) for path in names)]
             modules = sorted({name.rpartition(".")[0] for name in names})
             raise ValueError(
-                f"local.rates.{part}: the model has no such part with parameters. Use body, head, "
-                f"adapters, or one of {', '.join(modules[:8])}."
+                f"local.rates.{part}: the model has no such part with parameters. Use "
+                f"{', '.join(usual)}, or one of {', '.join(modules[:8])}."
             )
 
 

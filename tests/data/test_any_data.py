@@ -21,6 +21,7 @@ from raysim.data.raw import Raw, Source
 from raysim.data.sources import Digits, HuggingFace, Leaf, Markov, NumPy, Parquet, Tabular
 from raysim.data.split_statistics import statistics
 from raysim.data.text import LETTERS
+from raysim.primitives.kinds import Kind
 
 
 class InputsOfTest(Source):
@@ -212,6 +213,28 @@ def test_parquet_text_and_lists_become_tokens(tmp_path: Path) -> None:
     )
     ids = Parquet(str(tmp_path), columns=["ids"], length=3, padding=1, test_fraction=0.0).build()
     assert ids.inputs.tolist() == [[5, 6, 7], [9, 1, 1], [1, 1, 1]] and ids.tokens == (10, 1)
+
+
+@pytest.mark.parametrize("kind", [None, "causal"])
+def test_user_column_is_found_next_to_named_columns(tmp_path: Path, kind: Kind | None) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"text": ["ab", "c", "d"], "user": ["x", "y", "x"], "label": [0, 1, 0]}
+    pq.write_table(pa.table(rows), tmp_path / "train.parquet")
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
+    root = str(tmp_path)
+    sources = [
+        Parquet(root, columns=["text"], kind=kind, test_fraction=0.0),
+        HuggingFace(f"{root}/set", columns=["text"], kind=kind, test_fraction=0.0),
+    ]
+    assert [source.read().domain_names for source in sources] == [["x", "y"], ["x", "y"]]
+    of_users = Parquet(root, columns=["user"], kind=kind, test_fraction=0.0).read()
+    assert "x" not in of_users.domain_names
+
+
+def test_text_without_labels_gets_advice_for_language_models(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["ab", "c"]}), tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r"data\.label .*data\.kind=causal"):
+        Parquet(str(tmp_path), test_fraction=0.0).build()
 
 
 @pytest.mark.parametrize("token", [10**15, 2**63 - 1, 2**64 - 1])

@@ -327,6 +327,20 @@ def test_hugging_face_folder_becomes_documents(tmp_path: Path) -> None:
     ]
 
 
+def test_misspelt_tokenizer_gets_the_nearest_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> None:
+        raise ValueError(f"data.tokenizer={name} cannot be read.")
+
+    monkeypatch.setattr("raysim.data.causal.load_tokenizer", refuse)
+    (tmp_path / "a.txt").write_text("the cat")
+    with pytest.raises(ValueError, match=r"data\.tokenizer=charcters .*tokenizer=characters"):
+        Text(root=str(tmp_path), tokenizer="charcters").read()
+    with pytest.raises(ValueError, match=r"data\.tokenizer=gpt2 cannot be read\.$"):
+        Text(root=str(tmp_path), tokenizer="gpt2").read()
+
+
 def test_hugging_face_tokenizer_reads_and_writes_text(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     save_tokenizer(tmp_path / "words")

@@ -65,6 +65,16 @@ def test_overview_shows_local_epochs_and_folder() -> None:
     )
 
 
+def test_overview_counts_what_methods_send_with_the_model() -> None:
+    plain = lines("model=mlp")["model"]
+    assert plain.endswith("floats travel in each direction")
+    floats = plain.split()[1]
+    model = lines("model=mlp", "method=scaffold", "compression=topk")["model"]
+    assert model.endswith(
+        f"of {floats} floats; 'scaffold' adds {floats} floats to clients and {floats} to the server"
+    )
+
+
 def test_overview_has_heterogeneity_of_the_split() -> None:
     text = lines("partition=shards", "partition.clients=10", "partition.shards_per_client=1")[
         "split"

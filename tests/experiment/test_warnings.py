@@ -244,6 +244,22 @@ def test_run_without_scores_gets_a_warning() -> None:
     assert of("partition.clients=10", test=True) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["rounds=3", "local.warmup_rounds=3"], "local.warmup_rounds=3"),
+        (["local.steps=2", "local.warmup_steps=4"], "local.warmup_steps=4"),
+    ],
+    ids=["rounds", "steps"],
+)
+def test_warmup_longer_than_the_run_gets_a_warning(words: list[str], key: str) -> None:
+    warnings = build([*DATA, *ROUNDS, *words]).warnings
+    assert [text for text in warnings if text.startswith(f"{key}:")]
+    shorter = [word.replace("warmup_rounds=3", "warmup_rounds=2") for word in words]
+    shorter = [word.replace("warmup_steps=4", "warmup_steps=1") for word in shorter]
+    assert not [text for text in build([*DATA, *ROUNDS, *shorter]).warnings if "warmup" in text]
+
+
 def test_misspelt_hook_gets_a_warning() -> None:
     def end(self: Any, job: Any) -> None:
         self.gradients(job)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from raysim.experiment.execute import run
+from raysim.experiment.model_warnings import weight_warnings
 from raysim.models import HuggingFaceModel, Lora
 from raysim.models.lora import find_adapters
 from raysim.primitives.kinds import Tokens
@@ -109,3 +110,56 @@ def test_hugging_face_causal_model_refuses_bad_settings() -> None:
         HuggingFaceModel("gpt2", task="write")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"model\.task=causal"):
         HuggingFaceModel("gpt2", options=GPT2, task="causal").build((1, 8, 8), 3, 0)
+
+
+def test_hugging_face_option_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    misspelled = {**GPT2, "n_emb": 8}
+    with pytest.raises(ValueError, match=r"model\.options\.n_emb .*n_embd"):
+        HuggingFaceModel("gpt2", options=misspelled, task="causal").build((5,), 7, 0, Tokens(7))
+    model = HuggingFaceModel("bert", options=TINY).build((5,), 3, 0, Tokens(7))
+    model.get_submodule("extractor.net").save_pretrained(tmp_path)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"model\.options\.hiden_size .*hidden_size"):
+        recipe = HuggingFaceModel(str(tmp_path), options={"hiden_size": 8})
+        recipe.build((5,), 3, 0, Tokens(7))
+
+
+def test_pretrained_weights_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    model = HuggingFaceModel("gpt2", options=GPT2, task="causal").build((5,), 7, 0, Tokens(7))
+    model.get_submodule("net.net").save_pretrained(tmp_path)  # type: ignore[operator]
+    wide = HuggingFaceModel(str(tmp_path), True, {"n_embd": 16}, "causal")
+    with pytest.raises(
+        ValueError, match=r"model\.pretrained=true: .*model\.options .*c_attn\.bias"
+    ):
+        wide.build((5,), 7, 0, Tokens(7))
+
+
+def test_pretrained_weights_that_are_missing_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = HuggingFaceModel("gpt2", options=GPT2, task="causal").build((5,), 7, 0, Tokens(7))
+    model.get_submodule("net.net").save_pretrained(tmp_path)  # type: ignore[operator]
+    capfd.readouterr()
+    whole = HuggingFaceModel(str(tmp_path), True, {}, "causal").build((5,), 7, 0, Tokens(7))
+    assert weight_warnings(whole) == []
+    deep = HuggingFaceModel(str(tmp_path), True, {"n_layer": 2}, "causal")
+    (warning,) = weight_warnings(deep.build((5,), 7, 0, Tokens(7)))
+    assert "model.pretrained=true: 12 weights" in warning and "h.1.attn.c_attn.bias" in warning
+    assert capfd.readouterr().err == ""  # transformers reports nothing itself
+    classifier = HuggingFaceModel(str(tmp_path), True).build((5,), 3, 0, Tokens(7, padding=6))
+    assert weight_warnings(classifier) == []  # only the head is new
+
+
+def test_tokens_beyond_learned_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"at most 16 tokens.* 20.*data\.length"):
+        HuggingFaceModel("gpt2", options=GPT2, task="causal").build((20,), 7, 0, Tokens(7))
+
+
+def test_run_with_unsaved_buffers_writes_samples(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    options = "hidden_size:8,intermediate_size:16,num_hidden_layers:1,num_attention_heads:2"
+    overrides = ["data=markov", "data.users=2", "data.samples=8", "data.kind=causal"]
+    overrides += ["partition=natural", "schedule.cohort=2", "runtime=inprocess", "tracking=none"]
+    overrides += ["rounds=1", "model=huggingface", "model.name=llama", "model.task=causal"]
+    overrides += [f"model.options={{{options},num_key_value_heads:2}}", "model.lora.rank=2"]
+    run([*overrides, "evaluate.generate.tokens=3", f"out={tmp_path}/run"], quiet=True)
+    assert (tmp_path / "run" / "samples.txt").read_text()

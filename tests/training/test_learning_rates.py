@@ -13,6 +13,7 @@ from raysim.experiment.compose import compose
 from raysim.training.run_spec import RunSettings
 
 ROUNDS = 12
+STEPS: dict[str, Any] = {"epochs": None, "steps": 4}
 
 
 def torch_rates(make: Any) -> list[float]:
@@ -75,6 +76,14 @@ def test_warmup_rises_to_the_rate_and_delays_the_schedule() -> None:
         ({"final_lr": 0.5}, "local.final_lr"),
         ({"drop_factor": 0.0}, "local.drop_factor"),
         ({"warmup_rounds": -1}, "local.warmup_rounds"),
+        (
+            {"schedule": "cosine", "schedule_rounds": 3, "warmup_rounds": 3},
+            r"local\.warmup_rounds=3 .*local\.schedule_rounds=3",
+        ),
+        (
+            {"schedule": "linear", "schedule_over": "steps", "warmup_steps": 5, **STEPS},
+            r"local\.warmup_steps=5 .*local\.steps=4",
+        ),
     ],
     ids=str,
 )
