@@ -322,8 +322,8 @@ def _check_shapes(
     if wrong:
         raise ValueError(
             f"model.pretrained=true: {len(wrong)} weights of model.name={name} do not have the "
-            f"shape that model.options asks for: {'; '.join(wrong[:NAMES_IN_MESSAGE])}. Leave these "
-            "options out, or set model.pretrained=false."
+            f"shape that model.options asks for: {'; '.join(wrong[:NAMES_IN_MESSAGE])}. Leave "
+            "these options out, or set model.pretrained=false."
         )
 
 
