@@ -21,7 +21,7 @@ from raysim.results.theme import LIGHT, page_theme
 pytestmark = pytest.mark.pictures
 
 
-def made(*jobs: tuple[int, float, float, str, int]) -> Jobs:
+def make_jobs(*jobs: tuple[int, float, float, str, int]) -> Jobs:
     """Return jobs. Job k (from 1) is aggregated, or ends otherwise, in round k.
 
     jobs: for each job a tuple of client, start (s), finish (s), end and staleness (in versions).
@@ -35,7 +35,7 @@ def made(*jobs: tuple[int, float, float, str, int]) -> Jobs:
     return Jobs(client, np.maximum(rounds - 1 - stale, 0), start, finish, codes, rounds, stale)
 
 
-JOBS = made(
+JOBS = make_jobs(
     (7, 0.0, 2.0, "aggregated", 0),
     (3, 1.0, 4.0, "aggregated", 2),
     (7, 2.0, 3.0, "lost", 0),
@@ -56,7 +56,7 @@ ROWS: list[Row] = [
 ]
 
 
-def drawn(jobs: Jobs = JOBS, rows: list[Row] | None = None) -> list[Any]:
+def draw_panels(jobs: Jobs = JOBS, rows: list[Row] | None = None) -> list[Any]:
     """Draw the timeline of a run, and return its panels.
 
     The panels show clients, fleet and workers. If an update is stale, one more shows staleness.
@@ -86,7 +86,7 @@ def spans(bars: PolyCollection) -> list[tuple[float, float, float]]:
 
 # --- whether --------------------------------------------------------------------------------------
 def test_timeline_is_not_drawn_for_equal_clients_in_rounds() -> None:
-    rounds = made(*[(client, 0.0, 1.0, "aggregated", 0) for client in range(4)])
+    rounds = make_jobs(*[(client, 0.0, 1.0, "aggregated", 0) for client in range(4)])
     rounds.round[:] = 1
     assert not timeline.has_events(rounds)
     assert not timeline.has_events(rounds[np.zeros(4, bool)])
@@ -94,13 +94,13 @@ def test_timeline_is_not_drawn_for_equal_clients_in_rounds() -> None:
 
 @pytest.mark.parametrize("fate", ["lost", "discarded", "failed"])
 def test_timeline_is_drawn_if_a_job_is_not_aggregated(fate: str) -> None:
-    assert timeline.has_events(made((0, 0.0, 1.0, "aggregated", 0), (1, 0.0, 1.0, fate, 0)))
+    assert timeline.has_events(make_jobs((0, 0.0, 1.0, "aggregated", 0), (1, 0.0, 1.0, fate, 0)))
 
 
 def test_timeline_is_drawn_for_stale_jobs_or_long_waiting() -> None:
-    assert timeline.has_events(made((0, 0.0, 1.0, "aggregated", 1)))
+    assert timeline.has_events(make_jobs((0, 0.0, 1.0, "aggregated", 1)))
     for slow, needed in ((9.0, True), (2.0, False)):
-        waiting = made(
+        waiting = make_jobs(
             *[(client, 0.0, 1.0, "aggregated", 0) for client in range(3)],
             (3, 0.0, slow, "aggregated", 0),
         )
@@ -110,7 +110,7 @@ def test_timeline_is_drawn_for_stale_jobs_or_long_waiting() -> None:
 
 # --- clients --------------------------------------------------------------------------------------
 def test_job_bar_has_row_of_client_and_colour_of_staleness() -> None:
-    ax = drawn()[0]
+    ax = draw_panels()[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == [
         "7",
         "3",
@@ -123,7 +123,7 @@ def test_job_bar_has_row_of_client_and_colour_of_staleness() -> None:
 
 
 def test_bar_of_an_unaggregated_job_is_empty_and_has_a_marker() -> None:
-    ax = drawn()[0]
+    ax = draw_panels()[0]
     others = [bars for bars in boxes(ax) if bars.get_label() != "aggregated"]
     assert [spans(bars) for bars in others] == [
         [(0, 8, 2)],
@@ -141,7 +141,7 @@ def test_bar_of_an_unaggregated_job_is_empty_and_has_a_marker() -> None:
 
 
 def test_timeline_axes_show_seconds_and_versions() -> None:
-    ax = drawn()[0]
+    ax = draw_panels()[0]
     assert ax.get_xlabel() == "virtual time (s)" and ax.get_xlim() == (0, 10)
     above = ax.child_axes[0]
     shown = dict(
@@ -158,13 +158,13 @@ def test_timeline_axes_show_seconds_and_versions() -> None:
     rows: list[Row] = [
         row | {"virtual_seconds": 3600 * (row["virtual_seconds"] or 0)} for row in ROWS
     ]
-    panels = drawn(hours, rows)
+    panels = draw_panels(hours, rows)
     assert [ax.get_xlabel() for ax in panels[:3]] == ["virtual time (h)"] * 3
     assert spans(boxes(panels[0])[0]) == [(0, 2, 0), (1, 4, 1), (4, 7, 1)]
 
 
 def test_timeline_has_fastest_random_and_slowest_clients() -> None:
-    many = made(
+    many = make_jobs(
         *[(client, 0.0, 1.0 + (client * 37) % 100, "aggregated", 0) for client in range(100)]
     )
     by_speed = [(client * 73) % 100 for client in range(100)]  # 73 is the inverse of 37 modulo 100
@@ -178,11 +178,11 @@ def test_timeline_has_fastest_random_and_slowest_clients() -> None:
         places == sorted(set(places)) and len(places) == 12 and places[0] >= 12 and places[-1] < 88
     )
     assert timeline.sample_clients(many)[1][1].tolist() == kinds["random"].tolist()
-    assert "36 of 100 clients" in drawn(many)[0].get_title()
+    assert "36 of 100 clients" in draw_panels(many)[0].get_title()
 
 
 def test_client_with_lost_jobs_does_not_count_as_fast() -> None:
-    jobs = made(
+    jobs = make_jobs(
         (0, 0.0, 0.1, "lost", 0),
         (0, 1.0, 9.0, "aggregated", 0),
         (1, 0.0, 2.0, "aggregated", 0),
@@ -192,24 +192,24 @@ def test_client_with_lost_jobs_does_not_count_as_fast() -> None:
 
 
 def test_timeline_of_long_run_shows_a_part_with_wide_bars() -> None:
-    long = made(*[(k % 5, float(k), k + 1.0, "aggregated", 0) for k in range(1000)])
+    long = make_jobs(*[(k % 5, float(k), k + 1.0, "aggregated", 0) for k in range(1000)])
     assert timeline.shown_window(long, 1000.0) == (420.0, 580.0)
     assert timeline.shown_window(long[np.arange(100)], 100.0) == (0.0, 100.0)
-    ax = drawn(long, [{"virtual_seconds": 1000.0}])[0]
+    ax = draw_panels(long, [{"virtual_seconds": 1000.0}])[0]
     assert "a part of the run" in ax.get_title()
     assert len(spans(boxes(ax)[0])) == 160
 
 
 # --- fleet, workers, staleness --------------------------------------------------------------------
 def test_timeline_counts_active_clients_exactly() -> None:
-    jobs = made(
+    jobs = make_jobs(
         (0, 0.0, 2.0, "aggregated", 0), (1, 1.0, 3.0, "aggregated", 0), (2, 2.5, 9.0, "lost", 0)
     )
     assert timeline.active_clients(jobs, np.arange(5.0)).tolist() == [1.0, 2.0, 1.5, 1.0]
 
 
 def test_timeline_shows_fleet_and_workers_over_virtual_time() -> None:
-    _, fleet, workers, _ = drawn()
+    _, fleet, workers, _ = draw_panels()
     everyone, vain = (stairs.get_data() for stairs in fleet.patches)
     assert everyone.edges[[0, -1]].tolist() == [0, 10]
     assert everyone.values[[0, 18, -1]].tolist() == pytest.approx([2, 3, 2])
@@ -223,13 +223,13 @@ def test_timeline_shows_fleet_and_workers_over_virtual_time() -> None:
 
 def test_timeline_explains_missing_times_of_workers() -> None:
     assert (
-        drawn(rows=[{"round": 1, "virtual_seconds": 10.0}])[2].get_title()
+        draw_panels(rows=[{"round": 1, "virtual_seconds": 10.0}])[2].get_title()
         == "Workers: not measured"
     )
 
 
 def test_timeline_has_one_curve_for_one_worker() -> None:
-    workers = drawn(rows=[row | {"worker_busy_least": row["worker_busy"]} for row in ROWS])[2]
+    workers = draw_panels(rows=[row | {"worker_busy_least": row["worker_busy"]} for row in ROWS])[2]
     assert len(workers.lines) == 1 and workers.get_legend() is None
 
 
@@ -240,18 +240,20 @@ def test_long_curves_are_thinned_to_means() -> None:
 
 
 def test_histogram_has_the_share_of_each_staleness() -> None:
-    panel = drawn()[3]
+    panel = draw_panels()[3]
     assert [bar.get_height() for bar in panel.patches] == pytest.approx([1 / 3] * 3)
     assert [bar.get_x() + bar.get_width() / 2 for bar in panel.patches] == pytest.approx([0, 1, 2])
     assert panel.get_title() == "Staleness: mean 1, at most 2"
-    wide = made(*[(k, 0.0, 1.0, "aggregated", stale) for k, stale in enumerate((0, 1, 2, 100))])
-    bars = drawn(wide)[3].patches
+    wide = make_jobs(
+        *[(k, 0.0, 1.0, "aggregated", stale) for k, stale in enumerate((0, 1, 2, 100))]
+    )
+    bars = draw_panels(wide)[3].patches
     assert sum(bar.get_height() for bar in bars) == pytest.approx(1)
     assert len(bars) <= 41 and bars[-1].get_height() == 0.25
 
 
 def test_run_without_staleness_has_no_histogram() -> None:
-    assert len(drawn(JOBS[~JOBS.staleness.astype(bool)])) == 3
+    assert len(draw_panels(JOBS[~JOBS.staleness.astype(bool)])) == 3
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -272,7 +274,9 @@ def test_timeline_has_light_and_dark_version(
 
 
 def test_timeline_titles_and_tick_labels_do_not_overlap() -> None:
-    many = made(*[(k % 60, k / 3, k / 3 + 1 + k % 60, "aggregated", k % 7) for k in range(300)])
+    many = make_jobs(
+        *[(k % 60, k / 3, k / 3 + 1 + k % 60, "aggregated", k % 7) for k in range(300)]
+    )
     with matplotlib.rc_context(page_theme(False)):
         figure = Figure(figsize=(13, 9.6), dpi=50, layout="constrained")
         timeline.fill_figure(

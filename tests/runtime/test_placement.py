@@ -414,7 +414,7 @@ def _groups() -> list[str]:
     ]
 
 
-def _actors(word: str) -> dict[str, Any]:
+def _living_actors(word: str) -> dict[str, Any]:
     """Return the living named actors whose names contain a word.
 
     The keys are the parts of the names after the first slash.
@@ -429,7 +429,7 @@ def _actors(word: str) -> dict[str, Any]:
     }
 
 
-def _gone(what: Callable[[], Any]) -> bool:
+def _wait_until_empty(what: Callable[[], Any]) -> bool:
     """Wait until what() is empty, and return True; return False after ten minutes.
 
     Ray removes actors and placement groups in the background.
@@ -471,7 +471,7 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
             rows.append(event.row)
             seen["used"].append(before - ray.available_resources()["object_store_memory"])
             if len(rows) == 1:
-                actors = _actors("raysim-")
+                actors = _living_actors("raysim-")
                 seen["actors"] = sorted(actors)
                 workers = [actor for name, actor in actors.items() if name.startswith("worker")]
                 look = [worker.__ray_call__.remote(_where) for worker in workers]
@@ -479,7 +479,7 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
                 seen["groups"] = len(_groups())
         last = event
     assert isinstance(last, Finished)
-    seen["left"] = not _gone(lambda: [*_groups(), *_actors("raysim-")])
+    seen["left"] = not _wait_until_empty(lambda: [*_groups(), *_living_actors("raysim-")])
     return (last.model_sha256, last.state_sha256), rows, seen
 
 
@@ -523,7 +523,7 @@ def test_run_on_two_nodes_has_the_bits_of_one_process(driver: Call, second_cache
 SUMMED = with_settings(run_spec(model=LARGE, data=equal_clients(16, 320)), rounds=2)
 
 
-def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
+def _run_with_and_without_sums() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
     """Run twice; only in the first run do nodes add up the updates of their workers.
 
     Return a pair for each run. The first entry has the sha256 of model and state. The second maps
@@ -559,7 +559,7 @@ def _added_up() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
 
 def test_sums_computed_on_nodes_change_no_bit(driver: Call) -> None:
     here = run(SUMMED, Synchronous(16), Ideal()).bits
-    (apart, with_it), (together, without) = driver(_added_up)
+    (apart, with_it), (together, without) = driver(_run_with_and_without_sums)
     assert apart == together == here
     assert (with_it["train"], with_it["train_apart"], with_it["add_up"]) == ({0}, {1}, {1})
     assert without["train"] == {0, 1} and "add_up" not in without
@@ -616,7 +616,7 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
         list(on_ray.run(study, Synchronous(4), Lognormal(), size, RayOptions(), say))
     except TooManyFailuresError as error:
         failed = str(error)
-    return told, refused, failed, _gone(_groups)
+    return told, refused, failed, _wait_until_empty(_groups)
 
 
 def test_run_without_free_cpus_waits_or_is_refused_if_wait_is_0(
@@ -647,7 +647,11 @@ def _side_by_side() -> tuple[list[list[str]], str, bool]:
         next(runs[2])
     for each in runs:
         each.close()  # type: ignore[attr-defined]  # as Ctrl-C does
-    return slots, str(refused.value), _gone(lambda: [*_groups(), *_actors("raysim-")])
+    return (
+        slots,
+        str(refused.value),
+        _wait_until_empty(lambda: [*_groups(), *_living_actors("raysim-")]),
+    )
 
 
 def _slots(_: Any) -> list[str]:
@@ -682,7 +686,7 @@ def _driver_dies() -> tuple[bool, bool]:
         assert dying.stdout.readline() == "placed\n"
         there = "dying" in _groups()
         dying.send_signal(signal.SIGKILL)
-    return there, _gone(lambda: "dying" in _groups())
+    return there, _wait_until_empty(lambda: "dying" in _groups())
 
 
 def test_placement_group_of_killed_driver_is_removed(driver: Call) -> None:
@@ -779,7 +783,7 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
             bits.append((last.model_sha256, last.state_sha256))
         finally:
             living.append(
-                {name: actor._actor_id.hex() for name, actor in _actors("together-").items()}
+                {name: actor._actor_id.hex() for name, actor in _living_actors("together-").items()}
             )
 
     with on_ray.keep_processes("together"):
@@ -789,7 +793,9 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
         with suppress(TooManyFailuresError):
             after(with_settings(run_spec(Failing(), model=NORMED), tolerate=0.0), 1)
     living.append(
-        {} if _gone(lambda: [*_groups(), *_actors("together-")]) else {"somebody": "lives"}
+        {}
+        if _wait_until_empty(lambda: [*_groups(), *_living_actors("together-")])
+        else {"somebody": "lives"}
     )
     return bits, living
 
@@ -809,7 +815,7 @@ def test_processes_are_reused_by_equal_runs_until_a_failure(
 
 
 # --- inside a search ------------------------------------------------------------------------------
-def _trial() -> tuple[tuple[str, str], list[str], Size]:
+def _run_as_trial() -> tuple[tuple[str, str], list[str], Size]:
     """Run in bundle 0 of the current placement group, as a trial of a Ray Tune sweep does.
 
     Return three things: the sha256 pair (model, state), the names of all placement groups, and the
@@ -829,7 +835,9 @@ def _search() -> Any:
 
     group = ray.util.placement_group([{"CPU": 0.5}, {"CPU": 0.5}], name="trial")
     strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
-    found = ray.get(ray.remote(_trial).options(num_cpus=0.5, scheduling_strategy=strategy).remote())
+    found = ray.get(
+        ray.remote(_run_as_trial).options(num_cpus=0.5, scheduling_strategy=strategy).remote()
+    )
     kept = _groups()
     ray.util.remove_placement_group(group)
     return *found, kept

@@ -207,7 +207,7 @@ def after(before: Snapshot, *changed: int, job: int) -> Snapshot:
     )
 
 
-def logged(folder: Path) -> dict[str, int]:
+def log_inodes(folder: Path) -> dict[str, int]:
     """Return the inode number of each file in the folder `log`, by file name.
 
     A file that was rewritten gets another inode number, and a file that was only extended does not.
@@ -221,7 +221,7 @@ def test_checkpoint_writes_only_changed_states(tmp_path: Path) -> None:
     run.write(1, now)
     for version in range(2, 12):
         now = after(now, version, 50, job=1000 * version)
-        before = logged(tmp_path)
+        before = log_inodes(tmp_path)
         seen = StatesByClient(
             now.clients, lambda client, now=now: read_clients.append(client) or now.clients[client]
         )  # type: ignore[func-returns-value,misc]
@@ -231,7 +231,9 @@ def test_checkpoint_writes_only_changed_states(tmp_path: Path) -> None:
             == {version, 50, *([] if version == 2 else [version - 1])} & set(read_clients)
             >= {version, 50}
         )
-        new = {name: inode for name, inode in logged(tmp_path).items() if before.get(name) != inode}
+        new = {
+            name: inode for name, inode in log_inodes(tmp_path).items() if before.get(name) != inode
+        }
         assert (
             len(new) == 1
             and sum((tmp_path / "log" / name).stat().st_size for name in new) < 4 * 4096
@@ -250,7 +252,7 @@ def test_size_of_the_client_state_log_is_bounded(
     rng = np.random.default_rng(0)
     for version in range(1, 60):
         now = after(now, *rng.choice(40, 5, replace=False).tolist(), job=1000 * version)
-        before = logged(tmp_path) if version > 1 else {}
+        before = log_inodes(tmp_path) if version > 1 else {}
         path = run.write(version, now)
         sizes = {file.name: file.stat().st_size for file in (tmp_path / "log").iterdir()}
         written += sum(size for name, size in sizes.items() if name not in before)
@@ -501,7 +503,7 @@ IN_MEMORY = {
 ERRORS = {"pickle.UnpicklingError", "pickle.PickleError"}  # catching one reads nothing
 
 
-def unsafe(text: str) -> list[str]:
+def pickle_functions(text: str) -> list[str]:
     """Return the names in a Python source text of functions that read or write pickles.
 
     Functions that check which classes a pickle names are not in the result.
@@ -546,7 +548,7 @@ def test_raysim_does_not_pickle() -> None:
     found = {}
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
-        names = set(unsafe(path.read_text())) - IN_MEMORY.get(name, set())
+        names = set(pickle_functions(path.read_text())) - IN_MEMORY.get(name, set())
         if names:
             found[name] = names
     assert found == {}
@@ -565,7 +567,7 @@ def test_raysim_does_not_pickle() -> None:
     ],
 )
 def test_check_finds_code_that_pickles(line: str) -> None:
-    assert unsafe(line)
+    assert pickle_functions(line)
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -695,7 +697,7 @@ CHILD = """
 import os, signal, sys
 sys.path[:0] = {tests!r}.split(os.pathsep)
 import {module} as here
-here.killed({folder!r}, {where!r})
+here.run_until_killed({folder!r}, {where!r})
 """
 
 
@@ -717,7 +719,7 @@ def study_and_settings(where: str) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def killed(folder: str, where: str) -> None:
+def run_until_killed(folder: str, where: str) -> None:
     """Run until the process kills itself in the middle of the run.
 
     where: when it kills itself, a key of `KILLED`.

@@ -45,7 +45,7 @@ from raysim.training.worker import Worker
 ALL = Evaluation(finetune=Finetune(2), decompose=1)
 
 
-def apart(clients: int = 4) -> FederatedData:
+def data_with_tests(clients: int = 4) -> FederatedData:
     """Return data in which each client has its own test samples.
 
     clients: the number of clients.
@@ -88,14 +88,14 @@ class Pooled(Method):
 @pytest.mark.parametrize("schedule", [Synchronous(3), Buffered(concurrency=3, size=2)])
 @pytest.mark.parametrize("methods", [(), (FedBN(),)])
 def test_evaluation_does_not_change_training(methods: tuple[Method, ...], schedule: Any) -> None:
-    study = run_spec(*methods, model=NORMED_MLP, data=apart())
+    study = run_spec(*methods, model=NORMED_MLP, data=data_with_tests())
     plain, watched = run(study, schedule), run(study, schedule, evaluate=ALL)
     assert plain.bits == watched.bits
     assert all(row["accuracy_finetuned"] is not None for row in watched.rows)
 
 
 def test_evaluation_does_not_change_dropout_in_training() -> None:
-    study = run_spec(model=Dropping(), data=apart())
+    study = run_spec(model=Dropping(), data=data_with_tests())
     assert run(study).bits == run(study, evaluate=ALL).bits
 
 
@@ -103,15 +103,15 @@ def test_evaluation_does_not_change_dropout_in_training() -> None:
 def test_evaluation_has_the_same_bits_on_three_workers(
     methods: tuple[Method, ...],
 ) -> None:
-    study = run_spec(*methods, model=NORMED_MLP, data=apart())
+    study = run_spec(*methods, model=NORMED_MLP, data=data_with_tests())
     one = run(study, evaluate=ALL)
     three = run_to_end(coordinate(study, runtime=several_workers(study, 3), evaluate=ALL))
     assert one.history == three.history and one.bits == three.bits
 
 
 def test_run_with_personal_layers_has_no_central_score() -> None:
-    plain = run(run_spec(data=apart())).rows[-1]
-    normed = run(run_spec(FedBN(), model=NORMED_MLP, data=apart())).rows[-1]
+    plain = run(run_spec(data=data_with_tests())).rows[-1]
+    normed = run(run_spec(FedBN(), model=NORMED_MLP, data=data_with_tests())).rows[-1]
     assert plain["accuracy_global"] is not None and "accuracy_shared" not in plain
     assert (
         normed["accuracy"] is not None
@@ -121,7 +121,10 @@ def test_run_with_personal_layers_has_no_central_score() -> None:
 
 
 def test_personalised_run_scores_shared_and_own_models() -> None:
-    both, plain = run(run_spec(Doubled(), data=apart())), run(run_spec(data=apart()))
+    both, plain = (
+        run(run_spec(Doubled(), data=data_with_tests())),
+        run(run_spec(data=data_with_tests())),
+    )
     assert both.bits == plain.bits
     for own, shared in zip(both.rows, plain.rows, strict=True):
         assert (
@@ -133,7 +136,7 @@ def test_personalised_run_scores_shared_and_own_models() -> None:
 
 def test_finetuning_the_head_keeps_the_extractor() -> None:
     seen: list[dict[str, Tensor]] = []
-    study = run_spec(model=NORMED_MLP, data=apart())
+    study = run_spec(model=NORMED_MLP, data=data_with_tests())
     worker = several_workers(study, 1).members[0]
     for head in (True, False):
         before = worker.vector.data.clone()
@@ -152,7 +155,7 @@ def test_finetuning_the_head_keeps_the_extractor() -> None:
 
 
 def test_finetuning_dropout_depends_on_client_and_version() -> None:
-    study = run_spec(model=Dropping(), data=apart())
+    study = run_spec(model=Dropping(), data=data_with_tests())
     worker = several_workers(study, 1).members[0]
     start, result = worker.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
     rows = study.data.partition.train.rows(0)
@@ -186,17 +189,20 @@ def test_finetuning_can_also_use_samples_left_out_of_training() -> None:
 
 
 def test_evaluation_can_fine_tune_in_the_last_round_only() -> None:
-    rows = run(run_spec(data=apart()), evaluate=Evaluation(finetune=Finetune(1, last=True))).rows
+    rows = run(
+        run_spec(data=data_with_tests()), evaluate=Evaluation(finetune=Finetune(1, last=True))
+    ).rows
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
 def test_setting_evaluate_common_needs_personal_models() -> None:
     rows = run(
-        run_spec(FedBN(), model=NORMED_MLP, data=apart()), evaluate=Evaluation(common=True)
+        run_spec(FedBN(), model=NORMED_MLP, data=data_with_tests()),
+        evaluate=Evaluation(common=True),
     ).rows
     assert all(0 <= row["accuracy_common"] <= 1 for row in rows)  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"evaluate\.common=true"):
-        coordinate(run_spec(data=apart()), evaluate=Evaluation(common=True))
+        coordinate(run_spec(data=data_with_tests()), evaluate=Evaluation(common=True))
 
 
 def decomposed(rows: list[Any]) -> list[dict[str, float]]:
@@ -207,7 +213,7 @@ def decomposed(rows: list[Any]) -> list[dict[str, float]]:
 
 
 def test_loss_decomposition_adds_up_to_the_loss() -> None:
-    study = run_spec(data=apart(), local=replace(LOCAL, lr=0.2))
+    study = run_spec(data=data_with_tests(), local=replace(LOCAL, lr=0.2))
     result = run(study, Synchronous(4), evaluate=Evaluation(decompose=2), rounds=4)
     parts = decomposed(result.rows)
     assert [bool(part) for part in parts] == [False, True, False, True]
@@ -233,7 +239,7 @@ def test_loss_decomposition_adds_up_to_the_loss() -> None:
 def test_loss_decomposition_uses_models_before_personalisation() -> None:
     asked: dict[str, Any] = {"rounds": 2, "evaluate": Evaluation(decompose=1)}
     plain, doubled = (
-        decomposed(run(run_spec(*methods, data=apart()), Synchronous(3), **asked).rows)
+        decomposed(run(run_spec(*methods, data=data_with_tests()), Synchronous(3), **asked).rows)
         for methods in ((), (Doubled(),))
     )
     assert plain == doubled and all(plain)
@@ -241,7 +247,7 @@ def test_loss_decomposition_uses_models_before_personalisation() -> None:
 
 def test_loss_decomposition_of_one_client_has_no_distribution_shift() -> None:
     (part, *_) = decomposed(
-        run(run_spec(data=apart()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows
+        run(run_spec(data=data_with_tests()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows
     )
     assert part["distribution_shift"] == 0.0 and part["aggregation"] == pytest.approx(0.0, abs=1e-6)
 
@@ -376,8 +382,10 @@ def test_best_round_is_the_first_of_equal_ones() -> None:
 
 
 def test_centralized_model_is_scored_on_test_samples_of_clients() -> None:
-    data = pool_clients(apart())
-    assert np.array_equal(data.partition.train.rows(0), np.sort(apart().partition.train.indices))
+    data = pool_clients(data_with_tests())
+    assert np.array_equal(
+        data.partition.train.rows(0), np.sort(data_with_tests().partition.train.indices)
+    )
     result = run(run_spec(Pooled(), data=data), Synchronous(1))
     assert result.rows[-1]["floats_up"] is None and result.rows[-1]["floats_down"] is None
     assert (
@@ -455,7 +463,7 @@ def test_evaluation_settings_below_their_minimum_are_refused(key: str, least: in
 
 
 def test_evaluation_has_equal_scores_with_client_states_on_disk() -> None:
-    study = run_spec(FedBN(), model=NORMED_MLP, data=apart(clients=1))
+    study = run_spec(FedBN(), model=NORMED_MLP, data=data_with_tests(clients=1))
     kept, on_disk = (run(study, Synchronous(1), state_budget=budget) for budget in (math.inf, 0.0))
     assert "accuracy" in kept.history[-1] and on_disk.rows[-1]["spilled_bytes"]
     assert kept.history == on_disk.history
@@ -470,7 +478,7 @@ def test_evaluation_of_a_shared_model_sends_no_states() -> None:
                 asked.extend(task.client for task in args[0])
             return super().call(worker, method, *args, returns=returns)
 
-    study = run_spec(data=apart())
+    study = run_spec(data=data_with_tests())
     runtime: Any = Watched(Worker(study))
     run_to_end(coordinate(study, runtime=runtime, rounds=1))
     assert set(asked) == {-1}

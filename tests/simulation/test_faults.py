@@ -345,7 +345,7 @@ def test_too_many_failures_stop_run_without_a_folder() -> None:
 
 
 # --- hooks of a user's own ------------------------------------------------------------------------
-def mine(**attributes: Any) -> Method:
+def user_method(**attributes: Any) -> Method:
     """Return a method of a new class, as a user would define it.
 
     attributes: the attributes of the class, such as its hooks.
@@ -389,7 +389,7 @@ def declares_upload(self: Any, run: Setup) -> None:
     run.upload("x", 3)
 
 
-def draws(value: Any) -> Any:
+def setup_with_draw(value: Any) -> Any:
     """Return a `setup` hook of a method, which declares the random draw "x".
 
     value: what each draw returns in place of random numbers.
@@ -414,21 +414,30 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (mine(loss=lambda *given: None), "method 'mine' returns nothing from loss"),
-        (mine(batch=lambda *given: None), "method 'mine' returns nothing from batch"),
+        (user_method(loss=lambda *given: None), "method 'mine' returns nothing from loss"),
+        (user_method(batch=lambda *given: None), "method 'mine' returns nothing from batch"),
         (
-            mine(perturb=lambda *given: 1.0),
+            user_method(perturb=lambda *given: 1.0),
             "method 'mine' returns a value of type float from perturb",
         ),
-        (mine(setup=draws(None)), "method 'mine' returns nothing from the function of run.draw"),
-        (mine(setup=draws([])), "method 'mine' returns 0 tensors from the function of run.draw"),
-        (mine(end=reports), "job.report['z'] of method 'mine' is None"),
-        (mine(end=writes), UNDECLARED),
-        (mine(end=removes, setup=keeps), "job.state['x'] of method 'mine' was removed"),
-        (mine(end=uploads), "job.upload['x'] of method 'mine' is not declared"),
-        (mine(end=uploads_without_name), "job.upload['x'] is not declared"),
-        (mine(setup=declares_upload), "job.upload['x'] is missing"),
-        (mine(end=uploads, setup=declares_upload), "job.upload['x'] of method 'mine' has 2 floats"),
+        (
+            user_method(setup=setup_with_draw(None)),
+            "method 'mine' returns nothing from the function of run.draw",
+        ),
+        (
+            user_method(setup=setup_with_draw([])),
+            "method 'mine' returns 0 tensors from the function of run.draw",
+        ),
+        (user_method(end=reports), "job.report['z'] of method 'mine' is None"),
+        (user_method(end=writes), UNDECLARED),
+        (user_method(end=removes, setup=keeps), "job.state['x'] of method 'mine' was removed"),
+        (user_method(end=uploads), "job.upload['x'] of method 'mine' is not declared"),
+        (user_method(end=uploads_without_name), "job.upload['x'] is not declared"),
+        (user_method(setup=declares_upload), "job.upload['x'] is missing"),
+        (
+            user_method(end=uploads, setup=declares_upload),
+            "job.upload['x'] of method 'mine' has 2 floats",
+        ),
     ],
 )
 def test_error_of_an_invalid_client_hook_is_one_line(method: Method, sentence: str) -> None:
@@ -443,7 +452,7 @@ def test_error_of_an_invalid_client_hook_is_one_line(method: Method, sentence: s
     ("hook", "sentence"), [(raises, "ValueError: my bug"), (reads, UNDECLARED)]
 )
 def test_error_of_failing_hook_shows_the_users_lines(hook: Any, sentence: str) -> None:
-    first, *trace = stopped_by(mine(end=hook))
+    first, *trace = stopped_by(user_method(end=hook))
     assert first.startswith(
         "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, "
         "worker worker-0: "
@@ -499,7 +508,7 @@ def reports_text(self: Any, aggregation: Any, server: Any) -> None:
 def test_error_of_an_invalid_server_hook_is_one_line(
     hooks: Mapping[str, Any], sentence: str
 ) -> None:
-    (line,) = stopped_by(mine(**hooks))
+    (line,) = stopped_by(user_method(**hooks))
     assert line.startswith(WHERE) and sentence in line
     assert line.endswith("Continue from the last checkpoint with resume=latest.")
 
@@ -521,7 +530,7 @@ def scores_nothing(self: Any, run: Setup) -> None:
 )
 def test_hook_that_returns_no_tensor_is_an_error(setup: Any, sentence: str) -> None:
     with pytest.raises(HookError, match=f"method 'mine' returns {sentence}"):
-        run(run_spec(mine(setup=setup)), ALL, rounds=1)
+        run(run_spec(user_method(setup=setup)), ALL, rounds=1)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, ValueError, SystemExit])

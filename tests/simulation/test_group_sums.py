@@ -84,7 +84,7 @@ class Nodes(InProcess):
         return super().get(ref)
 
 
-def apart(
+def run_on_nodes(
     spec: RunSpec, nodes: Sequence[int] = NODES, schedule: Schedule = COHORT, least: float = 0.0
 ) -> tuple[FinishedRun, Nodes]:
     """Return a finished run whose workers are on several nodes, and its runtime.
@@ -100,7 +100,7 @@ def apart(
 @pytest.mark.parametrize("methods", [(), (Sick(),), (Dead(),)], ids=["well", "sick", "dead"])
 def test_sums_computed_on_nodes_have_the_bits_of_one_worker(methods: tuple[Method, ...]) -> None:
     alone = run_to_end(coordinate(study(*methods), COHORT, Ideal()))
-    there, runtime = apart(study(*methods))
+    there, runtime = run_on_nodes(study(*methods))
     assert (there.bits, there.history) == (alone.bits, alone.history)
     assert {node for name, node in runtime.trained if name == "train_apart"} == {1, 2}
     assert {node for name, node in runtime.trained if name == "train"} == {0}
@@ -113,11 +113,11 @@ def test_coordinator_gets_few_vectors_from_nodes() -> None:
     With three nodes and 12 clients it receives 2 vectors a round. With two nodes of two workers and
     8 clients it receives 3, and with eight nodes and 16 clients 4.
     """
-    _, runtime = apart(study(), (0, 1, 2), Synchronous(12))
+    _, runtime = run_on_nodes(study(), (0, 1, 2), Synchronous(12))
     assert sum(runtime.vectors) == 2 * 2, "one of node 0, and one of both others"
-    _, runtime = apart(study(), (0, 0, 1, 1), Synchronous(8))
+    _, runtime = run_on_nodes(study(), (0, 0, 1, 1), Synchronous(8))
     assert sum(runtime.vectors) == 2 * 3, "two of node 0, one of node 1"
-    _, runtime = apart(study(), tuple(range(8)), Synchronous(16))
+    _, runtime = run_on_nodes(study(), tuple(range(8)), Synchronous(16))
     assert sum(runtime.vectors) == 2 * 4, "1 of node 0, and of 1, 2 and 4 other nodes"
 
 
@@ -128,7 +128,7 @@ def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], le
     nodes: for each worker, the number of its node.
     least: nodes add up updates of models with at least so many parameters.
     """
-    result, runtime = apart(study(), nodes, Synchronous(6), least)
+    result, runtime = run_on_nodes(study(), nodes, Synchronous(6), least)
     assert result.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits
     assert {name for name, _ in runtime.trained} == {"train"} and not runtime.added
 
@@ -231,8 +231,8 @@ def test_history_counts_bytes_between_nodes() -> None:
     row = columns_of_nodes((0, 0, 1, 1))[1]
     assert round(row["node_0_out_bytes"]) == round(row["node_1_in_bytes"]) == 1
     assert round(row["node_1_out_bytes"]) == round(row["node_0_in_bytes"]) == 1
-    apart = columns_of_nodes((0, 0, 1, 1), least=1e9)[1]
-    assert round(apart["node_0_in_bytes"]) == 2, "a sum of each worker of node 1"
+    run_on_nodes = columns_of_nodes((0, 0, 1, 1), least=1e9)[1]
+    assert round(run_on_nodes["node_0_in_bytes"]) == 2, "a sum of each worker of node 1"
 
 
 def test_history_of_one_node_has_no_bytes_between_nodes() -> None:

@@ -83,13 +83,13 @@ def test_jobs_of_every_topology_end_once_and_time_never_decreases(
     if rule == "random":
         assert found[-1].down == sum(job.down for job in jobs)
     if network.own_schedules:
-        check_sites_of(found, network)
+        check_replica_schedules(found, network)
     elif network.exchanges:
         every = [(step.version + 1) % network.every == 0 for step in found]
         assert [step.meets for step in found] == every
 
 
-def check_sites_of(found: Sequence[PlannedAggregation], network: Network) -> None:
+def check_replica_schedules(found: Sequence[PlannedAggregation], network: Network) -> None:
     """Check aggregations of a topology in which each replica has its own schedule.
 
     Each replica must have its own clients, versions and traffic. Replicas that exchange models must

@@ -69,7 +69,7 @@ def sample(clients: int, seed: int = 0) -> list[Row]:
     return rows
 
 
-def stored(folder: Path, rows: list[Row], **columns: pa.DataType) -> str:
+def write_unchecked(folder: Path, rows: list[Row], **columns: pa.DataType) -> str:
     """Write rows of a trace to a file without checking them, and return its path.
 
     columns: Arrow types of columns that get another type than the schema of traces says.
@@ -112,13 +112,15 @@ def test_trace_may_give_the_speed_of_devices_in_flops(tmp_path: Path) -> None:
 
 def test_trace_accepts_narrow_number_types_and_named_clients(tmp_path: Path) -> None:
     rows = [row(f"phone {each}", start=[10, 300], end=[200, 900], period=1000) for each in range(2)]  # type: ignore[arg-type]
-    result = read(stored(tmp_path, rows, speed=pa.float32(), start=pa.large_list(pa.int32())))
+    result = read(
+        write_unchecked(tmp_path, rows, speed=pa.float32(), start=pa.large_list(pa.int32()))
+    )
     assert result.bounds.tolist() == [10.0, 200.0, 300.0, 900.0] * 2
     assert result.first.tolist() == [0, 4, 8]
 
 
 def test_trace_file_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = stored(tmp_path, sample(20))
+    file = write_unchecked(tmp_path, sample(20))
     whole = read(file)
     monkeypatch.setattr(trace, "_ROWS", 3)
     for one, other in zip(whole, read(file), strict=True):
@@ -149,7 +151,7 @@ def test_large_row_group_of_a_trace_is_read_in_parts(
 
 def test_touching_intervals_of_a_trace_are_joined(tmp_path: Path) -> None:
     rows = [row(0, start=[0.0, 5.0, 9.0], end=[5.0, 9.0, 12.0]), row(1, start=[12.0], end=[20.0])]
-    result = read(stored(tmp_path, rows))
+    result = read(write_unchecked(tmp_path, rows))
     assert result.bounds.tolist() == [0.0, 12.0, 12.0, 20.0]
     assert result.first.tolist() == [0, 2, 4]
 
@@ -237,7 +239,7 @@ def test_error_of_wrong_trace_row_names_client_and_row(
     rows = [row(100 + each) for each in range(6)]
     rows[at] |= wrong
     with pytest.raises(ValueError) as caught:
-        read(file := stored(tmp_path, rows))
+        read(file := write_unchecked(tmp_path, rows))
     assert str(caught.value).startswith(f"{file}: client {100 + at} (row {at}): {text}")
     assert "\n" not in str(caught.value)
 
@@ -266,7 +268,7 @@ def test_trace_with_other_columns_is_refused(
     tmp_path: Path, rows: list[Row], columns: Any, text: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        read(file := stored(tmp_path, rows, **columns))
+        read(file := write_unchecked(tmp_path, rows, **columns))
     assert str(caught.value).startswith(file)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -275,7 +277,7 @@ def test_trace_with_other_columns_is_refused(
 def test_wrong_trace_is_refused_when_a_run_is_built(
     tmp_path: Path,
 ) -> None:
-    file = stored(tmp_path, [row(), row(1, up=0.0)])
+    file = write_unchecked(tmp_path, [row(), row(1, up=0.0)])
     with pytest.raises(RefusedError, match=r"client 1 \(row 1\): up is 0\.0"):
         raysim.build([*QUICK, "runtime=local", "fleet=trace", f"fleet.file={file}"])
 

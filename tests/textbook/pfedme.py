@@ -55,17 +55,21 @@ def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Bo
 
     private = {i: {"pfedme.theta": flatten(theta)} for i, theta in thetas.items()}
     scored = {
-        i: {name: thetas[i][name] if i in thetas else x[name] for name in x if not counts(name)}
+        i: {
+            name: thetas[i][name] if i in thetas else x[name]
+            for name in x
+            if not is_integer_buffer(name)
+        }
         for i in range(world.clients)
     }
     return Book(x, private, own=scored)
 
 
-def counts(name: str) -> bool:
+def is_integer_buffer(name: str) -> bool:
     return name.endswith("num_batches_tracked")
 
 
 def flatten(p: Params) -> torch.Tensor:
     """Return all parameters, followed by all floating-point buffers, as one vector."""
-    buffers = [name for name in p if is_buffer(name) and not counts(name)]
+    buffers = [name for name in p if is_buffer(name) and not is_integer_buffer(name)]
     return torch.cat([p[name].flatten() for name in (*trainable(p), *buffers)])

@@ -220,7 +220,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def named(pid: int) -> str:
+def command_line_of(pid: int) -> str:
     """Return the command line of a process; "" if the process does not exist."""
     with contextlib.suppress(OSError):
         return (
@@ -229,7 +229,7 @@ def named(pid: int) -> str:
     return ""
 
 
-def worked(pid: int) -> float:
+def used_cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process and its descendants, including ended ones."""
     seconds = 0.0
     for each in [pid, *descendants(pid)]:
@@ -247,14 +247,14 @@ def processes(run: ForkServerProcess, victim: str) -> list[int]:
     assert run.pid is not None
     if not (place := VICTIMS[victim]):
         return [run.pid]
-    return [pid for pid in descendants(run.pid) if place in named(pid)[:200]]
+    return [pid for pid in descendants(run.pid) if place in command_line_of(pid)[:200]]
 
 
 def await_moment(run: ForkServerProcess, seconds: float) -> bool:
     """Wait until a run has used `seconds` of CPU time; return whether it is still running."""
     assert run.pid is not None
     while run.is_alive():
-        if worked(run.pid) >= seconds:
+        if used_cpu_seconds(run.pid) >= seconds:
             return True
         time.sleep(0.005)
     return False
@@ -314,7 +314,7 @@ HANGS = -99
 def leftover(mark: str) -> list[str]:
     """Return the processes of a case that still run a minute after the end of all its runs."""
     for _ in range(60):
-        if not (found := [named(pid) for pid in _marked(mark)]):
+        if not (found := [command_line_of(pid) for pid in _marked(mark)]):
             break
         time.sleep(1)
     return found
@@ -361,7 +361,7 @@ def undisturbed(case: Case) -> Undisturbed:
                 (folder / "mlflow.db").write_bytes(_database())
             run = start(case.words, folder, uuid.uuid4().hex)
             while run.is_alive():
-                seconds = max(seconds, worked(run.pid or 0))
+                seconds = max(seconds, used_cpu_seconds(run.pid or 0))
                 time.sleep(0.02)
             assert finish(run) == 0, (folder / "err").read_text()
             sizes = [path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file()]

@@ -201,7 +201,7 @@ def keep(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def somewhere() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """Yield a new empty folder, in which raysim also caches data until the end of the block."""
     before = os.environ.get("RAYSIM_CACHE")
     with tempfile.TemporaryDirectory(prefix="raysim-fuzz-") as text:
@@ -326,7 +326,7 @@ def command_lines(data: Any) -> None:
     given_words = [
         word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=2)) for word in words
     ]
-    with somewhere() as folder:
+    with temporary_folder() as folder:
         methods = "method=[fedprox,scaffold,fedavgm]"
         case("command line", ["run", "out=out", *_rest(given_words), methods, *given_words], folder)
 
@@ -356,7 +356,7 @@ def other_commands(data: Any) -> None:
     words = [
         word for words in data.draw(st.lists(OVERRIDES, min_size=1, max_size=3)) for word in words
     ]
-    with somewhere() as folder:
+    with temporary_folder() as folder:
         shutil.copytree(prepared("run"), folder, dirs_exist_ok=True)
         case(f"command {name}".rstrip(), [*COMMANDS[name], *words], folder)
 
@@ -380,14 +380,14 @@ def stored_configurations(data: Any) -> None:
             del node[path[-1]]
         text = yaml.safe_dump(config).encode()
     else:
-        text = mutated(data, yaml.safe_dump(config).encode())
-    with somewhere() as folder:
+        text = change_bytes(data, yaml.safe_dump(config).encode())
+    with temporary_folder() as folder:
         (folder / "stored.yaml").write_bytes(text)
         short = [*QUICK[:2], "rounds=1", "local.epochs=1"]
         case("configuration", ["run", "--config", "stored.yaml", "out=out", *short], folder)
 
 
-def mutated(data: Any, content: bytes) -> bytes:
+def change_bytes(data: Any, content: bytes) -> bytes:
     """Return the content after one to three random changes.
 
     A change alters one byte, cuts off the end, or inserts, zeroes or deletes some bytes.
@@ -418,7 +418,7 @@ def damage(data: Any, path: Path) -> None:
     content = path.read_bytes()
     path.unlink()
     if kind == "bytes":
-        path.write_bytes(mutated(data, content))
+        path.write_bytes(change_bytes(data, content))
     elif kind == "pipe":
         os.mkfifo(path)
     elif kind == "folder":
@@ -566,7 +566,7 @@ def damaged_files(data: Any) -> None:
     """Run a command after damage to one of the files that it reads."""
     kind = data.draw(st.sampled_from(sorted(READERS)))
     pattern, words = READERS[kind]
-    with somewhere() as folder:
+    with temporary_folder() as folder:
         shutil.copytree(prepared(kind.partition(",")[0]), folder, dirs_exist_ok=True)
         found = sorted(path for path in folder.glob(pattern) if path.is_file())
         damage(data, data.draw(st.sampled_from(found)))
@@ -594,7 +594,7 @@ def odd_labels(data: Any) -> None:
     kinds = st.sampled_from(
         [LABELS, st.lists(LABELS, max_size=2), st.lists(st.lists(LABELS, max_size=1), max_size=2)]
     )
-    with somewhere() as folder:
+    with temporary_folder() as folder:
         usual = pa.array([0, 1] * 10)
         for split in ("train", "test"):
             rows = [data.draw(data.draw(kinds))] * data.draw(st.sampled_from([0, 1, 20]))

@@ -495,17 +495,17 @@ def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any],
             stop(pid)
 
 
-def copied(folder: Path, number: int) -> Path:
+def copy_working_tree(folder: Path, number: int) -> Path:
     """Copy the working tree to folder/copyNUMBER, and return this path.
 
     Files that git ignores are not copied.
     """
-    copy, listed = (
+    copy, print_mutants = (
         folder / f"copy{number}",
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
     )
     for name in subprocess.run(
-        listed, cwd=ROOT, check=True, capture_output=True, text=True
+        print_mutants, cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split("\0"):
         if name and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -513,7 +513,7 @@ def copied(folder: Path, number: int) -> Path:
     return copy
 
 
-def mapping(paths: Sequence[str], copies: Sequence[Path]) -> Map:
+def map_tests(paths: Sequence[str], copies: Sequence[Path]) -> Map:
     """Run each test file once, in a process of its own, and return the map of lines to tests.
 
     paths: test files or folders.
@@ -559,7 +559,7 @@ def check_unmutated(tests: set[str], copies: Sequence[Path]) -> None:
     drive([functools.partial(trial, part) for part in parts if part], copies, lambda _: None)
 
 
-def judged(
+def run_mutant(
     number: int, mutant: Mutant, known: Map, cap: float, copy: Path
 ) -> Generator[Asked, Outcome, Any]:
     """Write a mutant into a copy, run its tests, and restore the file; return the result.
@@ -620,7 +620,7 @@ def progress(text: str) -> None:
     )
 
 
-def shown(one: dict[str, Any]) -> str:
+def format_survivor(one: dict[str, Any]) -> str:
     """Return a survivor as a small diff."""
     ran = f"{one['tests']} of {one['covering']} tests" if one["covering"] else "no test runs it"
     texts = [
@@ -651,7 +651,7 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
         print(f"{file:<40}{made:>6}{counts}")
     for one in results:
         if one["verdict"] in ("survived", "equivalent"):
-            print(f"\n{shown(one)}")
+            print(f"\n{format_survivor(one)}")
 
 
 def chosen(root: Path, args: argparse.Namespace) -> dict[int, Mutant]:
@@ -664,7 +664,7 @@ def chosen(root: Path, args: argparse.Namespace) -> dict[int, Mutant]:
     )
 
 
-def listed(mutants: dict[int, Mutant]) -> None:
+def print_mutants(mutants: dict[int, Mutant]) -> None:
     """Print the mutants without running tests."""
     for number, mutant in mutants.items():
         before, after = mutant.texts((ROOT / mutant.file).read_bytes())
@@ -700,7 +700,7 @@ def main() -> None:
     args = parser.parse_args()
 
     if args.list:
-        return listed(chosen(ROOT, args))
+        return print_mutants(chosen(ROOT, args))
     if os.environ.get("RAYSIM_SHARED"):
         os.environ["RAYSIM_SHARED"] = str(Path(os.environ["RAYSIM_SHARED"]).resolve())
     # Asked for by a test of pytest-xdist, its own tests would leave as workers do, without a map.
@@ -738,9 +738,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(
         prefix="raysim-mutants-", ignore_cleanup_errors=True
     ) as folder:
-        copies = [copied(Path(folder), number) for number in range(args.jobs)]
+        copies = [copy_working_tree(Path(folder), number) for number in range(args.jobs)]
         mutants = chosen(copies[0], args)
-        known = Map(json.loads(args.map.read_text())) if args.map else mapping(args.tests, copies)
+        known = Map(json.loads(args.map.read_text())) if args.map else map_tests(args.tests, copies)
         if not args.map:
             args.out.with_suffix(".map.json").write_text(json.dumps(known.stored))
         print(
@@ -751,7 +751,7 @@ def main() -> None:
         check_unmutated({test for parts in portions for part in parts for test in part}, copies)
         started = time.monotonic()
         trials = [
-            functools.partial(judged, number, mutant, known, args.cap)
+            functools.partial(run_mutant, number, mutant, known, args.cap)
             for number, mutant in mutants.items()
         ]
         with contextlib.suppress(KeyboardInterrupt):

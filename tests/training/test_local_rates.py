@@ -42,7 +42,7 @@ class Recorder(Method):
             self.moves = list(job.moves())
 
 
-def trained(local: Local, clip: bool = False) -> tuple[Recorder, list[Tensor]]:
+def trained(local: Local) -> tuple[Recorder, list[Tensor]]:
     """Run one round; return the recorder of client 0, and the parameters that it trained.
 
     local: the local settings of the run.

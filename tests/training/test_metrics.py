@@ -40,7 +40,7 @@ from raysim.simulation.schedule import Synchronous
 Reference = Callable[[np.ndarray, np.ndarray], float]
 
 
-def five(labels: np.ndarray, outputs: np.ndarray) -> float:
+def top_five_accuracy(labels: np.ndarray, outputs: np.ndarray) -> float:
     """Return the top-5 accuracy, which is 1 if there are at most five classes."""
     classes = outputs.shape[1]
     if classes <= 5:
@@ -48,7 +48,7 @@ def five(labels: np.ndarray, outputs: np.ndarray) -> float:
     return float(top_k_accuracy_score(labels, outputs, k=5, labels=np.arange(classes)))
 
 
-def area(labels: np.ndarray, outputs: np.ndarray) -> float:
+def mean_area_under_curve(labels: np.ndarray, outputs: np.ndarray) -> float:
     """Return the mean area under the curve over the labels with both values; nan if none has."""
     areas = [
         roc_auc_score(labels[:, column], outputs[:, column])
@@ -60,12 +60,12 @@ def area(labels: np.ndarray, outputs: np.ndarray) -> float:
 
 REFERENCES: dict[tuple[Kind, str], Reference] = {
     ("classification", "accuracy"): lambda y, out: accuracy_score(y, out.argmax(1)),
-    ("classification", "top5_accuracy"): five,
+    ("classification", "top5_accuracy"): top_five_accuracy,
     ("classification", "f1"): lambda y, out: f1_score(y, out.argmax(1), average="macro"),
-    ("classification", "auroc"): lambda y, out: area(
+    ("classification", "auroc"): lambda y, out: mean_area_under_curve(
         y[:, None] == np.arange(out.shape[1]), softmax(out.astype(np.float64), axis=1)
     ),
-    ("multilabel", "auroc"): area,
+    ("multilabel", "auroc"): mean_area_under_curve,
     ("multilabel", "f1"): lambda y, out: f1_score(y, out > 0, average="macro"),
     ("multilabel", "f1_samples"): lambda y, out: f1_score(y, out > 0, average="samples"),
     ("multilabel", "label_accuracy"): lambda y, out: 1 - hamming_loss(y, out > 0),

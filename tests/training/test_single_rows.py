@@ -104,7 +104,7 @@ def data(sizes: Sequence[int] = SIZES) -> tuple[Any, list[list[int]]]:
     return (train, test), rows
 
 
-def made(
+def build_experiment(
     layer: Any,
     *words: str,
     sizes: Sequence[int] = SIZES,
@@ -182,7 +182,7 @@ SCHEDULES = {
 }
 
 
-def finished(experiment: Experiment, folder: Path) -> None:
+def run_without_failures(experiment: Experiment, folder: Path) -> None:
     """Run an experiment to its end, and assert that no client failed and all losses are finite."""
     execution = replace(experiment.execution, out=str(folder / "run"))
     result = run(replace(experiment, execution=execution), quiet=True)
@@ -192,7 +192,7 @@ def finished(experiment: Experiment, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSING)
 def test_plan_reports_left_out_clients_of_one_sample(name: str) -> None:
-    experiment = made(REFUSING[name])
+    experiment = build_experiment(REFUSING[name])
     (text,) = [text for text in experiment.warnings if "one training sample" in text]
     assert text.startswith("partition: 2 of 7 clients")
     assert experiment.spec.data.partition.train.counts[SINGLE].tolist() == [0, 0]
@@ -200,7 +200,7 @@ def test_plan_reports_left_out_clients_of_one_sample(name: str) -> None:
 
 @pytest.mark.parametrize("name", FINE)
 def test_client_of_one_sample_trains_if_the_network_can(name: str) -> None:
-    experiment = made(FINE[name])
+    experiment = build_experiment(FINE[name])
     assert not [text for text in experiment.warnings if "one training sample" in text]
     assert experiment.spec.data.partition.train.counts.tolist() == SIZES
 
@@ -212,7 +212,9 @@ def test_schedule_never_draws_a_client_of_one_sample(name: str, lanes: int, tmp_
     # excludes.
     recorded, dropout = (["runtime.graph=true"], 0.0) if lanes > 1 else ([], 0.2)
     words = ["rounds=8", "faults.tolerate=0", f"runtime.lanes={lanes}", *recorded, *SCHEDULES[name]]
-    finished(made(REFUSING["BatchNorm1d"], *words, dropout=dropout), tmp_path)
+    run_without_failures(
+        build_experiment(REFUSING["BatchNorm1d"], *words, dropout=dropout), tmp_path
+    )
 
 
 @pytest.mark.parametrize("name", REFUSING)
@@ -222,29 +224,31 @@ def test_batches_never_have_one_sample(
     name: str, sampling: str, budget: str, tmp_path: Path
 ) -> None:
     words = ["rounds=4", "faults.tolerate=0", f"local.sampling={sampling}", budget]
-    finished(made(REFUSING[name], *words), tmp_path)
+    run_without_failures(build_experiment(REFUSING[name], *words), tmp_path)
 
 
 @pytest.mark.parametrize("name", REFUSING)
 def test_batches_of_one_sample_are_refused_before_the_start(name: str) -> None:
     with pytest.raises(RefusedError, match=r"^local\.batch: .*layer '.*1"):
-        made(REFUSING[name], "local.batch=1")
+        build_experiment(REFUSING[name], "local.batch=1")
 
 
 @pytest.mark.parametrize("name", FINE)
 def test_batches_of_one_sample_run_if_the_network_can(name: str, tmp_path: Path) -> None:
-    finished(made(FINE[name], "local.batch=1", "faults.tolerate=0"), tmp_path)
+    run_without_failures(
+        build_experiment(FINE[name], "local.batch=1", "faults.tolerate=0"), tmp_path
+    )
 
 
 def test_run_with_clients_of_one_sample_only_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"^partition: "):
-        made(REFUSING["BatchNorm1d"], sizes=[1, 1, 1, 1])
+        build_experiment(REFUSING["BatchNorm1d"], sizes=[1, 1, 1, 1])
 
 
 def test_more_clients_at_once_than_can_train_are_refused() -> None:
-    assert made(REFUSING["BatchNorm1d"], "schedule.cohort=5").schedule.size == 5
+    assert build_experiment(REFUSING["BatchNorm1d"], "schedule.cohort=5").schedule.size == 5
     with pytest.raises(RefusedError, match=r"^schedule\.cohort=6 "):
-        made(REFUSING["BatchNorm1d"], "schedule.cohort=6")
+        build_experiment(REFUSING["BatchNorm1d"], "schedule.cohort=6")
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -252,7 +256,7 @@ def test_client_of_one_sample_is_not_finetuned(head: bool, tmp_path: Path) -> No
     words = ["faults.tolerate=0", "evaluate.finetune.epochs=1", "evaluate.finetune.samples=all"]
     words += [f"evaluate.finetune.head={str(head).lower()}"]
     halves = {"sizes": [12, 3, 12, 12, 3, 12], "test_fraction": 0.34, "fraction": 0.5}
-    experiment = made(REFUSING["BatchNorm1d"], *words, **halves)  # type: ignore[arg-type]
+    experiment = build_experiment(REFUSING["BatchNorm1d"], *words, **halves)  # type: ignore[arg-type]
     partition = experiment.spec.data.partition
     assert partition.spare is not None
     assert [part.counts[1] for part in (partition.train, partition.spare, partition.test)] == [
@@ -260,13 +264,13 @@ def test_client_of_one_sample_is_not_finetuned(head: bool, tmp_path: Path) -> No
         1,
         1,
     ]
-    finished(experiment, tmp_path)
+    run_without_failures(experiment, tmp_path)
 
 
 def test_pooled_data_keep_the_samples_of_all_clients(tmp_path: Path) -> None:
-    experiment = made(REFUSING["BatchNorm1d"], "method=centralized")
+    experiment = build_experiment(REFUSING["BatchNorm1d"], "method=centralized")
     assert experiment.spec.data.partition.train.counts.tolist() == [sum(SIZES)]
-    finished(experiment, tmp_path)
+    run_without_failures(experiment, tmp_path)
 
 
 # --- methods that choose the samples of an epoch --------------------------------------------------
@@ -297,18 +301,18 @@ def test_epoch_with_one_sample_chosen_by_a_method_is_left_out(
     name: str, budget: str, make: Any, tmp_path: Path
 ) -> None:
     words = ["rounds=4", "faults.tolerate=0", budget]
-    finished(made(REFUSING[name], *words, methods=[make()]), tmp_path)
+    run_without_failures(build_experiment(REFUSING[name], *words, methods=[make()]), tmp_path)
 
 
 def test_method_that_chooses_one_sample_is_refused(tmp_path: Path) -> None:
-    experiment = made(REFUSING["BatchNorm1d"], methods=[First(True)])
+    experiment = build_experiment(REFUSING["BatchNorm1d"], methods=[First(True)])
     with pytest.raises(Exception, match=r"method 'first'"):
-        finished(experiment, tmp_path)
+        run_without_failures(experiment, tmp_path)
 
 
 def test_fedbr_refuses_pseudo_batches_of_one_sample() -> None:
     def of(layer: Any, rows: int) -> Experiment:
-        return made(layer, methods=[FedBR(pseudo_batch=rows)])
+        return build_experiment(layer, methods=[FedBR(pseudo_batch=rows)])
 
     with pytest.raises(RefusedError, match=r"^method\.fedbr\.pseudo_batch: .*layer '.*1"):
         of(REFUSING["BatchNorm1d"], 1)
@@ -319,5 +323,7 @@ def test_fedbr_refuses_pseudo_batches_of_one_sample() -> None:
     "name", ["fraug", "ditto", "fedbn", "partialfed", "pfedavg", "fedpac", "fedrep", "moon"]
 )
 def test_batches_that_a_method_makes_have_two_samples(name: str, tmp_path: Path) -> None:
-    experiment = made(REFUSING["BatchNorm1d"], f"method={name}", "rounds=4", "faults.tolerate=0")
-    finished(experiment, tmp_path)
+    experiment = build_experiment(
+        REFUSING["BatchNorm1d"], f"method={name}", "rounds=4", "faults.tolerate=0"
+    )
+    run_without_failures(experiment, tmp_path)

@@ -69,7 +69,7 @@ def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggre
 
 
 @contextmanager
-def on(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def use_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compute blocks with this number of threads until the end of the `with` block."""
     blocks._pool.cache_clear()
     with monkeypatch.context() as patched:
@@ -111,9 +111,9 @@ def test_gram_matrix_does_not_depend_on_threads(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = normal(21, length).unbind()
-    with on(1, monkeypatch):
+    with use_threads(1, monkeypatch):
         alone = gram_matrix(rows)
-    with on(3, monkeypatch):
+    with use_threads(3, monkeypatch):
         assert torch.equal(gram_matrix(rows), alone)
 
 
@@ -134,7 +134,7 @@ def test_weighted_sum_in_blocks_has_the_bits_of_a_whole_sum(
 ) -> None:
     rows, weights = normal(7, 600_001).unbind(), [0.1, 3.0, 1 / 3, 7.0, 0.7, 1.0, -2.0]
     a, b, c, d, e, f, g = (row * weight for row, weight in zip(rows, weights, strict=True))
-    with on(threads, monkeypatch):
+    with use_threads(threads, monkeypatch):
         got = linear_combination(rows, weights)
     assert torch.equal(got, ((a + b) + (c + d)) + ((e + f) + g))
 
@@ -224,7 +224,7 @@ def test_gram_matrix_needs_no_second_copy_of_the_updates(
     rows, target = normal(clients, size), server(layout=layout, clients=clients)
     method = rule()
     aggregation = given(rows, [1.0] * clients)
-    with Sizes() as sizes, on(1, monkeypatch):
+    with Sizes() as sizes, use_threads(1, monkeypatch):
         method.combine(aggregation, view(target))
         tracemalloc.start()  # sees what NumPy takes
         method.combine(aggregation, view(target))
