@@ -312,16 +312,17 @@ def test_progress_without_terminal_has_plain_lines() -> None:
 def test_dataset_copied_to_another_node_is_written_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    dataset = tiny_data().dataset_path  # written before the folder of the cache changes
     monkeypatch.setenv("RAYSIM_CACHE", str(tmp_path / "other"))
     reads = []
 
     def read() -> np.ndarray:
         reads.append(1)
-        return np.fromfile(tiny_data().dataset_path, np.uint8)
+        return np.fromfile(dataset, np.uint8)
 
-    paths = {copy_to_cache(tiny_data().dataset_path.name, read) for _ in range(3)}
-    assert paths == {tmp_path / "other" / tiny_data().dataset_path.name} and len(reads) == 1
-    assert next(iter(paths)).read_bytes() == tiny_data().dataset_path.read_bytes()
+    paths = {copy_to_cache(dataset.name, read) for _ in range(3)}
+    assert paths == {tmp_path / "other" / dataset.name} and len(reads) == 1
+    assert next(iter(paths)).read_bytes() == dataset.read_bytes()
     assert [path.suffix for path in (tmp_path / "other").iterdir() if path.suffix] == [".arrow"], (
         "nothing unfinished"
     )

@@ -231,8 +231,8 @@ def test_history_counts_bytes_between_nodes() -> None:
     row = columns_of_nodes((0, 0, 1, 1))[1]
     assert round(row["node_0_out_bytes"]) == round(row["node_1_in_bytes"]) == 1
     assert round(row["node_1_out_bytes"]) == round(row["node_0_in_bytes"]) == 1
-    run_on_nodes = columns_of_nodes((0, 0, 1, 1), least=1e9)[1]
-    assert round(run_on_nodes["node_0_in_bytes"]) == 2, "a sum of each worker of node 1"
+    unsummed = columns_of_nodes((0, 0, 1, 1), least=1e9)[1]
+    assert round(unsummed["node_0_in_bytes"]) == 2, "a sum of each worker of node 1"
 
 
 def test_history_of_one_node_has_no_bytes_between_nodes() -> None:

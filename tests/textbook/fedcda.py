@@ -49,7 +49,7 @@ def fedcda(
 ) -> Book:
     """Choose one of the last K models of each participant of an aggregation, so that J is minimal.
 
-    The participants are divided into batches, and one batch chooses after another.
+    The participants are divided into batches, which choose one after the other.
     memory: K.
     batches: the number of batches.
     smoothness: L.

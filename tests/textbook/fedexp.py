@@ -2,8 +2,8 @@
 
 Symbols: D, the mean update; p_i, the normalised weight of client i's update D_i; eta, the step size
 of the server; M, the number of clients in the round. The central scores are those of the mean of
-the last two x, with the buffers of the newest model. After the first round, they are those of the
-first x.
+the x of the last two versions, with the buffers of the newest one. After the first round, they are
+those of the newest x.
 """
 
 from __future__ import annotations

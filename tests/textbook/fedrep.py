@@ -1,7 +1,7 @@
 """FedRep: Collins et al. 2021, Algorithm 1; FedPer: Arivazhagan et al. 2019.
 
 Heads stay on the clients, and extractors are averaged. The extractor is always in train mode. Each
-phase of a job has its own optimizer.
+stage of a job has its own optimizer.
 """
 
 from __future__ import annotations

@@ -500,12 +500,12 @@ def copy_working_tree(folder: Path, number: int) -> Path:
 
     Files that git ignores are not copied.
     """
-    copy, print_mutants = (
+    copy, command = (
         folder / f"copy{number}",
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
     )
     for name in subprocess.run(
-        print_mutants, cwd=ROOT, check=True, capture_output=True, text=True
+        command, cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split("\0"):
         if name and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
