@@ -194,7 +194,10 @@ def method_views(ctx: Context, declarations: Declarations) -> dict[str, Any]:
 
 
 def method_state(methods: Mapping[str, Tensor]) -> ClientState[Tensor]:
-    """Return a client state that has only what methods keep."""
+    """Return a client state that contains only tensors of methods.
+
+    methods: these tensors, by "method.name".
+    """
     return ClientState(torch.empty(0), torch.empty(0, dtype=torch.int64), methods)
 
 

@@ -268,7 +268,7 @@ def test_fedbss_ranking_uses_received_model_in_eval_mode() -> None:
 
 
 class Keeps(Method):
-    """A method that keeps one tensor under a chosen name."""
+    """A method whose client state is one tensor under a chosen name."""
 
     def __init__(self, name: str, saved: str):
         self.name, self._saved = name, saved  # type: ignore[misc]

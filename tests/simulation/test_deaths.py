@@ -256,10 +256,10 @@ class LateNews(Vanishing):
 
 
 class Stopped(Mortal):
-    """Workers that hang in place of dying: they are alive, but do not answer any more.
+    """Workers that stop answering but stay alive.
 
-    deaths: the numbers of calls, counted from 1 over all workers. The worker that gets such a call
-    hangs.
+    deaths: the numbers of calls, counted from 1 over all workers. A worker that gets such a call
+    never answers again.
     """
 
     now = 0.0

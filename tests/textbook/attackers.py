@@ -19,9 +19,12 @@ from textbook.world import Book, World
 
 
 def z_max(n: int, m: int) -> float:
-    """Return the z with phi(z) = (n - m - s) / (n - m), where s = floor(n/2 + 1) - m.
+    """Return ALIE's number z of standard deviations.
 
-    phi: the normal distribution function. n: the number of updates. m: those of attackers.
+    It solves phi(z) = (n - m - s) / (n - m), where phi is the normal distribution function and s =
+    floor(n/2 + 1) - m.
+    n: the number of updates.
+    m: the number of updates that attackers send.
     """
     s = int(n / 2 + 1) - m
     return float(norm.ppf((n - m - s) / (n - m)))

@@ -55,16 +55,17 @@ class Calibration:
 def ca2fl(world: World, lr: float = 1.0, seen_only: bool = False) -> Book:
     """Run x <- x + eta v, with the calibrated update v.
 
-    lr: eta. seen_only: as in `Calibration`.
+    lr: eta.
+    seen_only: the argument of `Calibration`.
     """
     v = Calibration(world, seen_only)
     return v.book(world, lambda at: at.x + lr * v(at))
 
 
 def ca2fl_fadas(world: World, eta: float, **settings: object) -> Book:
-    """Run FADAS with eta v in place of the mean update.
+    """Run FADAS with eta v in place of the mean update, with the calibrated update v.
 
-    settings: those of `AmsGrad`.
+    settings: arguments of `AmsGrad`.
     """
     v, amsgrad = Calibration(world), AmsGrad(world, **settings)
     book = v.book(world, lambda at: amsgrad(at, eta * v(at)))

@@ -202,9 +202,9 @@ def _personal_names(coordinator: Coordinator) -> frozenset[str]:
 
 
 def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
-    """Return a list that the run fills: for each aggregation its jobs, in their order.
+    """Return a list that the run fills with the jobs of each aggregation, in their order.
 
-    A job is a tuple (client, turn, version, samples), as in `Job`.
+    A job is a tuple (client, turn, version, samples), the first fields of `Job`.
     """
     accepted: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate

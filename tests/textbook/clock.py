@@ -120,12 +120,14 @@ def timetable(
 def draw(
     generator: np.random.Generator, able: Sequence[int], idle: Sequence[int], count: int
 ) -> list[int]:
-    """Return `count` of the idle clients, ascending.
+    """Return `count` of the idle clients, in ascending order.
 
-    able: all clients with samples. idle: those of them that are not in flight. If all are idle,
-    `count` are drawn at once. Otherwise, random positions in `able` are drawn in blocks, first 2
-    `count` positions, then 4 `count`, and so on. A position counts if its client is idle and not
-    yet drawn. If too few count, the missing clients are drawn from the idle ones.
+    able: all clients with samples.
+    idle: the clients of `able` that are not in flight.
+    If all are idle, `count` clients are drawn at once. Otherwise, random positions in `able` are
+    drawn in blocks: first 2 `count` positions, then 4 `count`, and so on. A position is accepted if
+    its client is idle and not yet drawn. If too few are accepted, the missing clients are drawn
+    from the idle ones.
     """
     if len(idle) == len(able):
         return sorted(

@@ -1,8 +1,8 @@
 """DiLoCo (2023), its asynchronous form (2024) and the streaming one (2025), in PyTorch.
 
-Clients use torch.optim.AdamW, whose state a client keeps from job to job. The server's gradient is
-the mean of received minus trained parameters. Its optimizer is torch.optim.SGD with Nesterov's
-momentum, or the asynchronous paper's delayed Nesterov update.
+Clients use torch.optim.AdamW. A client's next job continues with AdamW's state. The server's
+gradient is the mean of received minus trained parameters. Its optimizer is torch.optim.SGD with
+Nesterov's momentum, or the asynchronous paper's delayed Nesterov update.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def run(world: World, rule: Callable[[Tensor, Tensor], Tensor]) -> Book:
 def diloco(world: World, lr: float, momentum: float) -> Book:
     """Run rounds in which the server steps with torch.optim.SGD and Nesterov's momentum.
 
-    lr, momentum: those of the server's optimizer, whose gradient is the negated mean update.
+    The gradient of the server's optimizer is the negated mean update.
+    lr, momentum: the settings of this optimizer.
     """
     names = trainable(world.start)
     x = flatten(world.start, names).clone().requires_grad_()

@@ -1,6 +1,6 @@
-"""FedBABU: Oh et al. 2022: the extractor is trained, and the head keeps its initial values.
+"""FedBABU: Oh et al. 2022: clients train the extractor, and the head stays at its initial values.
 
-For its scores, each client fine-tunes a copy of the shared model.
+Each client is scored with a fine-tuned copy of the shared model.
 """
 
 from __future__ import annotations

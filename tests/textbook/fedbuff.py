@@ -41,9 +41,9 @@ def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -
 
 
 def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
-    """Run FedAdam with FedBuff's direction as its gradient: one step of Adam per aggregation.
+    """Run FedAdam, one step of Adam per aggregation, with FedBuff's direction as its gradient.
 
-    settings: those of `Adaptive`.
+    settings: arguments of `Adaptive`.
     """
     adam = Adaptive(world, "fedadam", **settings)
     rule: Callable[[Cohort], Tensor] = lambda at: adam(at.x, direction(at, "count"))  # noqa: E731
@@ -56,7 +56,7 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
 def fedbuff_fedexp(world: World, exponent: float, **settings: float) -> Book:
     """Run FedExP with the staleness weights as p_i; its step size multiplies FedBuff's direction.
 
-    settings: those of `fedexp`.
+    settings: arguments of `fedexp`.
     """
     weigh = partial(staleness_weights, exponent=exponent)
     return fedexp(

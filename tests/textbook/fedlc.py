@@ -1,8 +1,8 @@
 """FedLC: Zhang et al. 2022, the calibrated cross-entropy in its pairwise form.
 
 Symbols: z, logits; y, true classes; n_c, the client's samples of class c; m_c = tau n_c^(-1/4), the
-margin of class c. A class that a client lacks is left out. The paper's sum leaves out the true
-class ("others"); the default, as in public code, includes it ("all").
+margin of class c. A class without samples of the client is left out. The paper's sum is over the
+other classes only ("others"). As in public code, the default sum includes the true class ("all").
 """
 
 from __future__ import annotations

@@ -27,11 +27,13 @@ def principal(
 ) -> Book:
     """Average g_i' = sum_l w_l |g_i| <g_i, v_l> v_l / |<g_i, v_l>| in place of g_i.
 
-    fraction: L is this fraction of the number of updates, rounded down, at least 1. scale: w_l is
-    lambda_l divided by the l2 norm of the L eigenvalues ("l2"), divided by the sum of all ("sum"),
-    or 1 ("none"). tensor: treat each tensor of the parameters by itself, not the whole vector. tol:
-    eigenvalues below tol times the largest are left out, and so are projections <g_i, v_l> below
-    tol |g_i|. loss: the clients' loss.
+    fraction: L is this fraction of the number of updates, rounded down, at least 1.
+    scale: how w_l follows from lambda_l: divided by the l2 norm of the L eigenvalues ("l2"), or by
+    the sum of all ("sum"). With "none", w_l is 1.
+    tensor: True: treat each tensor of the parameters separately; False: the whole vector.
+    tol: eigenvalues below tol times the largest are left out, and so are projections <g_i, v_l>
+    below tol |g_i|.
+    loss: the local loss.
     """
     parts = slices(world) if tensor else [slice(None)]
 

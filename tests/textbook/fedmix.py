@@ -47,8 +47,9 @@ def pooled(world: World, count: int, samples: int) -> Pairs:
 def drawn(world: World, job: Job, pool: Pairs | None, samples: int, single: bool) -> list[Pairs]:
     """Return the pairs of each step of a job.
 
-    pool: all clients' pairs; None: make new pairs of random clients in each step. samples: samples
-    in the mean of a new pair. single: one pair for the whole batch, not one per row.
+    pool: all clients' pairs; None makes new pairs of random clients in each step.
+    samples: the number of samples in the mean of a new pair.
+    single: True: one pair for the whole batch; False: one for each row.
     """
     generator, steps = stream(world.seed, "fedmix.pairs", job.client, job.turn), len(job.batches)
     rows = 1 if single else max(len(y) for _, y in job.batches)
@@ -78,10 +79,13 @@ def fedmix(
     """Run FedAvg with the mean over the batch of l1 + l2 + l3.
 
     l1 = (1 - lam) CE((1 - lam) x, y), and l2 = lam CE((1 - lam) x, y_bar). l3, the Taylor term, is
-    lam times the dot product of x_bar and l1's gradient by the input. count: pairs of a client.
-    samples: samples in the mean of a pair. single: one pair for a batch. naive: NaiveMix, whose
-    input is (1 - lam) x + lam x_bar and which has no l3. public: divide l3 by the batch size once
-    more. fresh: in each step, new pairs from raw data (FedBR's code).
+    lam times the dot product of x_bar and l1's gradient by the input.
+    count: the number of pairs of a client.
+    samples: the number of samples in the mean of a pair.
+    single: True: one pair for the whole batch; False: one for each row.
+    naive: True: NaiveMix, whose input is (1 - lam) x + lam x_bar and which has no l3.
+    public: True: divide l3 by the batch size once more.
+    fresh: True: make new pairs from raw data in each step, as in FedBR's code.
     """
     pool = None if fresh else pooled(world, count, samples)
 

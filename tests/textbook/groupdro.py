@@ -21,10 +21,12 @@ def groupdro(
 ) -> Book:
     """Run q_i <- q_i exp(eta l_i) for participants; average them with q_i / sum_j q_j.
 
-    step_size: eta. batches: l_i is the loss of the first batch ("first", as in FedBR's code) or the
-    mean over all batches. prior: q_i starts in proportion to the samples ("samples"), or equal. mu:
-    weight of FedProx's term in the local loss, which is no part of l_i. If the run weighs by
-    samples, q_i is multiplied by n_i in the average.
+    If the run weighs by samples, q_i is multiplied by n_i in the average.
+    step_size: eta.
+    batches: "first": l_i is the loss of the first batch, as in FedBR's code. Otherwise it is the
+    mean over all batches.
+    prior: "samples": q_i starts in proportion to n_i. Otherwise all q_i start equal.
+    mu: the weight of FedProx's term in the local loss, which is no part of l_i.
     """
     sizes = torch.tensor([float(len(labels)) for _, labels in world.data], dtype=torch.float64)
     q = sizes / sizes.sum() if prior == "samples" else torch.full_like(sizes, 1 / world.clients)

@@ -1,4 +1,4 @@
-"""Local training: clients share nothing. A client may keep its optimizer (SGD, Nesterov, Adam)."""
+"""Local training: each client trains a model of its own, and nothing is averaged."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from textbook.world import Book, Params, World
 
 
 def local(world: World, keep: bool = False) -> Book:
-    """Train each client's own model, which starts from the common one.
+    """Train each client's own model, which starts from the initial model of the run.
 
-    keep: a client's optimizer continues in its next job.
+    keep: True: a client's next job continues with the same optimizer (SGD, Nesterov or Adam).
     """
     models = {client: copy_for_training(world.start) for client in range(world.clients)}
     optimizers = dict[int, Optimizer]()

@@ -26,11 +26,13 @@ NORM = "model.extractor.2"
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """Settings of a policy's learning.
+    """Settings of a policy's training.
 
-    steps, batch, rate: number of Adam's steps in a job, samples in a step, learning rate. start,
-    decay, floor: at version t the temperature is start decay^t, at least floor. sampled: draw the
-    layers to load; False: take the more probable choice.
+    steps: the number of Adam's steps in a job.
+    batch: the number of samples in a step.
+    rate: the learning rate.
+    start, decay, floor: the temperature at version t is start decay^t, at least floor.
+    sampled: True: draw which layers to load; False: take the more probable choice.
     """
 
     steps: int

@@ -137,8 +137,8 @@ ROWS = {
 def late(book: Callable[[World], Book], twice: bool) -> Callable[[World], Book]:
     """Return a textbook that first asserts that some updates of the run are stale.
 
-    twice: assert that a client has two updates in some aggregation; False: that all updates of some
-    aggregation are stale.
+    twice: True: assert that some aggregation has two updates of one client. False: assert that all
+    updates of some aggregation are stale.
     """
 
     def sure(world: World) -> Book:

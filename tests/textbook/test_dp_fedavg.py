@@ -1,4 +1,4 @@
-"""Test DP-FedAvg against its textbook, and its epsilons against those of published accountants."""
+"""Test DP-FedAvg against its textbook, and its epsilons against published accountants."""
 
 from __future__ import annotations
 

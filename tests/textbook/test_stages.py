@@ -48,9 +48,11 @@ def public(worker: Worker) -> Mapping[str, Any]:
 def of_fedbr(
     *others: Callable[[], Method], study: Any = None, run: Any = None, **settings: Any
 ) -> Row:
-    """Return a row of FedBR; others: methods that come after it in the run's list.
+    """Return a row of FedBR.
 
-    study, run: settings of the row. settings: those of FedBR.
+    others: methods that follow FedBR in the run's list.
+    study, run: arguments of `Row`.
+    settings: settings of FedBR.
     """
     row_settings: dict[str, Any] = {
         "lam": 0.7,
@@ -101,10 +103,11 @@ def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
 def of_vhl(
     *others: Callable[[], Method], study: Mapping[str, Any] | None = None, **settings: Any
 ) -> Row:
-    """Return a row of VHL at a higher temperature than the paper's.
+    """Return a row of VHL at a higher temperature than in the paper.
 
-    others: methods that come after it in the run's list. study: settings of the row. settings:
-    those of VHL.
+    others: methods that follow VHL in the run's list.
+    study: an argument of `Row`.
+    settings: settings of VHL.
     """
     row_settings: dict[str, Any] = {"virtual": 30, "temperature": 0.5, "kappa": 0.4} | settings
     method_settings = {"virtual_batch": 7} | row_settings

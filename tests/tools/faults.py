@@ -1,17 +1,17 @@
 """Disturb runs, resume them, and compare their results with those of undisturbed runs.
 
     uv run python tests/tools/faults.py --count 300 --log faults.jsonl
-                                                in process; goes on where it stopped
+                                                in process; continues after an interruption
     uv run python tests/tools/faults.py --count 60 --runtime local --log faults.jsonl
                                                 on Ray: driver, coordinator, workers, raylet and GCS
-    uv run python tests/tools/faults.py --cost 5      # what a killed worker costs: pairs of runs
+    uv run python tests/tools/faults.py --cost 5      # cost of a killed worker, 5 pairs of runs
 
-A seeded case starts a run, does something to it at a seeded moment (a signal to one of its
-processes, a file size that the system refuses, a database of MLflow that is locked, deleted or
-overwritten), and goes on with resume=latest until the run is done. Then model_sha256, state_sha256
-and the rows of the history must be those of the undisturbed run, nothing unfinished may lie in the
-folder, no process may be left, and no traceback may have been shown. Moments are counted in the CPU
-time of the run, so that they are the same on a busy machine.
+Each case starts a run, and causes a fault at a random moment. Faults are a signal to one of the
+run's processes, a refused file size, and a locked, deleted or overwritten database of MLflow. Then
+the case continues the run with resume=latest until it is finished.
+The run must have the model_sha256, the state_sha256 and the history of the undisturbed run. No
+unfinished file may be in the folder, no process may be left, and no traceback may have been shown.
+Moments are counted in the CPU time of the run, so that they are the same on a busy machine.
 """
 
 from __future__ import annotations

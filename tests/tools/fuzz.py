@@ -312,7 +312,7 @@ OVERRIDES = st.one_of(
 
 
 def _rest(given: list[str]) -> list[str]:
-    """Return the overrides of the quick run, except those of keys in `given`."""
+    """Return the overrides of the quick run, without the keys that `given` overrides."""
     return [
         word for word in QUICK if word.split("=")[0] not in {each.split("=")[0] for each in given}
     ]

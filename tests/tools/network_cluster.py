@@ -2,20 +2,20 @@
 
     uv run python tests/tools/network_cluster.py --machines 3 --cpus 2 --link 2:rate=2,delay=100
 
-starts a Ray cluster of three machines (0 is the head, 2 has a slow link) and a machine without Ray
-(number 3), and reads commands from a prompt:
+starts a Ray cluster of three machines and a machine without Ray, which has the number 3. Machine 0
+is the head, and machine 2 has a slow link. Then it reads commands from a prompt:
 
     3 raysim submit --address http://10.99.0.1:8265 run out=/tmp/first     a command on machine 3
     0 raysim run runtime=cluster out=$SHARED/first &                       in the background
     cut 2; join 2; freeze 2; thaw 2; kill 2; start 2; bytes; quit
 
-Each machine has a network, processes, a host name, /tmp, /dev/shm and a home folder of its own, and
-sees the files of this machine. $SHARED is a folder that all of them write to. Machine n has the
-address 10.99.0.(n + 1) and the name machine-n. It needs root on Linux, `ip`, `tc`, `unshare` and
-`nsenter`; nothing is changed in the network of this machine.
+Each machine has its own network, processes, host name, /tmp, /dev/shm and home folder, and sees the
+files of this machine. $SHARED is a folder that all of them write to. Machine n has the address
+10.99.0.(n + 1) and the name machine-n. The program needs root on Linux, `ip`, `tc`, `unshare` and
+`nsenter`. It changes nothing in the network of this machine.
 
-A link between a machine and the switch is a veth pair with token buckets for its rate. A delay or
-loss of packets comes from a relay in this file, because many kernels have no netem.
+A link between a machine and the switch is a veth pair with token buckets for its rate. A relay in
+this file makes a delay or loss of packets, because many kernels have no netem.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Means(Learner):
 
 
 class Scored(Means):
-    """A `Means` with a function of its own for scores."""
+    """A `Means` that computes its scores with its own function."""
 
     name = "scored"
 
@@ -132,7 +132,7 @@ def test_learner_with_bytes_parameters_and_lost_jobs_resumes_equally(tmp_path: P
 
 
 class Weights(Means):
-    """A `Means` that keeps the weight and the staleness of each update."""
+    """A `Means` that records the weight and the staleness of each update."""
 
     name = "weights"
 

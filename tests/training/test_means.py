@@ -32,7 +32,7 @@ ENDS = (12, 30, 47, 59)  # 12, 18, 17 and 12 rows: with batches of 11 the last o
 
 
 class Recording(Method):
-    """A method that keeps every job's plan."""
+    """A method that records the plan of each job."""
 
     name = "recording"
     paper = "a test"

@@ -26,7 +26,7 @@ from raysim.training.client_data import PreparedBatches
 
 
 class PlainSgd(Method):
-    """A method that trains by a loop of its own on the batches that raysim would use."""
+    """A method with its own training loop, on the batches that raysim would use."""
 
     name = "plain_sgd"
 

@@ -47,7 +47,7 @@ class Centred(nn.Module):
 
 
 class Pair(nn.Module):
-    """A user's layer that raises an error of its own for a batch of one row."""
+    """A user's layer that raises its own error for a batch of one row."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training and len(inputs) < 2:

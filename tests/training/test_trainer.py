@@ -1,4 +1,4 @@
-"""Test the trainer: how it gathers data, keeps optimizers and loads frozen networks."""
+"""Test how the trainer gathers data, continues with optimizers, and loads frozen networks."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_usual_batch_sizes_include_a_last_size_of_most_clients() -> None:
 
 
 class Continuing(Method):
-    """A method that keeps a client's optimizer."""
+    """A method whose client continues with the same optimizer in its next job."""
 
     name = "continuing"
 

@@ -62,7 +62,7 @@ def count_calls(*methods: Method, is_summed: bool = True) -> tuple[Counter[str],
 
 @pytest.fixture
 def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat the CPU as a device with memory of its own."""
+    """Treat the CPU as a device that has memory apart from the main memory."""
     for module in (transfer, trainer):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
 
