@@ -8,12 +8,17 @@ This program makes the page docs/studies/language.md:
 
 The base is a model that is trained centrally; every run starts from it. `run` continues if it was
 stopped, and applies further arguments, such as `local.steps=25`, to every run. The text is always
-the same.
+the same. With the first seed, `run` trains the methods in `RATES` at several rates; the other seeds
+have the best of these.
+
+`run runs/language only=DiLoCo,FedIT` executes the runs of some methods. `collect` then keeps the
+stored numbers of the others, if their base has the same weights.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -71,6 +76,14 @@ METHODS: dict[str, list[str]] = {
     "HetLoRA": ["method=hetlora", "method.hetlora.ranks=[2,4,8]", *ADAPTERS],
 }  # fmt: skip
 
+# Rates of the clients' AdamW that are tried with the first seed. The other methods have the rate of
+# `SETTING` or `ADAPTERS`.
+RATES: dict[str, tuple[float, ...]] = {
+    "DiLoCo": (0.0001, 0.0003, 0.001),
+    "asynchronous DiLoCo": (0.00003, 0.0001, 0.0003),
+}
+ONLY = "only="  # an argument of `run` that names methods
+
 
 # --- runs ---------------------------------------------------------------------------------------
 def write_texts(folder: Path) -> tuple[Path, Path]:
@@ -91,35 +104,86 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
     return base, clients
 
 
-def folder_of(folder: Path, method: str, seed: int) -> Path:
+def folder_name(method: str) -> str:
+    """Return the start of the names of a method's folders."""
+    return method.replace(" ", "_").lower()
+
+
+def folder_of(folder: Path, method: str, seed: int, rate: float | None = None) -> Path:
     """Return the folder of a run.
 
     folder: the folder of all runs.
+    rate: the rate of a method in `RATES`; None for the other methods.
     """
-    return folder / f"{method.replace(' ', '_').lower()}-{seed}"
+    name = folder_name(method)
+    if rate is not None:
+        name += f"-lr_{rate:g}"
+    return folder / f"{name}-{seed}"
+
+
+def is_finished(out: Path) -> bool:
+    """Return True if the run in this folder has finished."""
+    return (out / "summary.json").exists()
+
+
+def tried_rates(folder: Path, method: str) -> dict[float, float]:
+    """Return the perplexity of the first seed's run at each rate in `RATES` that has finished.
+
+    folder: the folder of all runs.
+    """
+    outs = {rate: folder_of(folder, method, SEEDS[0], rate) for rate in RATES[method]}
+    return {rate: measured(out)["perplexity"] for rate, out in outs.items() if is_finished(out)}
+
+
+def best_rate(folder: Path, method: str) -> float | None:
+    """Return the rate in `RATES` with the lowest perplexity of the first seed.
+
+    folder: the folder of all runs.
+    Return None if the method has its usual rate. Raise ValueError if a rate has not been tried.
+    """
+    if method not in RATES:
+        return None
+    tried = tried_rates(folder, method)
+    if len(tried) < len(RATES[method]):
+        raise ValueError(f"{folder} does not have {method} at all rates. Run it first.")
+    return min(tried, key=lambda rate: tried[rate])
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
     """Train the base, then execute the missing runs, one seed after another.
 
     folder: the folder of all runs.
-    more: overrides for every run.
+    more: overrides for every run, and perhaps `only=METHOD,METHOD`.
     """
     import raysim
 
+    chosen = list(METHODS)
+    for argument in more:
+        if argument.startswith(ONLY):
+            chosen = [UNCHANGED, *argument.removeprefix(ONLY).split(",")]
+    more = [argument for argument in more if not argument.startswith(ONLY)]
+    unknown = set(chosen) - METHODS.keys()
+    if unknown:
+        raise ValueError(f"{ONLY}{unknown.pop()}: use names of {', '.join(METHODS)}.")
+
     base_text, client_texts = write_texts(folder)
     base = folder / "base"
-    if not (base / "summary.json").exists():
+    if not is_finished(base):
         words = [*MODEL, *BASE, f"out={base}", *more, f"data.root={base_text}"]
         raysim.run(words, quiet=True)
     start = [*more, f"data.root={client_texts}", f"init.file={base / 'model.safetensors'}"]
-    for seed, (method, overrides) in product(SEEDS, METHODS.items()):
-        out = folder_of(folder, method, seed)
-        if (out / "summary.json").exists():
-            continue
-        print(f"{method}, seed {seed}", flush=True)
-        words = [*MODEL, *SETTING, *overrides, f"seed={seed}", f"out={out}", *start]
-        raysim.run(words, quiet=True)
+    for seed, method in product(SEEDS, chosen):
+        rates: Sequence[float | None] = RATES.get(method, ())
+        if seed != SEEDS[0] or not rates:
+            rates = [best_rate(folder, method)]
+        for rate in rates:
+            out = folder_of(folder, method, seed, rate)
+            if is_finished(out):
+                continue
+            print(out.name, flush=True)
+            own = [] if rate is None else [f"local.lr={rate:g}"]
+            words = [*MODEL, *SETTING, *METHODS[method], *own, f"seed={seed}", f"out={out}"]
+            raysim.run([*words, *start], quiet=True)
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -165,14 +229,33 @@ def collect(folder: Path) -> None:
 
     folder: the folder of all runs.
 
-    A seed is left out unless all of its runs have finished.
+    A seed is left out unless all of its runs have finished. Methods without runs in the folder keep
+    their stored numbers. Raise ValueError if these do not belong to the base in the folder.
     """
+    present = [method for method in METHODS if [*folder.glob(f"{folder_name(method)}-*")]]
+    stored = json.loads(STORE.read_text()) if STORE.exists() else {}
     store: dict[str, Any] = {method: {} for method in METHODS}
     for seed in SEEDS:
-        outs = {method: folder_of(folder, method, seed) for method in METHODS}
-        if all((out / "summary.json").exists() for out in outs.values()):
-            for method, out in outs.items():
-                store[method][str(seed)] = measured(out)
+        outs = {
+            method: folder_of(folder, method, seed, best_rate(folder, method)) for method in present
+        }
+        if not all(map(is_finished, outs.values())):
+            continue
+        for method in METHODS:
+            if method in outs:
+                store[method][str(seed)] = measured(outs[method])
+            else:
+                store[method][str(seed)] = stored[method][str(seed)]
+        base, stored_base = (some[UNCHANGED][str(seed)] for some in (store, stored))
+        if len(present) < len(METHODS) and base["model_sha256"] != stored_base["model_sha256"]:
+            raise ValueError(
+                f"{folder} has another base than {STORE.name}, so the numbers of its methods cannot "
+                "be shown with the stored ones. Run all methods, or use the device and the versions "
+                "of the stored runs."
+            )
+    for method in RATES:
+        if method in present and str(SEEDS[0]) in store[method]:
+            store[method][str(SEEDS[0])]["rates"] = tried_rates(folder, method)
     STORE.write_text(json.dumps(store, indent=1) + "\n")
 
 
@@ -214,18 +297,18 @@ def draw(store: dict[str, Any], path: Path) -> None:
             draw_panel(ax, curves_of, title, "{x:g}")
 
 
+PARAGRAPH = """The text is the reference that ships with Python (`pydoc_data.topics`), as bytes. Every second topic
+trains a base model, a GPT of {parameters:,} parameters; the others belong to 8 clients, about five
+neighbouring topics each. All methods start from the base and train with AdamW, 25 steps of 4 rows
+of 128 tokens per job, twelve jobs of each client (asynchronously as many updates in all). Adapters
+have rank 8, also that of the output layer; FlexLoRA and HetLoRA draw 2, 4 or 8 for each client. The
+{rates} Clients have log-normal speeds and send 1 MB per second."""
 TEXT = """# A small GPT on clients: full fine-tuning, DiLoCo and adapters
 
 This study compares methods that fine-tune a language model on clients, by perplexity, traffic and
 virtual time.
 
-The text is the reference that ships with Python (`pydoc_data.topics`), as bytes. Every second topic
-trains a base model, a GPT of {parameters:,} parameters; the others belong to 8 clients, about five
-neighbouring topics each. All methods start from the base and train with AdamW, 25 steps of 4 rows
-of 128 tokens per job, twelve jobs of each client (asynchronously as many updates in all). Adapters
-have rank 8, also that of the output layer; FlexLoRA and HetLoRA draw 2, 4 or 8 for each client. The
-rate of FedAvg and DiLoCo is the better one of 0.0003 and 0.001 for FedAvg, that of all adapters the
-better one of 0.001 and 0.004 for FedIT. Clients have log-normal speeds and send 1 MB per second.
+{paragraph}
 
 {seeds} Scores are those of the clients' own tests, and of the ends of all texts (central).
 FedSA-LoRA has a model for each client, so it has no central score.
@@ -263,6 +346,20 @@ as many updates in less than half of the time. More text for each client, or few
 show these methods at their best."""
 
 
+def describe_rates(store: dict[str, Any]) -> str:
+    """Return the end of a sentence that begins with "The": how the rates were chosen."""
+    chosen = []
+    for method in RATES:
+        rates = store[method][str(SEEDS[0])].get("rates")
+        if rates:
+            best = min(rates, key=lambda rate: rates[rate])
+            chosen.append(f"that of {method} ({best}) the best one of {', '.join(rates)}")
+    names = "FedAvg" if chosen else "FedAvg and DiLoCo"
+    fedavg = f"rate of {names} is the better one of 0.0003 and 0.001 for FedAvg"
+    adapters = "that of all adapters the better one of 0.001 and 0.004 for FedIT"
+    return f"{', '.join([fedavg, *chosen, adapters])}."
+
+
 def describe_seeds(store: dict[str, Any]) -> str:
     """Return a sentence about the seeds, which are the same for all methods."""
     seeds = [set(by_seed) for by_seed in store.values()]
@@ -273,26 +370,32 @@ def describe_seeds(store: dict[str, Any]) -> str:
     return f"Numbers are means over the seeds {names} ± sample deviation."
 
 
-def write_page() -> None:
-    """Write the page and its picture from the stored numbers."""
-    store = json.loads(STORE.read_text())
+def page_text(store: dict[str, Any]) -> str:
+    """Return the page's text from the stored numbers."""
     texts = []
     for method, by_seed in store.items():
         text = by_seed["0"]["text"]
         if text:
             quoted = text.replace("```", "'''")
             texts.append(f"{method}:\n\n```text\n{quoted}\n```")
-    PAGE.write_text(
-        TEXT.format(
-            parameters=next(iter(store.values()))["0"]["parameters"],
-            conclusions=CONCLUSIONS,
-            seeds=describe_seeds(store),
-            table=table(store),
-            texts="\n\n".join(texts),
-            setting=" ".join([*MODEL, *SETTING]),
-            device=store[UNCHANGED]["0"]["device"],
-        )
+    paragraph = PARAGRAPH.format(
+        parameters=next(iter(store.values()))["0"]["parameters"], rates=describe_rates(store)
     )
+    return TEXT.format(
+        paragraph=textwrap.fill(paragraph, 100),
+        conclusions=CONCLUSIONS,
+        seeds=describe_seeds(store),
+        table=table(store),
+        texts="\n\n".join(texts),
+        setting=" ".join([*MODEL, *SETTING]),
+        device=store[UNCHANGED]["0"]["device"],
+    )
+
+
+def write_page() -> None:
+    """Write the page and its picture from the stored numbers."""
+    store = json.loads(STORE.read_text())
+    PAGE.write_text(page_text(store))
     draw(store, PAGE.with_suffix(".png"))
 
 
