@@ -137,9 +137,9 @@ class Domains(Source):
 
 
 def _rows_of_parts(parts: list[Raw]) -> list[Ints]:
-    """Return for each domain the rows that its samples get in the joined data set.
+    """Return for each domain the row numbers of its samples in the joined data set.
 
-    The training rows of all domains come first, then the test rows.
+    The joined data set has the training samples of all domains first, then all test samples.
     parts: the samples of each domain.
     """
     train_sizes = [part.train_rows for part in parts]

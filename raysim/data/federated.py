@@ -54,7 +54,10 @@ class FederatedData:
         return _open_dataset(self.dataset_path)
 
     def user(self, client: int) -> str | None:
-        """Return the name of a client's user, or None."""
+        """Return the name of a client's user.
+
+        Return None if clients are not users, or if one client trains on the samples of all users.
+        """
         # in pooled data one client trains on the rows of all clients
         is_pooled = len(self.partition.train) != len(self.partition.test)
         if self.users is None or is_pooled:
@@ -121,10 +124,10 @@ def _labelled_rows(dataset: Dataset, rows: Ints) -> Ints:
 
 
 def _keep_labelled_tests(partition: Partition, dataset: Dataset) -> Partition:
-    """Remove samples without a label from the clients' test and validation samples.
+    """Return the partition without the test and validation rows that have no label.
 
     partition: the rows of each client.
-    dataset: the data set that has the labels.
+    dataset: the data set to which the row numbers refer.
     """
     if not dataset.has_unlabelled:
         return partition
@@ -142,9 +145,8 @@ def _keep_labelled_tests(partition: Partition, dataset: Dataset) -> Partition:
 
 
 def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
-    """Raise ValueError if the partition needs classes and the data have none.
+    """Raise ValueError if the partitioner needs classes but the samples have none.
 
-    partitioner: the rule of the split.
     clean: the data set without corruptions.
     """
     if clean.kind == "classification" or not getattr(partitioner, "by_class", False):
@@ -164,10 +166,11 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
 def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
     """Return for each client the rows of the central test set on which the client is scored.
 
-    source: the settings of the data.
+    source: the source of the data, with the setting `rotation`.
     clean: the data set without corruptions.
-    partitioner: the rule of the split, which also divides the central test set.
-    Raise ValueError if there is no central test set, or if `data.rotation` rotates images.
+    partitioner: the rule that divides the central test set between the clients.
+    Raise ValueError if there is no central test set. Also raise it if `data.rotation` is used,
+    because the central images then have other angles than the client's images.
     """
     if source.rotation.per != "none":
         raise ValueError(
@@ -190,10 +193,12 @@ def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> 
 
 
 def _check_settings(source: Source, clean: Dataset) -> None:
-    """Raise ValueError if a setting of the data does not fit their kind or their inputs.
+    """Raise ValueError if a setting of the source does not fit the kind or the shape of the data.
 
-    source: has the settings, such as `data.mean`.
-    clean: the data set without corruptions.
+    For example, `data.mean` may have the wrong number of channels, and `data.label_noise` needs
+    classes.
+    source: the source, with its settings.
+    clean: the data set of this source, without corruptions.
     """
     channels = clean.shape[0]
     for key, values in (("mean", source.mean), ("std", source.std)):
@@ -278,10 +283,10 @@ def _title(settings: Source | Partitioner) -> str:
 
 # ---- changes of federated data -------------------------------------------------------------------
 def drop_single_rows(data: FederatedData) -> FederatedData:
-    """Remove the training row of each client that has exactly one, so that it is not trained.
+    """Remove the only training row of each client that has just one, so that it does not train.
 
-    A network with BatchNorm cannot train on one row. The client's rows for tests and validation
-    stay.
+    A network with BatchNorm cannot train on one row. The test and validation rows of these clients
+    do not change.
     """
     train = data.partition.train
     counts = np.where(train.counts == 1, 0, train.counts)
@@ -302,15 +307,18 @@ def pool_clients(data: FederatedData) -> FederatedData:
 
 
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
-    """Choose unseen clients at random: they are only scored, and never trained.
+    """Choose unseen clients at random: they are scored, but never trained.
 
-    A method may adapt the model to an unseen client's training samples before this client is
-    scored, so these samples stay in the data. Unseen clients lose their validation samples.
-    share: the share of the clients with training samples that become unseen (`evaluate.unseen`).
-    The number of unseen clients is rounded; 0 changes nothing.
+    An unseen client has no validation rows. Its training rows stay in the data, because a method
+    may adapt the model to them before the client is scored.
+    share: the setting `evaluate.unseen`: the share of the clients with training samples that become
+    unseen. The number of unseen clients is rounded. 0 makes no client unseen.
     seed: the seed of the run.
-    Raise ValueError for a share above 0 in four cases: no client becomes unseen; no client is left
-    to train; no unseen client has test samples; trained and unseen clients share samples.
+    Raise ValueError for a share above 0 in these cases:
+    - The share is so small that it selects no client.
+    - The share selects all clients, so that none is left to train.
+    - No unseen client has test samples.
+    - A trained client and an unseen client have a common sample.
     """
     if not share:
         return data
@@ -366,11 +374,13 @@ def _remove_rows(part: CSR, clients: Ints) -> CSR:
 
 # ---- warnings ------------------------------------------------------------------------------------
 def data_warnings(data: FederatedData) -> Iterator[str]:
-    """Yield warnings about data that are probably a mistake.
+    """Yield a warning for each property of the data that is probably a mistake.
 
-    There is a warning in each of these cases: most classes have no sample; the label that usually
-    means "no label" is a class; the last axis of images seems to be their channels; no client has
-    test samples and there is no central test set.
+    These properties are:
+    - More than half of the classes have no sample.
+    - The largest class is 255, which often means "no label" in segmentation.
+    - The images seem to have the shape [height, width, channels].
+    - There is no test sample: no client has one, and there is no central test set.
     """
     dataset = data.open()
     if dataset.kind == "classification":

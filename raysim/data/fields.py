@@ -19,13 +19,15 @@ LARGEST_TOKEN = 2**24  # float32 cannot store every integer above this number
 def pack_fields(
     columns: Mapping[str, NDArray[Any]] | Sequence[NDArray[Any]], place: str
 ) -> tuple[NDArray[np.float32], tuple[InputField, ...]]:
-    """Return one row of floats per sample, [n, floats], and a description of each input.
+    """Return one row of floats for each sample, [n, floats], and a description of each input.
 
-    columns: an array [n, ...] for each input of the model: a dictionary by the names of the model's
-    arguments, or a list in their order. uint8 values are divided by 255, and other integers are
-    token numbers.
+    The row has all inputs of the sample, one after another.
+    columns: an array [n, ...] for each input of the model, with a row for each of n samples. It is
+    a dictionary by the names of the model's arguments, or a list in the order of the arguments.
+    uint8 values are divided by 255. Other integers are token numbers and are stored as floats.
     place: the name of the data in errors.
-    Raise ValueError for arrays of different lengths, negative or too large tokens, and other types.
+    Raise ValueError if the arrays have different lengths, and for values that are not numbers.
+    Raise it also for token numbers that are negative or that a float32 cannot hold.
     """
     named = columns if isinstance(columns, Mapping) else {str(i): a for i, a in enumerate(columns)}
     fields: list[InputField] = []
@@ -59,14 +61,16 @@ def pack_fields(
 
 # ---- targets -------------------------------------------------------------------------------------
 def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
-    """Return one row of floats per sample, [n, floats], and a description of each named array.
+    """Return structured targets as a `LabelSet`: one row of floats for each sample, [n, floats].
 
-    A row has all arrays of a sample, one after another. Each array is stored as the length of its
-    first axis, then its values, then zeros up to the size of the longest such array.
-    targets: for each sample a dictionary of arrays by name, such as "boxes" [k, 4]. Only the length
-    of the first axis, here k, may differ between samples.
+    The `LabelSet` also describes the arrays of which a row consists. A row has all arrays of a
+    sample, one after another. Each array is stored as the length of its first axis, then its
+    values. Zeros fill it up to the size of the longest array of the same name.
+    targets: for each of n samples, a dictionary of arrays by name, such as "boxes" [k, 4]. Only the
+    length of the first axis, here k, may differ between samples.
     place: the name of the data in errors.
-    Raise ValueError if two samples have different names, or shapes that differ in another axis.
+    Raise ValueError if samples have different names, or shapes that differ in another axis than the
+    first one.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
@@ -96,11 +100,11 @@ def _target_array(value: Any, place: str) -> NDArray[Any]:
 def _pack_column(
     name: str, arrays: Sequence[NDArray[Any]], place: str
 ) -> tuple[TargetField, NDArray[np.float32]]:
-    """Return all values of a target as rows of one array, and the field that describes them.
+    """Return the description of one array of the targets, and its values as floats, [n, floats].
 
-    name: the name of the target.
-    arrays: the array of each sample.
-    place: the name of the target in errors.
+    name: the name of the array, such as "boxes".
+    arrays: the array of each of n samples.
+    place: the name of the array in errors.
     """
     filled = [array for array in arrays if array.size] or arrays[:1]
     inner = filled[0].shape[1:]

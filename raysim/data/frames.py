@@ -26,11 +26,11 @@ def is_table(data: object) -> bool:
 
 
 def store_table(data: object, settings: Mapping[str, Any] | None = None) -> Parquet:
-    """Store tables from Python in the cache of this machine and return their source.
+    """Store a table as Parquet files in the cache of this machine, and return the `Parquet` source.
 
-    data: a table, or {"train": ..., "test": ...}.
-    settings: settings of `Parquet`, such as {"label": "target"}. The folder's name is the checksum
-    of the tables.
+    The name of the folder contains a checksum of the tables.
+    data: a table, or {"train": table, "test": table}.
+    settings: settings of the `Parquet` source, such as {"label": "target"}; None uses the defaults.
     Raise ValueError for a table that Parquet cannot store.
     """
     tables = data if isinstance(data, Mapping) else {"train": data}

@@ -20,10 +20,11 @@ SCALES = {  # the measures of `heterogeneity`, each with its meaning
 def heterogeneity(counts: Ints) -> dict[str, float]:
     """Return measures of how much clients differ in labels and sizes, by name.
 
-    `SCALES` describes each measure. "size_variation" is over all clients, all other measures are
-    over the clients that have samples. Of these, "label_entropy_std" is a standard deviation, the
-    others are means. "divergence" is 0 if all clients have the same shares of the classes. It is
-    close to 1 if there are many clients, and no two of them share a class.
+    The constant `SCALES` describes each measure. "size_variation" is computed over all clients, the
+    other measures over the clients that have samples. "label_entropy_std" is a standard deviation
+    over clients. The measures with other names are means over clients.
+    "divergence" is 0 if all clients have the same shares of the classes. It is close to 1 if there
+    are many clients and no two of them have samples of the same class.
     counts: [N, C], the number of training samples of each of N clients in each of C classes.
     """
     sizes = counts.sum(axis=1)
@@ -56,7 +57,10 @@ def format_heterogeneity(measures: dict[str, float]) -> str:
 
 
 def entropy(weights: Ints | NDArray[np.floating]) -> Floats:
-    """Return the entropy in nats of each row of weights, [N, C]."""
+    """Return for each row the entropy of its distribution over classes, in nats, [N].
+
+    weights: [N, C]. Row i has the distribution p_ij = weights_ij / sum_k weights_ik over C classes.
+    """
     shares = weights / weights.sum(axis=1, keepdims=True)
     values: Floats = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=1)
     return values

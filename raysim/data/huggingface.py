@@ -37,13 +37,14 @@ from raysim.primitives.files import user_path
 class HuggingFace(TableSource):
     """A source that reads the splits `train` and `test` of a Hugging Face data set.
 
-    root: a folder that `save_to_disk` wrote.
-    name, config: instead of `root`, the names of a data set on the hub, which `datasets` downloads.
-    label_column, domain_column: the columns of labels and of users; each user is a domain.
-    label, user: other names of the settings `label_column` and `domain_column`, which data=csv uses
-    too. If none of these four is set, columns with usual names are used (`LABEL_NAMES`,
-    `USER_NAMES`).
-    test_fraction: the share of each class of each user that is for testing, without a split `test`.
+    root: a folder that `save_to_disk` wrote; None if `name` is set.
+    name, config: the name of a data set on the hub and of its configuration, for a download.
+    label_column: the column of labels.
+    domain_column: the column of users; each user is a domain.
+    label, user: the same two settings under the names that data=csv uses. If none of these four
+    settings is set, the columns have usual names, such as "label" or "y", and "user" or "client".
+    test_fraction: if there is no split `test`, the share of each class of each user that is for
+    testing.
     """
 
     root: str | None = None

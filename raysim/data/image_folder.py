@@ -38,12 +38,12 @@ class PictureFile(NamedTuple):
 class ImageFolder(Source):
     """A source of pictures in root/class/ or root/domain/class/.
 
-    The folders may also be below root/train/ and root/test/. A file root/split.csv with the columns
-    path, domain, class and split (train or test) lists the pictures and says which are for testing.
+    These folders may also be inside root/train/ and root/test/. A file root/split.csv may list the
+    pictures in the columns path, domain, class and split ("train" or "test").
     root: the folder.
-    test_fraction: without split.csv and without the folders train and test, this share of the
-    pictures of each class of each domain are for testing; they are evenly spread over the sorted
-    names.
+    test_fraction: the share of the pictures of each class of each domain that is for testing. It is
+    used if there is no split.csv and there are no folders train and test. If it is 0.2, every fifth
+    picture in the order of file names is for testing.
     """
 
     root: str | None = None
@@ -130,8 +130,10 @@ def _read_split_file(path: Path) -> list[PictureFile]:
 
 
 def _search(root: Path) -> list[PictureFile]:
-    """Return the pictures below a folder; subfolders train and test mark their pictures.
+    """Return the pictures below a folder.
 
+    The split of each picture is the folder train or test that contains it. It is "" if `root` does
+    not contain both of these folders.
     root: the folder.
     """
     if not all((root / split).is_dir() for split in SPLITS):

@@ -1,4 +1,7 @@
-"""Decide what labels mean, by the same rule for all sources, and convert them to numbers."""
+"""Find out the kind of a source's labels, and convert the labels to numbers.
+
+All sources use the same rule.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ EXACT_FLOATS = 2.0**53  # float64 can store every whole number below it
 
 
 class LabelSet(NamedTuple):
-    """Labels as they are stored, the names of the model's outputs, and the kind of the task.
+    """The labels of n samples as numbers, the names of the model's outputs, and the kind of task.
 
     values: class numbers [n] or [n, ...], or floats [n, outputs].
-    names: the names of the classes, labels or values.
+    names: the name of each output of the model: a class, a label or a value.
     kind: the kind of the task.
-    targets: for kind="structure", the parts of a row of `values`; else ().
+    targets: the arrays that a row of `values` contains, for kind="structure"; else ().
     """
 
     values: NDArray[Any]
@@ -42,12 +45,12 @@ def read_labels(
 ) -> LabelSet:
     """Check the labels of a source and convert them to a `LabelSet`.
 
-    values: an array [n], [n, outputs] or [n, ...], where [n, 1] is read as [n]. Or a sequence of n
-    lists: the list of sample i has all labels of sample i.
-    kind: `data.kind`; None infers the kind from an array, and is "multilabel" for lists.
-    names: the names of the outputs; None if the source has none.
+    values: the labels of n samples. An array has the shape [n], [n, outputs] or [n, ...]; [n, 1]
+    means the same as [n]. Otherwise it is a sequence with a list of labels for each sample.
+    kind: the setting `data.kind`. If it is None, `infer_kind` finds the kind from the labels.
+    names: the names of the model's outputs; None if the source has none.
     place: the name of the source in errors.
-    ignore: `data.ignore`, the class that means "no label"; it is stored as `IGNORED`.
+    ignore: the setting `data.ignore`: the class that means "no label". It is stored as `IGNORED`.
     Raise ValueError if the labels do not fit the kind, and for kind="causal", which has no labels.
     """
     if kind == "causal":
@@ -90,14 +93,14 @@ def streams_error(place: str) -> ValueError:
 
 
 def infer_kind(values: Any) -> Kind:
-    """Return the kind of task that follows from the type and the shape of the labels.
+    """Return the kind of task that the type and the shape of n samples' labels suggest.
 
-    - "classification": integers or text [n]. Floats [n] are also classes in this case: all are
-    whole numbers from 0 on, at most 100 numbers occur, and each occurs at least twice on average.
+    - "classification": integers or text [n]. Also floats [n] that look like class numbers: all are
+    whole numbers from 0 to n - 1, at most 100 of them are different, and each occurs at least twice
+    on average.
     - "regression": all other floats.
     - "multilabel": integers [n, labels] that are all 0 or 1, or a list of labels for each sample.
-    - "positions", a class for each position of a sample: all other integers or text with more than
-    one dimension.
+    - "positions": all other integers or text with several axes, a class for each position.
 
     values: an array, or a list of labels for each sample.
     """
@@ -253,10 +256,11 @@ def _are_whole_classes(values: NDArray[Any]) -> bool:
 
 
 def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
-    """Return class labels as integers or text.
+    """Convert class labels that are floats to integers; return other labels unchanged.
 
-    values: [n].
+    values: the label of each of n samples, [n].
     place: the file or the argument that has the data, for errors.
+    Raise ValueError if a float is not a whole number, or if a sample has several labels.
     """
     if values.ndim > 1:
         raise ValueError(
@@ -296,10 +300,11 @@ def _to_float32(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.floa
 def _to_indicators(
     rows: Sequence[Sequence[Any]], names: list[str] | None, place: str
 ) -> tuple[NDArray[np.float32], list[str]]:
-    """Return an array [n, labels], 1 where a row has the label and 0 elsewhere, and the names.
+    """Return a table [n, L] of the labels that each sample has, and the names of the L labels.
 
-    rows: the list of labels of each sample.
-    names: the names of all labels; None takes the labels that occur.
+    Entry [i, k] is 1 if sample i has label k, else 0.
+    rows: the list of labels of each of n samples.
+    names: the names of all labels; None uses the labels that occur.
     place: the name of the source in errors.
     """
     flat: list[Any] = []

@@ -41,13 +41,13 @@ ROWS_AT_ONCE = 256  # rows of pictures that are read from a file at once
 
 
 class ParquetColumns(NamedTuple):
-    """The columns of Parquet files that are the input, the label and the user.
+    """The names of the columns that a Parquet source reads, and of the columns that it ignores.
 
     inputs: the columns of the input.
     label: the column of labels.
-    user: the column of users, which may be missing in the files.
-    unused: columns that are left out.
-    has_pictures: True if the input is the column of pictures.
+    user: the column of users; the files may not have this column.
+    has_pictures: True if the only input is a column of encoded pictures.
+    unused: the columns that are not read.
     """
 
     inputs: list[str]
@@ -61,18 +61,18 @@ class ParquetColumns(NamedTuple):
 class Parquet(TableSource):
     """A source that reads folders with train.parquet and test.parquet.
 
-    A split may also consist of the files train-*.parquet or test-*.parquet.
+    Instead of one file, a split may consist of several: train-*.parquet or test-*.parquet.
 
-    root: one such folder, a list of such folders, or a folder that contains them. Several folders
-    are domains with the names of the folders.
+    root: one such folder, a list of such folders, or a folder that contains them. If there are
+    several folders, each one is a domain with the name of the folder.
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
     Face stores them. With `columns` it is not read.
-    label_column, domain_column: the columns of labels and of users; each user is a domain.
-    label, user: other names of the settings `label_column` and `domain_column`, which data=csv uses
-    too. If none of these four is set, columns with usual names are used (`LABEL_NAMES`,
-    `USER_NAMES`).
-    test_fraction: the share of each class of each domain that is for testing, for a folder without
-    test.parquet; None: every folder must have that file.
+    label_column: the column of labels.
+    domain_column: the column of users; each user is a domain.
+    label, user: the same two settings under the names that data=csv uses. If none of these four
+    settings is set, the columns have usual names, such as "label" or "y", and "user" or "client".
+    test_fraction: the share of each class of each domain that is for testing, in folders without
+    test.parquet. None means that every folder must have test.parquet.
     """
 
     root: str | list[str] | None = None
@@ -190,11 +190,11 @@ class Parquet(TableSource):
         )
 
     def _find_columns(self, path: Path) -> ParquetColumns:
-        """Choose the columns of inputs, label and user.
+        """Choose the columns of the inputs, the label and the user.
 
-        The settings decide, then the names and types of the columns.
-        path: the first file, whose columns are taken.
-        Raise ValueError if a column is missing, or if the columns cannot be an input.
+        The settings choose them. Where a setting is not set, the names and types of the columns do.
+        path: the first file; all files must have its columns.
+        Raise ValueError if a column is missing, or if no column can be the input.
         """
         types = _column_types(path)
         names = list(types)
@@ -384,14 +384,15 @@ def _may_be_pictures(kind: pa.DataType) -> bool:
 def _prefix_folders(
     parts: list[NDArray[Any]], paths: list[Path], user: str
 ) -> tuple[NDArray[np.str_], list[str] | None]:
-    """Return the domain of each row as "FOLDER/NAME", and the list of all domains in order.
+    """Return the domain of each row as "FOLDER/USER", and the order of all domains.
 
-    The folder's name makes equal names in two folders different domains. If a file lacks the column
-    of users, its rows have the folder's name as their domain already, and nothing is added.
-    The list is None unless all names are integers, which are ordered by value in each folder.
-    parts: for each file the domain of each row.
+    With the folder's name, users of the same name in two folders are different domains. Files
+    without a column of users keep the folder's name as the domain.
+    The order is a list of all domains, by folder and then by number. It is None unless all users
+    are integers.
+    parts: for each file the user of each row, or the folder's name.
     paths: the files, in the order of `parts`.
-    user: the column of users.
+    user: the name of the column of users.
     """
     names = []
     parts_by_folder: dict[str, list[NDArray[Any]]] = {}
@@ -436,10 +437,10 @@ def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
 def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
     """Join the labels of all files.
 
-    Return an array [rows], an array [rows, width], or a list of labels for each row. The labels of
-    the first file decide which of these.
+    Return an array [rows], an array [rows, width], or a list of labels for each row. The result has
+    the same type as the labels of the first file.
     paths: the files, for errors.
-    parts: the labels of each file, as `label_values` returned them.
+    parts: the labels of each file: an array [rows], an array of lists, or a list of lists.
     name: the column of labels, for errors.
     """
     if isinstance(parts[0], list):

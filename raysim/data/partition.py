@@ -92,13 +92,14 @@ class Draws:
 class Partitioner:
     """A rule that gives each client its training, test and validation rows.
 
-    A subclass overrides `assign`, and sets the class attribute `by_class` to True if it needs the
-    classes of the samples. Not all data have classes.
-    test_fraction: the share of each client's rows that become the client's test rows. None makes no
-    such rows: the client is tested on its part of the central test set (see `tests`).
-    validation_fraction: the share of each client's rows that become its validation rows, which
-    choose its best round.
-    fraction: the share of the remaining rows of each client that it trains on.
+    A subclass overrides `assign`. If its rule needs the classes of the samples, it sets the class
+    attribute `by_class` to True; not all data have classes.
+    test_fraction: the share of each client's rows that become the client's test rows. With None,
+    the client has no such rows and is scored on its part of the central test set (see `tests`).
+    validation_fraction: the share of each client's rows that become its validation rows. The
+    validation score chooses the best round.
+    fraction: the share of its other rows on which a client trains. With 0.1, it ignores 90 % of
+    them.
     """
 
     by_class: ClassVar[bool] = False  # True: the rule needs classes, which not all data have
@@ -138,11 +139,11 @@ class Partitioner:
         raise NotImplementedError
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Return each client's part of the central test set, as positions in this set.
+        """Return for each client the positions of its test samples in the central test set.
 
-        labels, domains: the labels and domains of the central test rows.
-        num_domains: the number of domains that have training rows. Their numbers are 0 to
-        num_domains - 1; higher numbers are domains with test rows only.
+        labels, domains: the label and the domain of each sample of the central test set.
+        num_domains: the number D of domains that have training rows, which have the numbers 0 to D
+        - 1. Domains with test rows only have higher numbers.
         """
         raise NotImplementedError
 
@@ -212,18 +213,18 @@ class Dirichlet(Partitioner):
 
     The shares are drawn again until every client has `minimum` samples. This is the rule of
     Yurochkin et al. (2019).
-    clients: the number of clients.
+    clients: the number N of clients.
     alpha: the parameter of the Dirichlet distribution. A small alpha gives most samples of a class
     to few clients.
-    balance: True gives a client no further classes when it has an equal part (1/N of N clients) of
-    all samples.
-    minimum: the smallest number of samples of a client. If it is None, the smallest number is 1, or
-    half of the mean number of samples of a client if `grouping` is set.
+    balance: True stops giving samples to a client once it has 1/N of all samples. This is checked
+    after each class.
+    minimum: the smallest number of samples of a client. None means 1. With `grouping`, None means
+    half of the mean number of samples of a client.
     grouping: the number of clients in a group. Each group gets a part of the shuffled data, and
     draws the shares of its clients separately. FedDF (Lin et al. 2020) has groups of 10 clients.
     None makes no groups.
-    per: "class" draws for each class how it is divided between the clients. "client" draws for each
-    client a distribution over classes, and then scales the clients' shares of a class to sum 1.
+    per: "class" draws for each class its shares over the clients. "client" draws for each client
+    its shares over the classes, and then scales the shares of each class to the sum 1.
     """
 
     by_class: ClassVar[bool] = True
@@ -293,15 +294,16 @@ class Dirichlet(Partitioner):
 class DirichletClient(Partitioner):
     """A partition into clients of equal size with Dirichlet class shares (Hsu et al. 2019).
 
-    Each client draws a distribution over classes, and then its samples, without replacement.
+    Each client draws a distribution over classes. Then it draws its samples from this distribution,
+    without replacement.
     clients: the number of clients.
     alpha: the parameter of the Dirichlet distribution. With a small alpha a client has few classes.
     concentration: "symmetric" draws from Dirichlet(alpha, ..., alpha). "prior_scaled" draws from
-    Dirichlet(alpha * p), where p has the share of each class in the data.
-    remaining: True computes p for each client again, from the samples that earlier clients have
-    left. The code of FedBR does so.
-    turns: with "rotating" each client takes one sample, then each a second one, and so on; with
-    "sequential" a client takes all its samples before the next client begins.
+    Dirichlet(alpha * p), where p_c is the share of class c in the data.
+    remaining: True computes p for each client from the samples that earlier clients have not taken,
+    as the code of FedBR does. False computes p once from all samples.
+    turns: "rotating" gives one sample to each client, then a second one to each client, and so on.
+    "sequential" gives all its samples to a client before the next client begins.
     """
 
     by_class: ClassVar[bool] = True
@@ -364,8 +366,8 @@ class DirichletClient(Partitioner):
         """Draw the class of each sample of the next client: [size].
 
         draws: has the random streams.
-        class_sizes: the number of samples that are left of each of the C classes, [C]. The drawn
-        samples are subtracted in place.
+        class_sizes: the number of samples of each of the C classes that no client has yet, [C]. The
+        drawn samples are subtracted in place.
         size: the number of samples of a client.
         """
         distribution = self._draw_distributions(draws, class_sizes, 1)
@@ -451,9 +453,9 @@ class Quantity(Partitioner):
 
 @dataclass(frozen=True)
 class Domain(Partitioner):
-    """A partition in which several clients share the samples of one domain.
+    """A partition that divides the samples of each domain evenly between several clients.
 
-    clients_per_domain: the number of clients that split the samples of a domain evenly.
+    clients_per_domain: the number of clients of each domain.
     """
 
     clients_per_domain: int = 1
@@ -470,11 +472,12 @@ class Domain(Partitioner):
         )
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Give the central test samples of a domain to its clients in turn, sorted by class.
+        """Divide the central test samples of each domain between the clients of this domain.
 
-        Each client so gets samples of all classes.
-        labels, domains: the label and the domain of each central test row.
-        num_domains: the number of domains that have training rows; further domains have no clients.
+        The samples are dealt out to the clients one by one, in the order of the data set.
+        labels: not used.
+        domains: the domain of each sample of the central test set.
+        num_domains: the number of domains that have training rows; other domains have no clients.
         """
         rows = np.argsort(domains, kind="stable")
         rows = rows[domains[rows] < num_domains]
@@ -488,10 +491,10 @@ class Domain(Partitioner):
 class Natural(Partitioner):
     """A partition in which every user is a client.
 
-    column: the column with the user of each row, for data with columns; with None each domain of
-    the data is a user, such as the users in LEAF's files.
-    minimum: users with fewer training samples are left out.
-    clients: the number of the remaining users that are drawn; None takes all.
+    column: the column that has the user of each row, for data with columns. None makes each domain
+    of the data a user; the domains of LEAF's files, for example, are its users.
+    minimum: the smallest number of training samples of a user; users with fewer are left out.
+    clients: the number of users that are drawn from the others; None takes all of them.
     """
 
     column: str | None = None

@@ -56,23 +56,23 @@ NO_ORIGIN = Origin()
 
 @dataclass(frozen=True, eq=False)
 class Raw:
-    """The samples of a source, training rows first: arrays, or pictures that are not decoded.
+    """The samples of a source, training samples first: arrays, or pictures that are not decoded.
 
-    inputs: [n, ...], uint8 levels, floats, or int64 token numbers.
-    labels: for classification class numbers [n], or [n, ...] with a class for each position (a
-    pixel, a token); for regression values [n, outputs]; for multilabel data [n, outputs], 1 for
-    labels that are present and 0 for absent labels.
-    train_rows: the number of training rows.
-    class_names: the names of the model's outputs: the classes, labels or values.
-    domains: the domain of each row; None for one domain.
+    inputs: [n, ...]: uint8 values (0 to 255), floats, or int64 token numbers; or n pictures.
+    labels: class numbers [n] for classification. If each position, such as a pixel, has a class:
+    class numbers [n, ...]. For regression, values [n, outputs]. For multilabel data, [n, outputs]
+    with 1 for labels that a sample has, else 0.
+    train_rows: the number of training samples.
+    class_names: the name of each output of the model: a class, a label or a value.
+    domains: the domain of each sample, [n]; None if there is only one domain.
     domain_names: the names of the domains, in the order of their numbers.
     kind: the kind of the task, such as "regression".
-    tokens: how many different token numbers there are, and the padding; with None, all numbers up
-    to the largest one are tokens.
-    origin: the columns that were read, for the plan of a run.
-    fields: the parts of a row of inputs, if samples have several inputs (`pack_fields`).
-    targets: the parts of a row of labels, if they are structures (`pack_targets`).
-    tokenizer: the name of the tokenizer that turns tokens of language data into text; else "".
+    tokens: the number of different tokens, and the padding token. None means that the number of
+    tokens is the largest token in `inputs` plus 1.
+    origin: the names of the columns that were read, for the plan of a run.
+    fields: the parts of a row of `inputs`, if samples have several inputs (`pack_fields`).
+    targets: the parts of a row of `labels`, if targets are structured (`pack_targets`).
+    tokenizer: the name of the tokenizer that decodes the tokens of language data to text; else "".
     """
 
     inputs: NDArray[Any] | Iterable[Picture]
@@ -93,24 +93,23 @@ class Raw:
 class Source:
     """The base class of data sources, with the settings that all sources have.
 
-    only: names of the classes to keep, numbered in this order; None keeps all.
-    size: images are resized to size x size pixels; None keeps their size.
+    only: the names of the classes to keep, numbered in this order; None keeps all.
+    size: the height and width in pixels to which images are resized; None keeps their size.
     channels: 1 makes images grey, 3 makes them RGB; None keeps their channels.
-    cache: the folder for the data sets that raysim writes; None uses the environment variable
-    RAYSIM_CACHE, else ~/.cache/raysim.
+    cache: the folder for the data sets that raysim writes. None uses the environment variable
+    RAYSIM_CACHE, or else ~/.cache/raysim.
     kind: the kind of the task: "classification", "regression", "multilabel", "positions" or
-    "causal"; None lets the form of the labels decide (`labels.infer_kind`).
-    ignore: the label of samples and positions without a label; losses and scores ignore them.
-    label_noise: the share of each client's training labels that become another class.
-    rotation: the rotation of images by fixed or random angles; `Rotation` in corruption.py explains
-    its settings.
+    "causal". None infers it from the type and shape of the labels (`labels.infer_kind`).
+    ignore: the label that means "no label"; losses and scores ignore these samples and positions.
+    label_noise: the share of each client's training labels that are changed to another class.
+    rotation: the rotation of images by fixed or random angles (see `Rotation` in corruption.py).
     pool: replaces each block of pool x pool pixels by its mean; 1 changes nothing.
-    mean, std: inputs are normalised to (x - mean) / std: one number for all channels, or one per
-    channel; None only scales images to [0, 1].
+    mean, std: lists with one value for all channels, or one per channel. Inputs x become (x - mean)
+    / std, after images are scaled to [0, 1]. None does not normalise.
     augment: the augmentations of images in training: any of "resized_crop", "crop", "flip",
     "rotate", "jitter" and "grey".
-    crop_padding, rotate_degrees, crop_area, jitter, grey: the strengths of these augmentations;
-    `Pipeline` in batches.py explains them.
+    crop_padding, rotate_degrees, crop_area, jitter, grey: the strengths of these augmentations (see
+    `Pipeline` in batches.py).
     """
 
     only: list[str | int] | None = None
@@ -186,10 +185,11 @@ class Source:
         raise NotImplementedError
 
     def with_domains(self, column: str) -> Source:
-        """Return a copy of the source in which the values of a column are the domains.
+        """Return a copy of the source in which each value of a column is a domain.
 
-        The column is `partition.column` of `partition=natural`, which makes clients of domains. By
-        default raise ValueError, because a source has no columns.
+        `partition=natural` calls it, to make each user a client. A subclass for data with columns
+        overrides it; the base class raises ValueError.
+        column: the name of the column (`partition.column`).
         """
         raise ValueError(
             f"partition.column={column} names a column, but the data source {type(self).__name__} "
@@ -294,13 +294,15 @@ def require_root(root: str | None, option: str, content: str) -> Path:
 def convert_inputs(
     inputs: NDArray[Any], tokens: Tokens | None, name: str
 ) -> tuple[Inputs, Tokens | None]:
-    """Return inputs in the type in which they are stored, and the `Tokens` or None.
+    """Return inputs in the type in which they are stored, and their `Tokens`.
 
-    uint8 stays uint8, floats become float32, other integers are token numbers and become int64.
-    tokens: the number of different tokens, and the padding. None means that the largest token
-    decides this number. With `tokens`, uint8 inputs are token numbers, too.
+    The `Tokens` are None if the inputs are not token numbers. Floats become float32. uint8 values
+    stay uint8 if `tokens` is None. All other integers are token numbers and become int64.
+    tokens: the number of different tokens, and the padding token. None means that the number of
+    tokens is the largest token in `inputs` plus 1.
     name: the name of the source, for errors.
-    Raise ValueError for other types, nan, infinite values, and integers that cannot be tokens.
+    Raise ValueError for values that are not numbers, nan, infinite values, and integers outside the
+    range of token numbers.
     """
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
     type_kind = inputs.dtype.kind

@@ -27,7 +27,7 @@ def choose_test_rows(groups: Ints, fraction: float) -> NDArray[np.bool_]:
 
 
 def train_first(is_test: NDArray[np.bool_]) -> tuple[Ints, int]:
-    """Return the order with training rows first, and the number of training rows.
+    """Return the row numbers with training rows first, and the number of training rows.
 
     is_test: bool [n], True for test rows.
     """
@@ -36,7 +36,10 @@ def train_first(is_test: NDArray[np.bool_]) -> tuple[Ints, int]:
 
 # ---- numbers for names ---------------------------------------------------------------------------
 def are_names(value: object) -> bool:
-    """Return True if a value from a file is a valid list of class names."""
+    """Return True if a value is a list of different texts, as a list of class names must be.
+
+    value: a value that was read from a file.
+    """
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(name, str) for name in value) and len(set(value)) == len(value)
@@ -45,15 +48,16 @@ def are_names(value: object) -> bool:
 def number_labels(
     values: NDArray[np.generic], names: list[str] | None, place: str, samples: int | None = None
 ) -> tuple[Ints, list[str]]:
-    """Return labels as numbers 0 to C-1, and the names of the C classes.
+    """Convert labels to class numbers; return the numbers, and the names of the classes.
 
-    values: integers or text. The number of a text is its position in `names`; without names, texts
-    are numbered in alphabetical order.
+    values: integers or text. The number of a text is its position in `names`. Without names, the
+    different texts are numbered in alphabetical order.
     names: the class names. None means that integer labels are the classes 0 to the largest label.
     place: the name of the source in errors.
     samples: the number of samples; None means one sample per label. Integer labels without names
     must be smaller than this number.
-    Raise ValueError for labels that are not integers or text, or that no class has.
+    Raise ValueError for a label that is neither an integer nor text, and for a label that is not
+    one of the classes.
     """
     samples = len(values) if samples is None else samples
     if values.dtype.kind in "OU":
@@ -96,11 +100,12 @@ def _number_text(
 def number_domains(
     values: NDArray[Any], is_train: NDArray[np.bool_], order: Sequence[str] | None = None
 ) -> tuple[Ints, list[str]]:
-    """Return numbers for domains or users; domains without training rows get the last numbers.
+    """Return the number of each row's domain, [n], and the names of all domains.
 
-    values: the name of each row's domain.
-    order: all names in the order of their numbers; None uses `natural_order`.
+    Domains without training rows get the highest numbers.
+    values: the name of each row's domain, [n].
     is_train: bool [n], True for training rows.
+    order: all names in the order in which they are numbered; None uses `natural_order`.
     """
     names = values.astype(np.str_)
     ordered = natural_order(values) if order is None else order
@@ -111,9 +116,9 @@ def number_domains(
 
 
 def natural_order(values: NDArray[Any]) -> list[str]:
-    """Return the different values as text, in order.
+    """Return the different values as texts, sorted: numbers by value, texts alphabetically.
 
-    Numbers are ordered by value, text as text ("user10" comes before "user2").
+    For example, "user10" comes before "user2".
     """
     if values.dtype.kind in "iuf":
         return [str(value) for value in np.unique(values).tolist()]

@@ -64,9 +64,10 @@ class Shapes(Source):
 
 
 def _draw_mask(rng: np.random.Generator, kind: int, pixels: int) -> NDArray[np.bool_]:
-    """Draw a shape at a random place: bool [pixels, pixels], True inside the shape.
+    """Draw a shape at a random position: bool [pixels, pixels], True inside the shape.
 
-    kind: the class of the shape: 1 is a circle, 2 a square, 3 a triangle.
+    kind: the class, which decides the shape: 1 is a circle, 2 a square, 3 a triangle.
+    pixels: the height and width of the image.
     """
     size = rng.uniform(0.12, 0.25) * pixels
     centre_y, centre_x = rng.uniform(size, pixels - size, 2)

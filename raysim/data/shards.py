@@ -68,21 +68,21 @@ class Part(NamedTuple):
 class WebDataset(Source):
     """A source that reads tar files; files with the same key form a sample.
 
-    For example, 0007.jpg and 0007.cls are a sample. The key of a file is its path up to the first
-    dot of its name; the ending after the dot gives the type of the file: a picture, `npy`, `json`,
-    `txt`, or `cls` (an integer).
+    For example, 0007.jpg and 0007.cls are the files of one sample with the key 0007. The key of a
+    file is its path up to the first dot of its name. The text after this dot, the ending, gives the
+    type of the file: a picture, `npy`, `json`, `txt`, or `cls` (an integer).
 
-    root: a folder of tar files, in which tar files whose names start with "test" are for testing;
-    or a folder with the subfolder train, and optionally test, of tar files.
-    columns: the endings of the input files, such as jpg. Each of several endings is a separate
-    argument of the network; the argument is `jpg` for 0007.jpg and `image` for 0007.image.png.
-    None takes all endings but the endings of label and user.
-    label, user: the endings of labels and of users. None takes an ending with a usual name. A label
-    is an integer, text, an array, a picture whose pixels are classes, or JSON, where an object is a
-    structured target.
-    test_fraction: the share of each class of each user that is for testing, without test files.
+    root: a folder of tar files; those whose names start with "test" are for testing. It may also be
+    a folder with the subfolder train, and optionally test, of tar files.
+    columns: the endings of the input files, such as "jpg". If there are several, the network has an
+    argument for each of them. The argument is `jpg` for 0007.jpg and `image` for 0007.image.png.
+    None uses all endings except for those of the label and the user.
+    label, user: the ending of the label's file and of the user's file. None finds an ending with a
+    usual name, such as "cls" or "user". A label is an integer, text, an array, a picture whose
+    pixels are classes, or JSON; a JSON object is a structured target.
+    test_fraction: without test files, the share of each class of each user that is for testing.
     length: the largest number of tokens of a text; further tokens are left out.
-    padding: the number that fills short rows of tokens.
+    padding: the token number that fills up shorter rows of tokens.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
     """
 
@@ -166,11 +166,11 @@ class WebDataset(Source):
     def _choose_endings(
         self, sample: Mapping[str, Part], place: str
     ) -> tuple[list[str], str, str | None]:
-        """Return the endings of the files with the inputs, the label and the user of a sample.
+        """Return the endings of a sample's files: of the inputs, of the label and of the user.
 
         sample: the files of the first sample, by ending.
         place: `data.root`, for errors.
-        Raise ValueError if no ending is left for the label or the input.
+        Raise ValueError if there is no ending for the label or for an input.
         """
         by_name = {_field_name(ending): ending for ending in sample}
         label = self.label or by_name.get(find_column(list(by_name), USUAL_LABELS) or "")
@@ -236,7 +236,7 @@ def _tar_files(folder: Path) -> list[Path]:
 
 
 def _field_name(ending: str) -> str:
-    """Return the field's name for a file's ending: `image` for image.png, `jpg` for jpg."""
+    """Return the name of a network's argument: `image` for the ending image.png, `jpg` for jpg."""
     return ending.rpartition(".")[0] or ending
 
 
@@ -272,7 +272,11 @@ def _read_index(shards: Sequence[Path]) -> list[dict[str, Part]]:
 
 
 def _check_parts(sample: Mapping[str, Part], endings: Sequence[str]) -> None:
-    """Raise ValueError if a sample has no file with one of the endings."""
+    """Raise ValueError if a file of a sample is missing.
+
+    sample: the files of the sample, by ending.
+    endings: the endings that must be there.
+    """
     for ending in endings:
         if ending not in sample:
             other = next(iter(sample.values()))

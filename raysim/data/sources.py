@@ -1,8 +1,6 @@
 """List all data sources by name, and define those that download or generate samples.
 
-Each source writes one Arrow file into the cache (`dataset.py`). Its settings (`raw.py`) control the
-pixels (size, channels), the corruptions (`corrupted.py`) and the pipeline of the training step
-(`batches.py`).
+Each source writes its samples to one Arrow file in the cache (see dataset.py).
 """
 
 from __future__ import annotations
@@ -219,8 +217,8 @@ Downloadable: TypeAlias = Mnist | FashionMnist | Cifar10 | Cifar100 | Svhn | Usp
 def _find_files(source: Downloadable, set_name: str) -> list[Path]:
     """Return the files of a data set; download them first if one is missing.
 
-    Instead of torchvision's files, a folder with the data set's name may contain strips, Parquet
-    files or pictures.
+    If `root` has a folder with the data set's name, it may contain strips, Parquet files or
+    pictures in place of torchvision's files.
     source: the source of this data set; it has the settings `root` and `download`.
     set_name: the class in torchvision.datasets, such as "MNIST".
     Raise ValueError if files are missing and `download` is False, or if the download fails.
@@ -255,9 +253,9 @@ def _root_folder(source: Downloadable) -> Path:
 
 
 def _find_complete_folder(root: Path, set_name: str) -> Path | None:
-    """Return the folder that has all of torchvision's files of a data set, or None.
+    """Return the folder that contains all files of a data set of torchvision, or None.
 
-    This is the root, or the folder in the root that has the data set's name.
+    The folder is `root`, or the folder `set_name` inside `root`.
     set_name: the class in torchvision.datasets, such as "MNIST".
     """
     for folder in (root, find_folder(root, set_name)):
@@ -373,12 +371,13 @@ def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
 class Synthetic(Source):
     """A source of random images around Gaussian class prototypes, for tests and timing.
 
-    Each domain adds a shift to all its images, and each image gets noise.
+    A pixel is 128 + 32 (p + s + e), limited to 0 to 255. The prototype p of the class is normal
+    with standard deviation 1.
     shape: the shape of an image, [channels, height, width].
     classes, domains: the numbers of classes and of domains.
-    samples, test_samples: the numbers of training rows and of central test rows.
-    noise, shift: standard deviations, in units of the prototypes' standard deviation; with one
-    domain there is no shift.
+    samples, test_samples: the numbers of training samples and of central test samples.
+    noise: the standard deviation of the noise e, which is drawn for each image.
+    shift: the standard deviation of s, which is drawn once for each domain; with one domain s is 0.
     seed: the seed of the random numbers; the seed of the run does not change the data.
     """
 

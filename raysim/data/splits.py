@@ -54,10 +54,10 @@ def share_counts(total: int, shares: Floats) -> Ints:
 
 
 def class_counts_by_client(sizes: Ints, proportions: Floats, balance: bool) -> Iterator[Ints]:
-    """Yield for each of C classes how many of its samples each of N clients gets, [N].
+    """Yield, for each of C classes, the number of samples of this class that each client gets, [N].
 
     sizes: the number of samples of each class, [C].
-    proportions: the clients' shares of each class, [C, N].
+    proportions: the shares of each class that the N clients get, [C, N].
     balance: True gives no samples of later classes to a client that already has 1/N of all samples.
     """
     total, clients = int(sizes.sum()), proportions.shape[1]
@@ -126,11 +126,10 @@ def dirichlet_label_split(
 
 
 def class_proportions(*, client_distributions: ArrayLike) -> Floats:
-    """Return the share of each class that each client gets, [C, N]; each row sums to 1.
+    """Return s_ck = p_kc / sum_j p_jc, the share of class c that client k gets, [C, N].
 
-    The shares of a class are proportional to the clients' probabilities of this class. If all of
-    these are 0, the class is divided equally.
-    client_distributions: [N, C], the probability of each class for each client; each row sums to 1.
+    If class c has the probability 0 for all clients, all get the same share, 1/N.
+    client_distributions: [N, C], the probability p_kc of class c for client k; each row sums to 1.
     """
     weights = np.asarray(client_distributions, dtype=np.float64).T
     mass = weights.sum(axis=1, keepdims=True)
@@ -147,14 +146,16 @@ def dirichlet_client_split(
     uniforms: ArrayLike,
     order: ArrayLike,
 ) -> CSR:
-    """Let clients take samples in turn, one sample at a time, without replacement.
+    """Let clients take samples one by one, without replacement, from their class distributions.
 
-    At each turn, a client draws a class from its distribution and takes a sample of this class.
+    At each of T turns, one client draws a class from its distribution and takes a sample of this
+    class.
 
-    proportions: each client's class distribution, [N, C].
-    turns: the number of the client that takes a sample at each of T turns, [T].
+    labels: the class of each of the n rows, [n].
+    proportions: the class distribution of each client, [N, C].
+    turns: the number of the client that takes a sample at each turn, [T].
     uniforms: a random number in [0, 1) for each turn, which decides the class, [T].
-    order: a permutation of the rows; the samples of a class are taken in this order.
+    order: a permutation of the rows, [n]; the samples of a class are taken in this order.
     """
     labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)
     pools = np.bincount(labels, minlength=shares.shape[1])
@@ -163,14 +164,15 @@ def dirichlet_client_split(
 
 
 def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
-    """At each of T turns, let a client draw a class that has samples left; return the classes, [T].
+    """Let a client draw a class at each of T turns; return the drawn classes, [T].
 
-    If no samples of the client's classes are left, it draws any other class.
-    proportions: each client's class distribution, [N, C].
+    Classes without remaining samples cannot be drawn. If all classes of a client are used up, the
+    client draws from all remaining samples.
+    proportions: the class distribution of each client, [N, C].
     turns: the number of the client that draws at each turn, [T].
     uniforms: a random number in [0, 1) for each turn, which decides the class, [T].
-    pools: the number of samples that are left of each class, [C]. Each turn subtracts its sample in
-    place.
+    pools: the number of remaining samples of each class, [C]. It is decreased in place by 1 at each
+    turn.
     """
     shares = np.where(pools > 0, proportions, 0.0)
     classes = np.empty(len(turns), dtype=np.int64)
@@ -190,13 +192,12 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
 
 
 def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clients: int) -> CSR:
-    """At each turn, give a client a sample of a class; return the rows of each client.
+    """Give a client a sample of a given class at each of T turns; return the rows of each client.
 
-    The samples of a class are given in `order`. A client's rows are in the order of its turns.
     labels: the class of each row, [n].
-    turns: the number of the client at each of T turns, [T].
-    classes: the class of the sample that this client gets at each turn, [T].
-    order: a permutation of the rows.
+    turns: the number of the client that gets a sample at each turn, [T].
+    classes: the class of this sample, [T].
+    order: a permutation of the rows, [n]. The samples of a class are given out in this order.
     clients: the number of clients.
     """
     samples = _sort_by_class(labels, order)
@@ -263,8 +264,8 @@ def domain_class_split(
 ) -> CSR:
     """Make one client for each pair of a domain and a group of classes.
 
-    The client's number is `domain * len(class_groups) + group`, and its rows are ascending. Rows
-    whose class is in no group are not used.
+    Client d * G + g has the samples of domain d and of group g, for G groups. Its rows are in
+    ascending order. Rows whose class is in no group are not used.
     domains, labels: the domain and the class of each row, [n].
     num_domains: the number of domains.
     class_groups: for each group the numbers of its classes.
@@ -284,10 +285,11 @@ def domain_class_split(
 
 # ---- parts of each client's rows -----------------------------------------------------------------
 def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order: ArrayLike) -> CSR:
-    """Keep a share of each client's rows: the first ones in `order`.
+    """Return a part of each client's rows: the first of them in a given order.
 
-    indices, offsets: the arrays of a `CSR`.
-    fraction: the share; the rows of a smaller share are among the rows of a larger share.
+    A smaller fraction returns a subset of the rows of a larger fraction.
+    indices, offsets: the arrays of the `CSR` with each client's rows.
+    fraction: the share of each client's rows; their number is rounded down.
     order: a permutation of all rows.
     """
     csr = CSR(np.asarray(indices), np.asarray(offsets))
@@ -296,9 +298,11 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
 
 
 def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
-    """Return the positions in `csr.indices` of the first `counts[k]` rows of each client k.
+    """Return the positions, in `csr.indices`, of the first rows of each client in a given order.
 
-    The rows of a client are taken in `order`.
+    csr: the rows of each client.
+    counts: the number of rows of each client that are returned, [N].
+    order: a permutation of all rows, which decides which rows of a client are first.
     """
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))
@@ -332,5 +336,9 @@ def hold_out(csr: CSR, test: float, order: Ints, validation: float = 0.0) -> Par
 
 
 def _sort_by_class(labels: Ints, order: Ints) -> Ints:
-    """Return all rows sorted by class; rows of one class keep their positions in `order`."""
+    """Return all rows sorted by class; rows of the same class are sorted as in `order`.
+
+    labels: the class of each row, [n].
+    order: a permutation of the rows, [n].
+    """
     return np.asarray(order[np.argsort(labels[order], kind="stable")], dtype=np.int64)

@@ -24,8 +24,8 @@ class Stored(Source):
     `root` is the folder of the data set.
     image_column, label_column, domain_column: the columns of pictures, labels and domains in
     Parquet files; other files do not use them.
-    test_fraction: the share of each class of each domain that is for testing, if the files do not
-    say which rows are.
+    test_fraction: the share of each class of each domain that is for testing. It is not used if the
+    files have a split for testing.
     """
 
     root: str | None = None

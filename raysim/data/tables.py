@@ -36,15 +36,15 @@ ONE_BLOCK_BYTES = 2**31 - 1  # types are inferred from a file's first block
 
 @dataclass(frozen=True)
 class TextTable(TableSource):
-    """A source that reads a file of rows, or a folder with a training and perhaps a test file.
+    """A source that reads a file of rows, or a folder with a training file and maybe a test file.
 
-    A subclass reads the files. Its class attribute `option` is the user's choice, such as
-    "data=csv", and `endings` has the endings of its files.
+    A subclass reads the files. Its class attribute `option` is the text that chooses the source,
+    such as "data=csv"; `endings` are the endings of its files.
     root: the file or the folder.
-    label, user: the columns of labels and of users (clients, with partition=natural); None takes a
-    column with a usual name (`LABEL_NAMES`, `USER_NAMES`).
-    targets: columns that together are one structured target, instead of a label.
-    test_fraction: the share of each class of each user that is for testing, without a test file.
+    label, user: the columns of labels and of users (clients, with partition=natural). None finds a
+    column with a usual name, such as "label" or "y", and "user" or "client".
+    targets: columns that together are one structured target, in place of a label.
+    test_fraction: without a test file, the share of each class of each user that is for testing.
     """
 
     root: str | None = None
@@ -117,10 +117,11 @@ class TextTable(TableSource):
         )
 
     def _target_columns(self, names: list[str], place: str) -> list[str]:
-        """Return the names of the columns that have the labels.
+        """Return the columns of the structured target, or else a list with the column of labels.
 
         names: the columns of the table.
         place: the name of the file in errors.
+        Raise ValueError if the settings name both, or if there is no column of labels.
         """
         if self.targets and self.label:
             raise ValueError(

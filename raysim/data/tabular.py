@@ -185,12 +185,12 @@ class Npz(Source):
 
 
 def _is_plain_number(text: str) -> bool:
-    """Return True if a text is an integer from 0 on without leading zeros."""
+    """Return True for texts like "0" and "12"; False for "07", "-1" and "a"."""
     return text.isascii() and text.isdecimal() and str(int(text)) == text
 
 
 def _numbered_archives(folder: Path) -> list[Path]:
-    """Return the archives in a folder, sorted by the number in their names, then by name."""
+    """Return the archives in a folder: 0.npz, 1.npz, ... by number, then those with other names."""
     if not folder.is_dir():
         return []
     paths = [regular_file(path) for path in folder.glob("*.npz")]

@@ -34,14 +34,19 @@ OTHER_TOKEN = len(LETTERS) + 1  # any other character
 class Leaf(Source):
     """A source that reads LEAF's files (Caldas et al. 2018).
 
-    The files are root/train/*.json and root/test/*.json. Every user is a domain. There are four
-    types of inputs: text, whose characters become tokens; lists of numbers; names of picture files
-    (in CelebA); and lists of fields, one of which has the text (in Sent140). If the labels are
-    single characters (in Shakespeare), the classes are the 80 characters that LEAF uses.
+    The files are root/train/*.json and root/test/*.json. Every user is a domain. An input is one of
+    these:
+    - a text, whose characters become tokens;
+    - a list of numbers;
+    - the name of a picture file (CelebA);
+    - a list of fields, one of which has the text (Sent140).
+
+    If the labels are single characters (Shakespeare), the classes are the 80 characters that LEAF
+    uses.
     With kind="causal" the texts are documents for a language model, and overlapping texts are
     joined.
     root: the folder with the folders train and test.
-    length: the largest number of characters of an input text; only the last ones are used. With
+    length: the number of characters at the end of a text that are used as the input. With
     kind="causal" it is the number of characters of a sample.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None keeps their
     shape.
@@ -198,12 +203,11 @@ class Leaf(Source):
 
 
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
-    """Join windows of text that overlap, and yield the longer texts.
+    """Join texts that overlap by all characters but one, and yield the longer texts.
 
-    A window continues the text before it if all its characters but the last one are the end of this
-    text. Any other window starts a new text.
-    windows: texts of equal length, such as LEAF's Shakespeare has with 80 characters. Each one
-    usually starts one character later in the play than the window before it.
+    For example, the windows "abcd", "bcde" and "xyzw" become the texts "abcde" and "xyzw".
+    windows: texts of equal length in the order of the book, such as LEAF's Shakespeare (80
+    characters).
     """
     text = ""
     for window in windows:
@@ -236,7 +240,7 @@ class _LeafRows:
     def origin(self, form: str) -> Origin:
         """Return the fields of LEAF's files from which inputs, labels and users were read.
 
-        form: the form of the inputs, such as "text" or "files".
+        form: what the inputs are, such as "text" or "files".
         """
         return Origin(f"x ({form})", f"y ({type_name(self.labels)})", "users")
 
@@ -281,7 +285,7 @@ def _refuse_fields(inputs: list[Any], place: str) -> None:
 
 
 def _read_users(path: Path) -> dict[str, dict[str, list[Any]]]:
-    """Return the samples of every user in a file, as lists x and y."""
+    """Return the samples of each user in a file: a list of inputs "x" and a list of labels "y"."""
     try:
         users: dict[str, dict[str, list[Any]]] = parse_json(regular_file(path).read_bytes())[
             "user_data"
@@ -304,20 +308,19 @@ class Markov(Source):
     """A source that generates token sequences with Markov chains; every user is a domain.
 
     The setting `label` decides what the labels are and how the sequences are generated:
-    - "next": the label is the token that follows the sequence. Each user has a chain. Its
-    transition probabilities are (1 - skew) P + skew Q. P belongs to a chain that all users share, Q
-    to a separate chain of this user.
-    - "chain": there are `chains` chains, and the label is the number of the chain that generated
-    the sequence. The share `skew` of a user's sequences comes from one chain, the user's favourite.
-    The chain of each other sequence is drawn at random.
+    - "next": the label is the token that follows the sequence. User u generates its sequences with
+    the transition probabilities (1 - skew) P + skew Q_u. P is the same for all users.
+    - "chain": there are `chains` Markov chains, and the label is the number of the chain that
+    generated the sequence. The share `skew` of a user's sequences comes from one chain, the user's
+    favourite. The chain of each other sequence is drawn at random.
 
     With kind="causal" each sequence is a document for a language model, and the labels are the next
     tokens at every position.
     users: the number of users.
-    samples, test_samples: the number of sequences of each user for training, and for central tests.
+    samples, test_samples: the numbers of a user's training sequences and central test sequences.
     vocabulary: the number of tokens, without the padding.
-    length: the number of tokens of a sequence after padding at the end.
-    shortest: the smallest number of tokens before padding.
+    length: the number of tokens of a sequence, with the padding at its end.
+    shortest: the smallest number of tokens of a sequence without its padding.
     seed: the seed of the random numbers; the seed of the run does not change the data.
     """
 
