@@ -65,7 +65,10 @@ def fences(path: Path) -> list[str]:
 
 
 def commands_of(block: str) -> Iterator[str]:
-    """Yield the commands of a block; a backslash at a line's end joins it with the next line."""
+    """Yield the commands in a block of text.
+
+    A line that ends with a backslash is joined with the next line.
+    """
     for line in block.replace("\\\n", " ").splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
             yield line.strip().removeprefix("$ ")
@@ -218,9 +221,9 @@ def without_comment(words: list[str]) -> list[str]:
 
 
 def taken(words: list[str]) -> None:
-    """Let raysim check the arguments, without running anything.
+    """Let raysim check the arguments of a command, without running anything.
 
-    Raise RefusedError, or end the process, if it does not accept them.
+    Raise RefusedError, or end the process, if raysim does not accept them.
     """
     if words[0] in ("help", "--version") or words[-1] == "-h":
         return

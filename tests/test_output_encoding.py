@@ -33,7 +33,7 @@ def strict(encoding: str) -> io.TextIOWrapper:
 
 
 def written(stream: io.TextIOWrapper) -> str:
-    """Return what was written to such a stream."""
+    """Return the text that was written to a stream of `strict`."""
     assert isinstance(stream.buffer, io.BytesIO)
     return stream.buffer.getvalue().decode(stream.encoding)
 

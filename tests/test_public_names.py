@@ -78,7 +78,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def targets(node: ast.AST) -> list[ast.expr]:
-    """Return what a statement assigns to or deletes."""
+    """Return the expressions that a statement assigns to or deletes."""
     if isinstance(node, (ast.Assign, ast.Delete)):
         found: list[ast.expr] = []
         for target in node.targets:
@@ -269,8 +269,8 @@ def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
 def violations(text: str, allowed: Set[str] = frozenset()) -> Iterator[str]:
     """Yield each use of a private name of another package in a source text.
 
-    Changes of another package's objects are yielded, too. allowed: assignments that are accepted,
-    such as "module.attribute".
+    Each change of another package's object is yielded, too.
+    allowed: accepted assignments, such as "module.attribute".
     """
     tree = ast.parse(text)
     names = imported_names(tree)

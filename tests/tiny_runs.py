@@ -173,8 +173,9 @@ def make_server(
 ) -> Server:
     """Return a server with these methods, for tests that use no network.
 
-    vector, counters: the initial model, of this layout. others, settings: further arguments of
-    `Server`.
+    vector, counters: the initial model: parameters and integer buffers in the order of the layout.
+    counts: for each client, its number of training samples.
+    others, settings: further arguments of `Server`.
     """
     networks = {"model": nn.Sequential()}
     declarations = declare_methods(methods, networks, layout, task)
@@ -183,7 +184,10 @@ def make_server(
 
 
 def make_step(vector: Vector, methods: Sequence[Method], *others: Any, **settings: Any) -> Step:
-    """Return the `Step` of methods on a vector; others, settings: further arguments of `Step`."""
+    """Return the `Step` of methods on a vector.
+
+    others, settings: further arguments of `Step`.
+    """
     declarations = declare_methods(methods, vector.networks, vector.layout)
     return Step(vector, declarations, *others, **settings)
 

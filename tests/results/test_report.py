@@ -24,7 +24,7 @@ Rows = list[dict[str, int | float | None]]
 def history(scores: list[float | None], virtual: float = 1.0) -> Rows:
     """Return a history with one row for each score.
 
-    virtual: seconds of virtual time in a round.
+    virtual: the virtual time of one round, in seconds.
     """
     return [
         {
@@ -310,7 +310,10 @@ def test_summary_with_a_wrong_value_raises_only_value_errors(odd: int, tmp_path:
 
 # --- seeds ----------------------------------------------------------------------------------------
 def seeded(tmp_path: Path, method: str, finals: list[float]) -> list[stored_runs.Run]:
-    """Return runs with the seeds 0, 1, ..., one for each final accuracy."""
+    """Return runs of one method with the seeds 0, 1, ..., each with one final accuracy.
+
+    finals: the final accuracy of each run.
+    """
     return [
         make(
             tmp_path / f"{method}-{seed}",

@@ -485,7 +485,7 @@ def _on_both_nodes() -> tuple[tuple[str, str], list[dict[str, Any]], dict[str, A
 
 
 def _where(actor: Any) -> tuple[str, str, int]:
-    """Return a worker's node id, the path of its data set and the number of its client states."""
+    """Return the node id of a worker, the path of its data set, and its number of client states."""
     import ray
 
     worker = actor.held

@@ -98,9 +98,10 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
 
 
 def _run(words: list[str], out: str) -> str:
-    """Run raysim with some overrides; return the text of its RefusedError, or "" if it has none.
+    """Run raysim; return the text of its RefusedError, or "" if it raises none.
 
-    words: the overrides. out: the run's folder.
+    words: the overrides.
+    out: the folder of the run.
     """
     try:
         raysim.run([*WORDS, *ON_BOTH, *words, f"out={out}"], quiet=True)

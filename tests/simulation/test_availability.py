@@ -215,7 +215,7 @@ several = st.one_of(
 
 
 class ByHand(Availability):
-    """A user's availability that has only the two required functions."""
+    """A user's availability, with only the two functions that raysim requires."""
 
     def __init__(self, like: Availability):
         self._like = like

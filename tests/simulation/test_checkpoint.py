@@ -322,7 +322,7 @@ def test_copied_checkpoint_is_readable_without_the_original(tmp_path: Path) -> N
 
 
 class Crash(Exception):
-    """Raised where the machine stops."""
+    """An exception that stands for a crash of the machine."""
 
 
 def crash(*_: object, **__: object) -> None:

@@ -406,7 +406,7 @@ def test_death_of_a_worker_at_any_call_changes_no_bits(name: str, schedule: str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_jobs_are_trained_again_if_the_sum_of_updates_is_lost(schedule: str) -> None:
     class Unreachable(Mortal):
-        """Workers on two nodes; the sums that stay on the second one are lost now and then."""
+        """Workers on two nodes. Every second call that leaves its sums on a node loses them."""
 
         separate = 0  # sums
 

@@ -100,7 +100,7 @@ def test_memory_of_versions_without_jobs_is_freed() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """A mode that notes the number of elements of the largest result of any operation."""
+    """A mode that records the largest number of elements in the result of an operation."""
 
     def __init__(self) -> None:
         super().__init__()

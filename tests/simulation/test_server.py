@@ -69,9 +69,10 @@ def step(
 
 
 def on_a_worker(clients: Sequence[int], failed: Sequence[int] = ()) -> GroupSums:
-    """Return the weighted sum of the updates of one group of clients, as a worker computes it.
+    """Return the weighted sum of the updates of a group of clients, as a worker computes it.
 
-    failed: clients of the group whose jobs failed.
+    clients: the clients of the group.
+    failed: the clients of the group whose jobs failed.
     """
     jobs = [Job(client, client, 0, 0, weight=float(COUNTS[client])) for client in clients]
     sums = WorkerSums([tuple(clients)])

@@ -22,8 +22,9 @@ from textbook.world import Book, World
 class Calibration:
     """The calibrated update v = h + mean of (Delta_i - h_i) over the clients that arrive.
 
-    h and h_i have the values from before this aggregation. seen_only: h is the mean over the
-    clients that have sent an update, not over all clients.
+    h and h_i have their values from before this aggregation.
+    seen_only: True: h is the mean over the clients that have sent an update; False: over all
+    clients.
     """
 
     def __init__(self, world: World, seen_only: bool = False):

@@ -36,10 +36,15 @@ class FlyingJob:
 class Aggregated:
     """The state right after an aggregation.
 
-    time_s: virtual time. taken: the aggregated jobs. waiting: jobs that have arrived and are not
-    yet aggregated, in order of arrival. running: jobs in flight. cohorts: how many times clients
-    were drawn so far. sent: jobs dispatched so far. arrivals: jobs that arrived so far. turns: for
-    each client, its dispatched jobs; clients are in the order of their first dispatches.
+    time_s: the virtual time in seconds.
+    taken: the aggregated jobs.
+    waiting: the jobs that have arrived and are not yet aggregated, in order of arrival.
+    running: the jobs in flight.
+    cohorts: how many times clients were drawn so far.
+    sent: how many jobs were dispatched so far.
+    arrivals: how many jobs arrived so far.
+    turns: for each client, how many of its jobs were dispatched. Clients are in the order of their
+    first dispatches.
     """
 
     time_s: float

@@ -17,10 +17,11 @@ from textbook.world import Params, World
 
 @dataclass
 class Clusters:
-    """The result: a model per cluster, and the columns of the history.
+    """The result of a textbook with clusters.
 
-    models: the model of each cluster at the end. model_of: for each client, the number of the
-    cluster whose model it is scored with. columns: values by round.
+    models: the model of each cluster at the end.
+    model_of: for each client, the number of the cluster whose model it is scored with.
+    columns: columns of the history, a value for each round.
     """
 
     models: list[Params]
@@ -29,10 +30,10 @@ class Clusters:
 
 
 def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
-    """Let each client train the model with the least loss; average each model over its clients.
+    """Let each client train the model with the smallest loss; average each model over its clients.
 
-    starts: the initial tensors of each cluster's model. The loss is that on the client's training
-    samples.
+    The loss is the loss of each cluster's model on the client's training samples.
+    starts: for each cluster, the initial tensors of its model.
     """
     models = [detach(start) for start in starts]
     shares: list[list[float]] = [[] for _ in models]

@@ -73,8 +73,8 @@ def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
 def batches(seed: int, own: Any, job: Job, whole: bool) -> Iterator[Any]:
     """Yield for each batch of a job the positions of its samples among the client's samples.
 
-    own: the settings local.*. whole: the network has BatchNorm, so a last batch of a single sample
-    is left out.
+    own: the settings local.*.
+    whole: True: the network has BatchNorm, so a last batch of a single sample is left out.
     """
     generator, n = stream(seed, "batches", job.client, job.turn), job.samples
     passes = 0

@@ -25,7 +25,7 @@ Factor = Callable[[str], float]  # of a parameter: its learning rate in units of
 
 
 def uncorrected(params: Params, grads: Params) -> Params:
-    """Return the gradients as they are."""
+    """Return the gradients unchanged."""
     return grads
 
 

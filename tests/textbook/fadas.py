@@ -18,11 +18,11 @@ from textbook.world import Book, World
 
 
 class AmsGrad:
-    """AMSGrad on the server: m, v and w, the largest v so far; x <- x + eta m / (sqrt(w) + eps).
+    """AMSGrad on the server: x <- x + eta m / (sqrt(w) + eps), with w the largest v so far.
 
-    lr: eta while no update of the aggregation is staler than `threshold` versions. Otherwise, with
-    s the largest staleness, eta is min(lr, 1 / s) for rule "cap" (paper) and lr / s for "scale"
-    (released code).
+    lr: eta, if no update of the aggregation is staler than `threshold` versions. Otherwise, let s
+    be the largest staleness. Then eta is min(lr, 1 / s) for rule "cap" (paper), or lr / s for rule
+    "scale" (released code).
     """
 
     def __init__(

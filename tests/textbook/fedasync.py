@@ -1,7 +1,7 @@
 """FedAsync: Xie et al. 2020, Algorithm 1.
 
 Symbols: y, the model that arrives; tau, the version that it started from; t, the server's time;
-sigma, a function that falls with the staleness t - tau.
+sigma, a function that decreases with the staleness t - tau.
 """
 
 from __future__ import annotations

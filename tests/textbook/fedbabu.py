@@ -25,7 +25,8 @@ from textbook.world import Book, Job, Params, World
 def fedbabu(world: World, epochs: int, head_only: bool) -> Book:
     """Run FedAvg of the extractor; the head is only trained in the fine-tuning before scores.
 
-    epochs: epochs of fine-tuning. head_only: fine-tune the head alone.
+    epochs: the number of fine-tuning epochs.
+    head_only: True: fine-tune the head alone.
     """
 
     def client(job: Job, x: Params) -> Params:

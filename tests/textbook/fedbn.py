@@ -18,9 +18,10 @@ SCOPES = {"all": AFFINE + STATISTICS, "statistics": STATISTICS, "affine": AFFINE
 def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = False) -> Book:
     """Run FedAvg in which tensors of the BatchNorm layer stay on the clients.
 
-    scope: which tensors stay, a key of `SCOPES`. mu: weight of FedProx's term, which pulls the
-    shared parameters only. reestimate: for scores, a client that never trained computes BatchNorm's
-    statistics from its training samples.
+    scope: which tensors stay, a key of `SCOPES`.
+    mu: the weight of FedProx's term, which pulls the shared parameters only.
+    reestimate: True: to be scored, a client that never trained computes BatchNorm's statistics from
+    its training samples.
     """
     stays = [f"{NORM}.{name}" for name in SCOPES[scope] if f"{NORM}.{name}" in world.start]
     shared = {name: tensor for name, tensor in world.start.items() if name not in stays}

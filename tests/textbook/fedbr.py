@@ -145,8 +145,9 @@ def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
 def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
     """Return a function that makes pseudo-data for a version from a public data set (Algorithm 3).
 
-    They are `size` means of `count` training images each. sources: with "unbalanced" all images are
-    equally likely, otherwise all classes.
+    Pseudo-data are `size` means of `count` training images each.
+    sources: with "unbalanced", all images are equally likely. Otherwise all classes are equally
+    likely.
     """
     images, labels = world.drawn["proxy"]
     chances = None

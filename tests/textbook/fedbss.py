@@ -124,7 +124,10 @@ def batches(
     """Return for each batch of a job the positions of its samples, and the fraction a_e (eq. 6).
 
     An epoch uses the first samples of `order`: the unbiased ones, and the fraction a_e of the
-    biased ones. unbiased: the number of unbiased samples.
+    biased ones.
+    order: the client's samples by ascending loss.
+    unbiased: the number of unbiased samples.
+    kind: how a_e grows, an argument of `fedbss`.
     """
     local, shares = world.local, list[float]()
     draw, found = stream(world.seed, "batches", job.client, job.turn), list[np.ndarray]()

@@ -35,7 +35,10 @@ def direction(at: Cohort, normalization: str) -> Tensor:
 
 
 def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -> Book:
-    """Run x <- x + sum_i w_i D_i / K, or with another divisor of `direction`."""
+    """Run x <- x + sum_i w_i D_i / K, or with another divisor than K.
+
+    normalization: the divisor, an argument of `direction`.
+    """
     rule = lambda at: at.x + direction(at, normalization)  # noqa: E731
     return run_server_rule(world, rule, weigh=partial(staleness_weights, exponent=exponent))
 

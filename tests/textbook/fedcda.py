@@ -27,10 +27,11 @@ from textbook.world import Book, Params, World
 
 @dataclass
 class History:
-    """A client's models, oldest first; its cache has the last K of them.
+    """The models of a client, the oldest first. The client's cache has the last K of them.
 
-    losses: each model's F_n. rounds: the aggregation of each model. selected: position of the model
-    that counts in x.
+    losses: F_n of each model.
+    rounds: the number of the aggregation that received each model.
+    selected: the position of the model that is averaged into x.
     """
 
     models: list[Params] = field(default_factory=list)

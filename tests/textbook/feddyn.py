@@ -17,8 +17,8 @@ def feddyn(world: World, alpha: float) -> Book:
     """Run FedAvg with the local loss F_k(y) - <g_k, y> + alpha/2 |y - x|^2.
 
     After a job, g_k <- g_k - alpha (y - x). After a round, h <- h - alpha / N times the sum of all
-    y - x. Then x <- mean y - h / alpha. N is the number of all clients; the mean is over the
-    round's clients.
+    y - x. Then x becomes the mean of all y, minus h / alpha. The sum and the mean are over the
+    clients of the round.
     """
     x, names = dict(world.start), trainable(world.start)
     g = {

@@ -35,7 +35,8 @@ def means(world: World, client: int, rows: np.ndarray) -> Pairs:
 def pooled(world: World, count: int, samples: int) -> Pairs:
     """Return all clients' pairs, one client after another.
 
-    count: pairs of a client. samples: samples in the mean of a pair.
+    count: the number of pairs of each client.
+    samples: the number of samples in the mean of a pair.
     """
     parts = []
     for client, (x, _) in enumerate(world.data):

@@ -16,7 +16,9 @@ from textbook.world import Book, Job, Params, World
 def not_true(student: Tensor, teacher: Tensor, y: Tensor, tau: float) -> Tensor:
     """Return tau^2 KL(teacher | student) over the classes other than the true one.
 
-    student, teacher: logits [B, C]. tau: the temperature.
+    student, teacher: logits [B, C].
+    y: the true classes, [B].
+    tau: the temperature.
     """
     q_s, q_t = (
         (other_class_logits(student, y) / tau).softmax(1),

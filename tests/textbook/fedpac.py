@@ -62,8 +62,9 @@ def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Te
 def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Tensor:
     """Return the weights a >= 0 with sum 1 that minimise a'Pa for client i.
 
-    variances, h: V_j and h_j of all participants. least: weights up to this value become 0, and the
-    others are scaled up, unless no weight is larger.
+    variances, h: V_j and h_j of all participants.
+    least: weights up to this value become 0, and the others are scaled to the sum 1. If no weight
+    is larger, all stay.
     """
     m = len(h)
     p = torch.stack(

@@ -13,9 +13,10 @@ from textbook.world import Book, Job, Params, World
 def fedrs(world: World, alpha: float, relative: bool = False) -> Book:
     """Run FedAvg with the cross-entropy of the logits s_c <w_c, h>; the classifier has no bias.
 
-    w_c: the classifier's weights of class c; h: the features. The scale s_c is 1 for classes of the
-    client, alpha for others. relative: s_c = alpha + (1 - alpha) n_c / max n, with n_c the client's
-    samples of class c (the released code's scale).
+    w_c: the classifier's weights of class c; h: the features; s_c: the scale of class c.
+    alpha: the scale of the classes that the client lacks; the scale of its own classes is 1.
+    relative: True: s_c = alpha + (1 - alpha) n_c / max n, as in the released code. n_c is the
+    client's number of samples of class c.
     """
 
     def losses(job: Job, received: Params) -> Parts:

@@ -1,8 +1,8 @@
 """FedSAM: Qu et al. 2022, Algorithm 1; FedASAM: Caldarola et al. 2022; MoFedSAM: FedSAM with FedCM.
 
 Symbols: F, the loss of a batch; p, the parameters; g, the gradient at p. A step uses the gradient
-at p + e, where the loss is higher. BatchNorm's statistics move in the computation of g only; the
-second gradient works on a copy.
+at p + e, where the loss is higher. The computation of g updates BatchNorm's statistics. The second
+gradient does not, because it uses a copy of them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
 
 
 def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
-    """Run FedAvg with the gradients of `uphill`.
+    """Run FedAvg with the gradients of `uphill` in place of g.
 
-    mu: weight of FedProx's term, whose gradient at p is added.
+    rho, eta: arguments of `uphill`.
+    mu: the weight of FedProx's term, whose gradient at p is added.
     """
     shared = {name: tensor for name, tensor in world.start.items() if name not in world.personal}
     personal = {

@@ -25,8 +25,10 @@ def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
     """Run steps along (1 - share) g1 + share g2 - c_k + (theta - x) / lam.
 
     Then c_k <- c_k - (theta_K - x) / lam. The client uploads theta_K - lam c_k with this new c_k,
-    and its buffers as they are. lam: the inverse weight of the proximal term. rho: the length of
-    the extra step, in units of g1. share: the weight of g2.
+    and its buffers unchanged.
+    lam: the inverse weight of the proximal term.
+    rho: the length of the extra step, divided by the length of g1.
+    share: the weight of g2.
     """
     x, names = dict(world.start), trainable(world.start)
     c = {

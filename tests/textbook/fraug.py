@@ -102,8 +102,8 @@ def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
 def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
     """Return D of the embeddings a and b, by a metric.
 
-    metric: "mse", the mean square of a - b; "mmd_moments", of the difference of means and
-    covariances; any other, the squared MMD with five Gaussian kernels.
+    metric: "mse": the mean square of a - b. "mmd_moments": the mean square of the difference of the
+    means, plus that of the covariances. Any other text: the squared MMD with five Gaussian kernels.
     """
     if metric == "mse":
         return (a - b).square().mean()

@@ -42,7 +42,10 @@ class Optimizer:
         self.first, self.second = Params(), Params()
 
     def step(self, p: Params, grads: Params, rate: float) -> None:
-        """Move the parameters p by their gradients; rate: the learning rate."""
+        """Change the parameters p by their gradients.
+
+        rate: the learning rate.
+        """
         settings = self.settings
         self.steps += 1
         for name, grad in grads.items():

@@ -38,7 +38,8 @@ WEIGHT, BIAS = f"{LAYER}.base_layer.weight", f"{LAYER}.base_layer.bias"
 def adapted_loss(frozen: Mapping[str, Tensor], scaling: float) -> Loss:
     """Return the cross-entropy of a network whose hidden layer computes W0 x + b + s B (A x).
 
-    frozen: the tensors that are not trained. scaling: s.
+    frozen: the tensors that are not trained, W0 and b among them.
+    scaling: s.
     """
 
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
@@ -52,7 +53,10 @@ def adapted_loss(frozen: Mapping[str, Tensor], scaling: float) -> Loss:
 
 
 def factor_mean(world: World, scaling: float) -> Book:
-    """Average what is trained: A and B (FedIT, Zhang et al. 2024), or B alone (FFA-LoRA)."""
+    """Average the factors that are trained.
+
+    These are A and B (FedIT, Zhang et al. 2024), or B alone (FFA-LoRA).
+    """
     loss = adapted_loss(world.drawn, scaling)
     return run_rounds(world, lambda job, x: train(world, job, x, loss))
 
@@ -83,7 +87,7 @@ def drawn_ranks(world: World, ranks: Sequence[int]) -> list[int]:
 
 
 def cut(x: Mapping[str, Tensor], rank: int) -> Params:
-    """Return a model whose factors have zeros beyond a rank."""
+    """Return a model whose factors have zeros in all ranks from `rank` on."""
     a, b = x[A].clone(), x[B].clone()
     a[rank:], b[:, rank:] = 0.0, 0.0
     return {**x, A: a, B: b}

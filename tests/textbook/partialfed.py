@@ -59,8 +59,8 @@ class Policy:
     def learn(self, world: World, job: Job, received: Params, last_models: Params) -> Tensor:
         """Train the policy's logits on the client's samples; return which layers to load, [L].
 
-        The trained model is a mixture of `received` and `last_models`, by softmax with Gumbel
-        noise.
+        The training uses a mixture of the models `received` and `last_models`. The weights of the
+        mixture are a softmax of the logits with Gumbel noise.
         """
         settings, (x, y) = self.settings, world.data[job.client]
         temperature = max(settings.floor, settings.start * settings.decay**job.version)

@@ -25,8 +25,10 @@ from textbook.world import Book, Job, Params, World
 def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Book:
     """Minimise f(theta) + lam/2 |theta - w|^2 from theta = w, and step w along lam (w - theta).
 
-    f: the cross-entropy of the batch. steps, rate: number of theta's steps on a batch, and their
-    learning rate. beta: x <- (1 - beta) x + beta mean w. A client is scored with its last theta.
+    f: the cross-entropy of the batch. A client is scored with its last theta.
+    steps: the number of steps of theta on a batch.
+    rate: the learning rate of theta.
+    beta: at the end of a round, x <- (1 - beta) x + beta mean w.
     """
     x, names = dict(world.start), trainable(world.start)
     thetas = dict[int, Params]()

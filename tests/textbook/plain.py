@@ -17,7 +17,7 @@ EXTRACTOR, HEAD = "model.extractor", "model.head"
 def features(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
     """Return the features [B, F]: flatten, linear, BatchNorm if there is one, ReLU.
 
-    In training BatchNorm's statistics in `p` move.
+    training: True: normalise with the statistics of the batch, and update the statistics in `p`.
     """
     hidden = F.linear(x.flatten(1), p[f"{EXTRACTOR}.1.weight"], p[f"{EXTRACTOR}.1.bias"])
     norm = f"{EXTRACTOR}.2"
@@ -45,7 +45,7 @@ def other_class_logits(z: Tensor, y: Tensor) -> Tensor:
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a tensor of this name is a statistic, not a parameter."""
+    """Return whether a tensor of this name is a buffer of BatchNorm and not a parameter."""
     return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -79,7 +79,7 @@ def gradients(loss: Tensor, p: Mapping[str, Tensor], names: Iterable[str]) -> Pa
 
 
 class Sgd:
-    """SGD with momentum and weight decay, as PyTorch defines it; the buffers start at zero.
+    """SGD with momentum and weight decay, as PyTorch defines it; the momentum starts at zero.
 
     clip: the largest norm of all gradients together, without weight decay; 0: no bound.
     """
@@ -123,7 +123,7 @@ def optimizer(world: World, job: Job, factor: float = 1.0) -> Sgd:
 
 
 def weights(world: World, jobs: Sequence[Job]) -> list[float]:
-    """Return the weights of jobs: their samples, or 1 each; not normalised."""
+    """Return the weights of jobs before normalisation: their samples, or 1 each."""
     return [float(job.samples) if world.weighting == "samples" else 1.0 for job in jobs]
 
 
@@ -151,8 +151,9 @@ def apply_mean_change(
 ) -> Params:
     """Return x plus the weighted mean change of the models; buffers are averaged.
 
-    received: all model versions so far. A model's change is counted from the version that its job
-    received, which may be older than x.
+    models: the trained model of each job.
+    received: all model versions so far. The change of a model is its difference from the version
+    that its job received, which may be older than x.
     """
     changed = []
     for job, model in zip(jobs, models, strict=True):
@@ -188,9 +189,11 @@ Loss = Callable[[Params, int, Tensor, Tensor], Tensor]
 
 
 def cross_entropy(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the network on a batch; `step` is not used.
+    """Return the mean cross-entropy of the network on a batch.
 
-    x: inputs [B, ...]. y: classes [B].
+    step: not used.
+    x: inputs [B, ...].
+    y: classes [B].
     """
     return F.cross_entropy(logits(p, x), y)
 

@@ -20,7 +20,10 @@ from textbook.world import Book, World
 
 
 def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
-    """Add rule(values) to each coordinate of x; values: that coordinate of all updates."""
+    """Add a vector to x, and compute each of its coordinates separately.
+
+    rule(values): the coordinate, from the values that it has in all updates.
+    """
     return run_server_rule(
         world,
         lambda at: at.x + torch.tensor([rule(v) for v in at.changes.T.tolist()], dtype=at.x.dtype),

@@ -1,4 +1,4 @@
-"""Parts that textbooks of server rules share: FedAvg's rounds with another rule at their end."""
+"""FedAvg's rounds with another server rule at their end, and functions for flat vectors."""
 
 from __future__ import annotations
 

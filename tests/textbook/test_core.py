@@ -336,9 +336,9 @@ def columns(ended: FinishedRun) -> dict[str, Any]:
 def scored(
     *methods: Method, evaluate: Evaluation = EVERYTHING, **others: Any
 ) -> tuple[FinishedRun, dict[int, Params]]:
-    """Return a finished run, and each client's model.
+    """Return a finished run, and the model of each client.
 
-    A client's model is the shared one with the client's own tensors in it.
+    This is the shared model with the client's personal tensors in it.
     """
     study = run_spec(
         *methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others

@@ -115,9 +115,9 @@ def loading(strategy: Any, mask: Sequence[bool], model: Any = NORMED_MLP, **sett
 
 
 def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
-    """Return a row of PartialFed whose policy changes much.
+    """Return a row of PartialFed whose policy changes quickly.
 
-    Its temperature falls by half in each version, from 2 down to its smallest value 0.6.
+    The temperature of the policy is halved in each version, from 2 down to its smallest value 0.6.
     """
     settings = PolicySettings(
         steps=4, batch=5, rate=0.3, start=2.0, decay=0.5, floor=0.6, sampled=sampled

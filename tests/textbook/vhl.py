@@ -1,13 +1,14 @@
 """VHL: Tang et al. 2022 with the authors' noise generator.
 
 Symbols: virtual images, random images with labels that are the same for all clients; CE_v, the
-cross-entropy on virtual images; SC, the supervised contrastive loss of features. The label of class
-c of virtual images is C + c if the head has C extra outputs for them. A prediction C + c counts as
-class c.
+cross-entropy on virtual images; SC, the supervised contrastive loss of features. If the head has C
+extra outputs, the label of class c of virtual images is C + c. A prediction C + c counts as class
+c.
 
-A virtual image is its class's mean N(0, 1) of 8 x 8 pixels plus N(0, 0.5^2), enlarged bilinearly
-and standardised per channel. Real and virtual rows share one forward pass. If Mixup changes the
-inputs, the mixed inputs are classified in another forward pass before this one.
+A virtual image starts as 8 x 8 pixels: the mean image of its class, with entries from N(0, 1), plus
+noise from N(0, 0.5^2). It is enlarged bilinearly and standardised per channel. Real and virtual
+rows share one forward pass. If Mixup changes the inputs, the mixed inputs are classified in another
+forward pass before this one.
 """
 
 from __future__ import annotations

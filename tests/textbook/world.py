@@ -15,9 +15,11 @@ Params = dict[str, Tensor]  # By full name, such as "model.extractor.1.weight".
 class Job:
     """One job of one client.
 
-    turn: number of this client's job, from 0. version: the model version that it received. samples:
-    the number of the client's training samples. batches: for each step, inputs float64 [B, ...] and
-    labels int64 [B]. draws: for each step, random values by full name.
+    turn: the number of the client's job, from 0.
+    version: the model version that it received.
+    samples: the number of the client's training samples.
+    batches: for each step, inputs float64 [B, ...] and labels int64 [B].
+    draws: for each step, random values by full name.
     """
 
     client: int

@@ -453,10 +453,10 @@ LONG = (
 
 
 def cost(pairs: int) -> None:
-    """Print what a killed worker costs: the difference of two runs in wall seconds, for each pair.
+    """Print the cost of a killed worker: for each pair of runs, their difference in wall seconds.
 
-    One run of a pair has a worker killed after 5 s, the other is undisturbed. Which of them comes
-    first alternates from pair to pair.
+    One run of a pair has a worker killed after 5 s, and the other is undisturbed. From pair to
+    pair, the order of these two alternates.
     """
     more = []
     for pair in range(pairs):

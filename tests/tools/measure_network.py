@@ -66,11 +66,12 @@ print("END", result.summary["model_sha256"], flush=True)
 
 @dataclass(frozen=True)
 class Measurement:
-    """A run: bytes and seconds per round, the median over the measured rounds.
+    """The bytes and seconds per round of a run, as medians over the measured rounds.
 
-    links: for each machine, the bytes that it received and sent per round, as its link counted
-    them. columns: the same for each node in raysim's history, where node 0 is machine 0. resent:
-    for each machine, the bytes per round that TCP sent again.
+    links: for each machine, the bytes that it received and sent, as its link counted them.
+    columns: for each node, the bytes that it received and sent by raysim's history. Node 0 is
+    machine 0.
+    resent: for each machine, the bytes that TCP sent again.
     """
 
     turn: int

@@ -202,7 +202,7 @@ class Mapper:
 
 
 class Map:
-    """For every line of every file, the tests that run it; and the seconds of each test.
+    """For each line of each file, the tests that run the line; also the seconds of each test.
 
     The tests of a line are the set bits of an integer: bit k stands for tests[k].
     """
@@ -217,10 +217,9 @@ class Map:
 
     @classmethod
     def join(cls, parts: Sequence[dict[str, Any]]) -> Map:
-        """Return one map of all test files.
+        """Return one map of all test files. It leaves out tests that fail without a mutant.
 
-        parts: the results of `Mapper`, one for each test file. Tests that fail without a mutant are
-        left out.
+        parts: the results of `Mapper`, one for each test file.
         """
         seconds: dict[str, float] = {}
         lines: dict[str, dict[str, int]] = collections.defaultdict(
@@ -339,7 +338,7 @@ Trial = Callable[[Path], Generator[Asked, Outcome, Any]]
 
 
 class Judge:
-    """A pytest plugin that runs only the wanted tests, and notes the first that fails."""
+    """A pytest plugin that runs only the requested tests, and records the first failed one."""
 
     def __init__(self, wanted: Sequence[str]):
         self.wanted, self.first = set(wanted), ""
@@ -440,10 +439,10 @@ def cpu_seconds(pid: int) -> float:
 
 
 def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any], None]) -> None:
-    """Run the trials, one in each copy at a time.
+    """Run trials, at most one in each copy at a time.
 
-    A trial is a generator: it yields the tests to run, and receives their outcome. done: called
-    with the value that a trial returns.
+    A trial is a generator: it yields the tests to run, and receives their outcome.
+    done: a function that is called with the value that a trial returns.
     """
     waiting, free = collections.deque(trials), list(copies)
     running: dict[int, tuple[Path, Generator[Asked, Outcome, Any], float, float]] = {}

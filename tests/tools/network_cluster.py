@@ -115,8 +115,9 @@ def call(*words: object) -> str:
 class Link:
     """The link of a machine, in both directions.
 
-    rate: Mbit/s; None is unlimited. delay: milliseconds of each direction. loss: the share of
-    packets that are lost in each direction.
+    rate: in Mbit/s; None is unlimited.
+    delay: in milliseconds, for each direction.
+    loss: the share of packets that are lost in each direction.
     """
 
     rate: float | None = None
@@ -133,7 +134,8 @@ class Link:
 class Traffic:
     """Bytes on a link since it was made, with the headers of packets.
 
-    resent: bytes of data that the machine's TCP sent again.
+    received, sent: the bytes that the machine received and sent.
+    resent: the bytes of data that the machine's TCP sent again.
     """
 
     received: int  # by the machine
@@ -282,7 +284,10 @@ class Machine:
                 os.kill(process, signal.SIGCONT)
 
     def popen(self, words: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a program on the machine. options: of `subprocess.Popen`."""
+        """Start a program on the machine.
+
+        options: arguments of `subprocess.Popen`; `env` has further environment variables.
+        """
         environment = self._cluster.environment | options.pop("env", {})
         environment |= {"HOME": str(self.folder / "home"), "SHARED": str(self._cluster.shared)}
         enter = ["nsenter", "-t", str(self._first_process), "-m", "-p", "-n", "-u", "-i"]
@@ -290,7 +295,11 @@ class Machine:
         return subprocess.Popen([*enter, home, "--", *words], text=True, env=environment, **options)
 
     def run(self, *words: str, timeout: float = 300.0, **options: Any) -> str:
-        """Run a program to its end; return its output. Raise RuntimeError if it fails."""
+        """Run a program to its end; return its output. Raise RuntimeError if it fails.
+
+        timeout: in seconds.
+        options: arguments of `popen`.
+        """
         process = self.popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -335,7 +344,8 @@ class Machine:
 class NetworkCluster:
     """Machines that are joined by a switch. Use it in a `with` statement.
 
-    links: the links of some machines, by number. environment: further variables of all processes.
+    links: for some machines, by number, their links.
+    environment: further environment variables of all processes.
     """
 
     def __init__(

@@ -236,9 +236,9 @@ class Growing(Weights):
 
 
 def _words(size: int) -> int:
-    """Return how many float32 numbers a message of `size` bytes takes.
+    """Return the number of float32 values that a message of `size` bytes takes.
 
-    One number is for the length; each further one has four of the bytes.
+    The first value is the length, and each further one has four of the bytes.
     """
     return 1 + -(-size // 4)
 

@@ -125,8 +125,10 @@ def by_hand(
 ) -> float:
     """Return the mean loss over all rows that these jobs train on with the task loss.
 
-    A row counts as often as it is trained on. losses: for each client, the losses of its rows.
-    jobs: pairs of a client and the number of its job. watch: has the plans of the jobs.
+    A row counts as often as it is trained on.
+    losses: for each client, the losses of its rows.
+    jobs: pairs of a client and the number of its job.
+    watch: the method that has recorded the plans of the jobs.
     """
     seen = []
     for client, turn in jobs:

@@ -279,7 +279,7 @@ def test_pooled_data_keep_the_samples_of_all_clients(tmp_path: Path) -> None:
 class First(Method):
     """A method that trains on one sample in the first epoch and on all samples later.
 
-    every: train on one sample in every epoch.
+    every: True: train on one sample in every epoch.
     """
 
     name = "first"
