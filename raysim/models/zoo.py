@@ -275,20 +275,23 @@ def _quiet(transformers: Any, is_local: bool) -> Iterator[None]:
     is_local: True if nothing is downloaded; then no progress is shown, either.
     """
     loggers = [logging.getLogger(f"transformers.{name}") for name in NOISY_MODULES]
-    levels = [logger.level for logger in loggers]
     messages = transformers.utils.logging
     hides_progress = is_local and messages.is_progress_bar_enabled()
     try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
+        for logger in loggers:  # with another level, it would report more
+            logger.addFilter(_is_error)
         if hides_progress:
             messages.disable_progress_bar()
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for logger in loggers:
+            logger.removeFilter(_is_error)
         if hides_progress:
             messages.enable_progress_bar()
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _refuse_options(config: Any, unknown: Collection[str]) -> None:

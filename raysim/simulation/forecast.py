@@ -59,10 +59,12 @@ def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
             if not aggregations or isinstance(error, SelectionError):
                 raise
             break
+    end = aggregations[-1].now
     half = len(aggregations) // 2
+    while half and aggregations[half - 1].now >= end:
+        half -= 1  # several servers may aggregate at the same time
     later = aggregations[half:]
     begin = aggregations[half - 1].now if half else 0.0
-    end = aggregations[-1].now
     aggregated = sum(len(aggregation.aggregated) for aggregation in later)
     lost = sum(len(aggregation.lost) for aggregation in later)
     discarded = sum(len(aggregation.discarded) for aggregation in later)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -133,18 +135,39 @@ def test_pretrained_weights_of_other_shapes_are_refused(tmp_path: Path) -> None:
         wide.build((5,), 7, 0, Tokens(7))
 
 
+class Records(logging.Handler):
+    """A handler that keeps the messages of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """Return the list of the messages that transformers logs."""
+    handler = Records()
+    logging.getLogger("transformers").addHandler(handler)
+    yield handler.messages
+    logging.getLogger("transformers").removeHandler(handler)
+
+
 def test_pretrained_weights_that_are_missing_are_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, messages: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = HuggingFaceModel("gpt2", options=GPT2, task="causal").build((5,), 7, 0, Tokens(7))
     model.get_submodule("net.net").save_pretrained(tmp_path)  # type: ignore[operator]
+    messages.clear()
     capfd.readouterr()
     whole = HuggingFaceModel(str(tmp_path), True, {}, "causal").build((5,), 7, 0, Tokens(7))
     assert weight_warnings(whole) == []
     deep = HuggingFaceModel(str(tmp_path), True, {"n_layer": 2}, "causal")
     (warning,) = weight_warnings(deep.build((5,), 7, 0, Tokens(7)))
     assert "model.pretrained=true: 12 weights" in warning and "h.1.attn.c_attn.bias" in warning
-    assert capfd.readouterr().err == ""  # transformers reports nothing itself
+    assert messages == [] and capfd.readouterr().err == ""  # transformers reports nothing itself
     classifier = HuggingFaceModel(str(tmp_path), True).build((5,), 3, 0, Tokens(7, padding=6))
     assert weight_warnings(classifier) == []  # only the head is new
 

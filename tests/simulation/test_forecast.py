@@ -39,6 +39,12 @@ def test_forecast_counts_staleness_of_simultaneous_updates() -> None:
     assert result == Forecast(at_work=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
 
 
+def test_forecast_of_simultaneous_aggregations_has_their_period() -> None:
+    # All three updates arrive after 1 s, each of them is an aggregation.
+    result = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 2)
+    assert result.seconds == 0.5 and result.at_work == 3.0
+
+
 def test_forecast_counts_lost_jobs() -> None:
     result = forecast(planner(BUFFER, Ideal(dropout=0.9), 6), 100)
     assert 0.5 < result.lost < 1
