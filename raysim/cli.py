@@ -376,8 +376,8 @@ def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) ->
     """Import the packages that --allow names, and add their folders of options to `arguments.conf`.
 
     Return the changed arguments.
-    are_remote: True only finds the folders, without importing the packages; `raysim submit` needs
-    this, because the job imports them on the cluster.
+    are_remote: True adds the folders without importing the packages. `raysim submit` needs this,
+    because the packages are imported on the cluster only.
     """
     if getattr(arguments, "allow", None):
         from raysim.experiment.plugins import allow_packages, conf_folders_of

@@ -23,14 +23,15 @@ _COUNTERS = "personal.counters"
 class ClientState(Generic[T]):
     """Everything that raysim stores for a client between its jobs.
 
-    The arrays are tensors on a worker and NumPy arrays elsewhere. The network tensors that stay on
-    the client, such as the normalisation layers of FedBN, are in two flat buffers: one for floats,
-    one for integers. So a job loads and stores two buffers in place of many tensors. The layout of
-    the run has the name and the position of each of these tensors.
+    The network tensors that stay on the client, such as the normalisation layers of FedBN, are
+    stored in two flat buffers: one for floats, one for integers. So a job loads and stores two
+    buffers in place of many tensors. The layout of the run has the name and the position of each of
+    these tensors. T is the type of the buffers: a tensor on a worker, a NumPy array elsewhere.
 
     personal: the buffer of floats [layout.personal], first the parameters, then buffers such as
     running means.
-    counters: the buffer of integers [layout.total_counters - layout.shared_counters].
+    counters: the buffer of integers, such as the batch counters of BatchNorm; its length is
+    layout.total_counters - layout.shared_counters.
     methods: the tensors that methods keep for the client, by "method.name", such as
     "scaffold.control".
     """
@@ -109,8 +110,9 @@ def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> Store
 def to_flat_arrays(state: StoredState) -> dict[str, np.ndarray]:
     """Return the arrays of the state by name, for checksums and for files.
 
-    `state.personal` has the name "personal", and `state.counters` has "personal.counters". If both
-    are empty, the dictionary has neither. A tensor of a method has the name "method.name".
+    `state.personal` has the name "personal", and `state.counters` has "personal.counters". Both
+    names are missing if no network tensor stays on the client. A tensor of a method has the name
+    "method.name".
     """
     buffers: dict[str, np.ndarray] = {}
     if len(state.personal) or len(state.counters):
@@ -127,10 +129,10 @@ def from_flat_arrays(arrays: Mapping[str, np.ndarray]) -> StoredState:
 
 
 def _values_of(buffer: np.ndarray, entry: Entry, start: int) -> np.ndarray:
-    """Return one tensor of an array that holds many tensors, as a view in the tensor's shape.
+    """Return one network tensor of a client as a view of the flat buffer that contains it.
 
-    buffer: `ClientState.personal` or `ClientState.counters`, one-dimensional.
+    buffer: `ClientState.personal` or `ClientState.counters`.
     entry: the tensor's shape and its position in the layout.
-    start: the position in the layout at which the buffer begins.
+    start: the position in the layout of the buffer's first element.
     """
     return buffer[entry.start - start : entry.stop - start].reshape(entry.shape)

@@ -191,10 +191,10 @@ def _uncalled_functions(cls: type[Method]) -> list[str]:
 
 
 def check_names(methods: Sequence[Method]) -> None:
-    """Raise ValueError if the methods of a list have wrong names or wrong hooks.
+    """Raise ValueError if a method of a list has a wrong name or a wrong hook.
 
-    This is so if a method has no name, if two methods have the same name, if a hook has an old name
-    or wrong arguments, and if two methods override the hook `model`.
+    The errors are: a method without a name, two methods with the same name, a hook with an old name
+    or wrong arguments, and two methods that override the hook `model`.
     """
     for method in methods:
         check_name(method)
@@ -221,8 +221,10 @@ def _check_alone(what: str, names: Sequence[str]) -> None:
 def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
     """Raise ValueError if two methods of a list cannot be combined.
 
-    This is so if one of them excludes the other, or if both declare or override something that only
-    one method of a list may have, such as the stages or the hook `combine`.
+    Two methods cannot be combined if one excludes the other. Nor can they if both declare something
+    that only one method of a list may have, such as the stages or the hook `combine`.
+
+    all_declared: the declarations of each method of the list.
     """
     _check_single_owners(all_declared)
     _check_targets(all_declared)
@@ -369,7 +371,7 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
 
     has_features: True if the model has features in front of a linear head.
     """
-    missing = _missing(task, has_features)
+    missing = _unmet_needs(task, has_features)
     for declared in all_declared:
         has_parts = task.kind in (*POSITION_KINDS, "structure")
         has_whole_labels = not has_parts and not task.has_unlabelled
@@ -389,8 +391,12 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
                 )
 
 
-def _missing(task: Task, has_features: bool) -> Mapping[Need, str]:
-    """Return why needs of methods are not met, by need: {"images": "needs images, but ..."}."""
+def _unmet_needs(task: Task, has_features: bool) -> Mapping[Need, str]:
+    """Return the unmet needs, each with the reason: {"images": "needs images, and ..."}.
+
+    task: the learning task.
+    has_features: True if the model has features in front of a linear head.
+    """
     missing: dict[Need, str] = {}
     tokens = "the inputs of this data are token numbers"
     if task.kind != "classification":

@@ -1,7 +1,7 @@
 """Compress clients' updates and the server's steps: compressors and error feedback.
 
-Up: a client encodes the change of the shared parameters, and the server uses the decoded change.
-Down: the server encodes its step, and the next version is the current version plus the decoded
+A client encodes the change of the shared parameters (up), and the server uses the decoded change.
+The server encodes its step (down), and the next version is the current version plus the decoded
 step, on the server and on the clients. BatchNorm statistics and tensors of methods travel
 unchanged.
 
@@ -53,11 +53,12 @@ class Compressor(Method):
     """A code for the update of a client or for the step of the server.
 
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
-    feedback: the form of error feedback, "none", "ef21" or "ef14": see the top of this file.
+    feedback: the algorithm of error feedback: "none", "ef21" or "ef14"; the top of this file has
+    the formulas.
 
-    A subclass has a `name`, passes these two arguments to this class, and overrides `words`,
-    `encode` and `decode`. The size of a message must be known in advance, because the virtual clock
-    needs it before the training.
+    A subclass sets `name`, passes `direction` and `feedback` to this constructor, and overrides
+    `words`, `encode` and `decode`. The size of a message must be known in advance, because the
+    virtual clock needs it before the training.
     """
 
     def __init__(self, direction: Direction = "up", feedback: Feedback = "none"):
@@ -74,7 +75,8 @@ class Compressor(Method):
 
         values: float32 [layout.trained] on the CPU, finite; do not change them.
         key: a random number below 2^63 for this message.
-        kept: what `keep` returned for the sender's last message; at first the result of `initial`.
+        kept: the tensor that `keep` made from the sender's last message; for the first message, the
+        tensor that `initial` returned.
         """
         raise NotImplementedError
 
@@ -83,45 +85,49 @@ class Compressor(Method):
         raise NotImplementedError
 
     def initial(self, layout: Layout) -> Tensor:
-        """Return the tensor that `encode` gets as `kept` for a sender's first message.
+        """Return the value of `kept` with which `encode` is called for a sender's first message.
 
-        A compressor that needs something from a sender's last message, such as the directions that
-        PowerSGD continues from, overrides this function and `keep`. By default the tensor is empty.
+        By default the tensor is empty. A compressor overrides this function and `keep` if a message
+        depends on the one before. PowerSGD, for example, starts from the directions of the last
+        message.
         """
         return torch.empty(0)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
-        """Return the tensor that `encode` gets as `kept` for the sender's next message.
+        """Return the value of `kept` with which `encode` is called for the sender's next message.
+
+        By default the tensor is empty. A compressor that overrides this function must also override
+        `initial`.
 
         message: the message that the sender has just sent.
-        A compressor that overrides this function must also override `initial`. By default the
-        tensor is empty.
         """
         return torch.empty(0)
 
     def contraction(self, layout: Layout) -> float:
-        """Return the factor by which decoded values are multiplied if there is error feedback.
+        """Return the factor on decoded values that error feedback needs; the default is 1.
 
-        The default is 1. Without error feedback the factor is not used.
-
-        Error feedback needs a code C with |C(v) - v| < |v|. A code that draws random numbers and
-        returns v on average, with a variance of omega |v|^2, has this property if its values are
-        divided by 1 + omega (EF21, Section 2). For such a code return 1 / (1 + omega).
+        Error feedback converges only if |C(v) - v| < |v| for the code C and every vector v. A code
+        that draws random numbers may be unbiased, E C(v) = v, with a variance up to omega |v|^2.
+        Such a code returns 1 / (1 + omega), because the scaled code C(v) / (1 + omega) satisfies
+        the inequality in expectation (EF21, Section 2). Without error feedback, the factor is not
+        used.
         """
         return 1.0
 
     def remove_sent(
         self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
     ) -> None:
-        """Subtract the decoded values from `wanted`, in place: `wanted` becomes the next memory.
+        """Subtract the decoded values from `wanted`, in place.
 
-        Only error feedback ef14 calls this function. A compressor whose decoded values are mostly 0
-        may override it with a function that changes only a few entries.
+        Only error feedback ef14 calls this function, and stores the result as the sender's next
+        memory. A compressor whose decoded values are mostly 0 may override it to change only a few
+        entries.
+
         message: the message that `encode` returned.
         decoded: [layout.trained], the values that `decode` returned for the message, multiplied by
         `contraction`.
-        wanted: [layout.trained], the vector that was encoded: v + m at the top of this file.
-        Both tensors are on the device of the sender.
+        wanted: [layout.trained], the vector that was encoded: v + m in the formulas at the top of
+        this file. Both tensors are on the device of the sender.
         """
         wanted.sub_(decoded)
 
@@ -155,13 +161,14 @@ class Compressor(Method):
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
     ) -> dict[str, Tensor]:
-        """Replace values, in place, by the values that the receiver decodes; return the next state.
+        """Replace `values`, in place, by what the receiver decodes; return the sender's next state.
 
         values: [layout.trained], the vector to send.
-        state: the sender's state after its last message: "memory" (with error feedback; an empty
-        tensor stands for zeros) and "kept" (if the compressor overrides `initial`).
-        key: a random number below 2^63 for this message, which `encode` gets.
-        Raise ValueError if the message does not have the declared size.
+        state: the sender's state after its last message. With error feedback it has the entry
+        "memory", where an empty tensor stands for zeros. If the compressor overrides `initial`, it
+        has "kept".
+        key: a random number below 2^63, which `encode` gets for this message.
+        Raise ValueError if the message does not have the size that `words` returns.
         """
         memory = state.get(MEMORY)
         wanted = values

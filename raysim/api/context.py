@@ -91,9 +91,10 @@ class WorkerView(Protocol):
         """Return copies of all networks, by name, in eval mode and without gradients.
 
         ctx: the job.
-        name: a name for the copies; all calls of a job with this name must pass the same `values`.
-        values: the parameters of the copies [layout.total]; None means the received model with the
-        client's personal parameters.
+        name: any name for the copies. A job makes them once for each name, so calls with the same
+        name must pass the same `values`.
+        values: the vector [layout.total] to load into the copies; None loads the received model
+        with the client's personal parameters.
         """
         ...
 
@@ -105,8 +106,9 @@ class Batch:
     inputs: [B, ...].
     targets: int64 [B], or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
-    pair: if a method mixed two samples into each row (Mixup), the tuple (labels of the first
-    samples, labels of the second samples, weight of the first ones); else None.
+    pair: the tuple (y1, y2, weight) if a method mixed two samples into each row (Mixup): the labels
+    of the first samples, the labels of the second samples, and the weight of the first samples.
+    None if no method did.
     rows: the additional inputs that methods passed to `add_rows`, by the name of the method; None
     if no method added rows.
     """
@@ -182,14 +184,16 @@ class Context:
     state: the client state; entries are replaced and never changed in place.
     upload: the tensors that the client sends with its update.
     report: numbers that become columns of the history; a client does not send them.
-    draws: the tensors that methods drew with `Setup.draw`, one for each step.
+    draws: the random tensors of this job from `Setup.draw`: for each name a sequence with one
+    tensor for each step.
     optimizers: the local optimizers, one for each stage.
-    step_factor: the factor on the learning rate in the current step; see `Local.step_factors`.
+    step_factor: the factor on `rate` in the current step (from `Local.step_factors`).
     step: the number of the current batch, from 0.
     stage: the stage of the current optimizer step.
     kept: the values that methods stored in `LocalJob.scratch`.
     views: the `LocalJob` of each method, by the name of the method.
-    start: the client's personal parameters when training starts; frozen networks use them.
+    start: the client's personal tensors before the first step, which copies of the received model
+    use.
     plan: the batches of this job; available after the hook `begin`.
     losses: [steps with the task loss], the loss of each step without the terms of methods;
     available in the hook `end`.
@@ -241,9 +245,10 @@ class Context:
         return self.model.num_classes
 
     def drawn(self, name: str) -> Tensor:
-        """Return the random tensor that a method drew for this step with `Setup.draw`.
+        """Return the current step's random tensor of a method.
 
-        name: the full name of the declaration, "method.name".
+        name: the full name "method.name" under which the method declared the tensor with
+        `Setup.draw`.
         """
         return self.draws[name][self.step]
 
@@ -252,10 +257,10 @@ class Context:
     ) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: a name for the copies. Pass the same `values` in all calls of a job with this name,
-        because only the first call of the job may load them.
-        values: the parameters of the copies [layout.total]; None means the received model with the
-        client's personal parameters.
+        name: any name for the copies. A job makes them once for each name, so calls with the same
+        name must pass the same `values`.
+        values: the vector [layout.total] to load into the copies; None loads the received model
+        with the client's personal parameters.
         """
         return self.trainer.frozen(self, name, values)
 
@@ -347,8 +352,8 @@ class Outputs:
     def _outputs_of(self, model: Classifier, features: Callable[[], Tensor]) -> Tensor:
         """Return the outputs [B, C] of a model for this batch.
 
-        features: a function that returns the model's features [B, F] for this batch. It is called
-        only if the model has features in front of a linear head.
+        features: a function without arguments that returns the model's features [B, F]. It is not
+        called for a model that has no linear head.
         """
         if is_split(model):
             return cast(Tensor, model.head(features()))

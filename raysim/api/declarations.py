@@ -38,8 +38,8 @@ class Task:
     dtype: the type of all floats, such as torch.float32.
     kind: the kind of task, such as "classification"; it decides the usual loss and metrics.
     tokens: the number of different tokens if inputs are sequences of token numbers; else None.
-    scored_by: the name of the main metric. None means the first metric in `scores`. If `scores` is
-    empty, too, the main metric is the usual metric of the kind.
+    scored_by: the name of the main metric. None means the first metric in `scores`, or the usual
+    metric of the kind if `scores` is empty.
     loss: a function from outputs [B, C] and labels to a loss for each sample [B]; None means the
     usual loss of the kind.
     unseen: the number of clients that are never trained.
@@ -50,8 +50,8 @@ class Task:
     label_shape: the shape of one label: () for one class per sample, (height, width) for a class
     per pixel.
     has_unlabelled: True if some samples have no class.
-    targets: a description of each array of a target, if the target of a sample is a dictionary or a
-    list of arrays, such as boxes and their classes; () for other labels.
+    targets: () for usual labels. If the label of a sample is a dictionary or a list of arrays, such
+    as boxes and their classes: a description of each of these arrays.
     """
 
     shape: tuple[int, ...]
@@ -164,8 +164,8 @@ class Generation:
     """The settings `evaluate.generate.*`: texts that a language model writes after the last round.
 
     tokens: the largest number of tokens that the model adds to a prompt; 0 writes no texts.
-    prompts: the beginnings of texts that the model continues, one text for each; without prompts it
-    writes one text from its beginning.
+    prompts: the beginnings of texts; the model continues each of them. An empty list makes the
+    model write one text without a given beginning.
     temperature: the number by which the logits are divided before a token is drawn; 0 always takes
     the most probable token.
     """
@@ -271,8 +271,8 @@ class Local:
     function `Local.rate` has the formulas.
     schedule_rounds: the number T of versions after which the schedules "cosine" and "linear" end.
     final_lr: the learning rate of "cosine" and "linear" at version T.
-    drop_every: the schedule "step" changes the learning rate after each `drop_every` versions.
-    drop_factor: the factor by which the schedule "step" then multiplies the learning rate.
+    drop_every: the number of versions after which the schedule "step" lowers the learning rate.
+    drop_factor: the factor by which the schedule "step" multiplies the learning rate each time.
     warmup_rounds: the number W of first versions in which the learning rate grows.
     schedule_over: "rounds" changes the learning rate from version to version. "steps" changes it
     from step to step, and every job goes through the whole schedule.
@@ -284,8 +284,8 @@ class Local:
     batch: the number of samples in a batch.
     sampling: "shuffle" goes through the samples in a new random order for every pass, and the last
     batch of a pass may be smaller; "replacement" draws every batch at random, with replacement.
-    phases: the number of parts into which the steps of a job are cut if `epochs` is None. Methods
-    that select other samples for each epoch treat such a part as an epoch.
+    phases: used if `epochs` is None: a job's steps are then divided into this many parts. Methods
+    that select samples for each epoch select samples for each of these parts instead.
     keep_optimizer: True keeps the state of a client's optimizer (momentum, step counts) from one
     job of the client to the next.
     """
@@ -407,13 +407,14 @@ class Local:
 
         steps: the number of steps of the job.
 
-        With `schedule_over="steps"` every job goes through the whole schedule. The factor of a step
-        is the schedule's learning rate at this step, divided by lr. The formulas of the schedules
-        are those in `rate`. There, the number of the step replaces the version, `steps` replaces T,
-        and `warmup_steps` replaces W. The factors do not contain `lr_decay`.
+        Factor k belongs to step k = 0, ..., steps - 1. It is a(k) s(k), where a(k) is the warm-up:
 
-        With `schedule_over="rounds"` the factor of step k is (k + 1) / (warmup_steps + 1) for
-        k = 0, ..., warmup_steps - 1. All later factors are 1.
+            a(k) = (k + 1) / (warmup_steps + 1)   for k < warmup_steps
+            a(k) = 1                              for later steps
+
+        With `schedule_over="rounds"`, s(k) = 1. With `schedule_over="steps"`, s(k) is the
+        schedule's learning rate divided by lr. The schedule has the formulas of `rate` without
+        `lr_decay`, with version = k, T = steps and W = warmup_steps.
         """
         if self.schedule_over == "rounds" and not self.warmup_steps:
             return None
@@ -426,7 +427,7 @@ class Local:
         return factors
 
     def _scheduled_rate(self, time: int, end: int, warmup: int) -> float:
-        """Return the learning rate of the schedule at a time, without the warm-up.
+        """Return the schedule's learning rate at a time, without warm-up and without `lr_decay`.
 
         All three arguments count versions, or, with `schedule_over="steps"`, steps of a job.
         time: the number of the version or of the step, from 0.
@@ -455,9 +456,9 @@ class Local:
 
 
 class Labels(NamedTuple):
-    """The kind of each client's device.
+    """The kinds of the fleet's devices, such as "phone", and the kind of each client's device.
 
-    names: the names of all kinds, such as "phone" and "tablet".
+    names: the names of all kinds.
     kinds: int [clients], for each client the position of its kind in `names`.
     """
 

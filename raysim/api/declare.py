@@ -66,17 +66,18 @@ class Declarations:
         return next(iter(self.hooks_of(hook)), None)
 
     def owner(self, hook: str) -> MethodDeclaration | None:
-        """Return the method that replaces a part of the run, or None if no method does.
+        """Return the method that replaces the loss or the server's step; None if no method does.
 
-        hook: "loss" for the usual loss, or "step" for the server's step: see `Setup.owns`.
+        hook: "loss" for the task loss, or "step" for the server's step; a method replaces them with
+        `Setup.owns`.
         """
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the method that sets an attribute of its declaration; None if no method does.
+        """Return the method that has declared something that only one method may declare, or None.
 
-        fact: the name of an attribute of `MethodDeclaration`, such as "stages" or "train". The
-        attribute is None by default, and only one method of a list may set it.
+        fact: the attribute of `MethodDeclaration` that has the declaration, such as "stages" or
+        "train".
         """
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None
@@ -100,10 +101,10 @@ class Declarations:
 
     @property
     def keeps_client_state(self) -> bool:
-        """True if a method gives clients state; the setting `local.keep_optimizer` does not count.
+        """True if a method keeps something for each client from one job to the next.
 
-        This state is an entry of `Setup.client_state`, a parameter that stays on the client and is
-        trained, or an optimizer that `Setup.keep_optimizer` continues.
+        This may be an entry of `Setup.client_state`, trained parameters that stay on the client, or
+        the optimizer (`Setup.keep_optimizer`). The setting `local.keep_optimizer` does not count.
         """
         if any(
             declared.keeps_client_state or declared.keeps_optimizer for declared in self.methods
@@ -118,9 +119,9 @@ class Declarations:
 
     @property
     def uses_of_single_updates(self) -> list[str]:
-        """Return a clause for each use of single updates: "method 'krum' combines them itself".
+        """Return the reasons why the coordinator needs single updates: ["method 'x' weighs them"].
 
-        If the list is not empty, workers send single updates to the coordinator, and not their sum.
+        If the list is empty, workers may send sums of updates instead.
         """
         uses = [f"method '{declared.method}' weighs them" for declared, _ in self.hooks_of("weigh")]
         combiner = self.single_hook("combine")
@@ -241,10 +242,10 @@ def declare(
 def _replace_model(
     methods: Sequence[Method], task: Task, model: nn.Module, seed: int
 ) -> tuple[nn.Module, Exception | None]:
-    """Return the model that a method's hook `model` makes, and None.
+    """Return the model to train, and None or the error of a method's hook `model`.
 
-    If the hook fails, return the unchanged model and the error. The caller raises it later: if the
-    data lack what the method needs, the error about that need is clearer.
+    If the hook fails, the model is the unchanged one, and the caller raises the error later. If the
+    data lack what the method needs, the error about this need is clearer and is raised first.
     """
     for method in methods:
         if "model" in filled_hooks(method):
@@ -257,7 +258,7 @@ def _replace_model(
 
 
 def _call_setup(method: Method, setup: Setup, has_features: bool) -> None:
-    """Call the method's `setup`; if it fails because a need is not met, raise an error about it.
+    """Call the method's `setup`; if it fails, first report needs that the run does not meet.
 
     has_features: True if the model has features in front of a linear head.
     """

@@ -13,9 +13,9 @@ class Entries(MutableMapping[str, V], Generic[V]):
 
     `Entries(server, "state", "scaffold")["control"]` is `server.state["scaffold.control"]`.
 
-    owner, attribute: the object that has the shared dictionary, and the name of the attribute under
-    which it has it. The attribute is read at each access, because the owner may replace the
-    dictionary.
+    owner: the object that has the shared dictionary.
+    attribute: the name of the owner's attribute with the dictionary, such as "state". The attribute
+    is read at each access, because the owner may replace the dictionary.
     method: the name of the method.
     """
 

@@ -227,11 +227,11 @@ def format_error(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an error; "" if a HookError has no line of the user.
+    """Return the traceback of an error, as short as the user needs it.
 
-    If a user's method failed, the traceback has only lines of the user's code, not of raysim. The
-    traceback of a HookError does not end with the message of the error, because `format_error`
-    returns this message.
+    If a method of the user failed, the traceback has only lines of the user's code. For a HookError
+    it ends without the message, which `format_error` returns. It is "" for a HookError without any
+    line of the user's code.
     """
     method = failing_method(error)
     is_users_method = method is not None and not type(method).__module__.startswith("raysim.")

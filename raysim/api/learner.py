@@ -37,8 +37,8 @@ class LearnerUpdate:
 
     client: the number of the client.
     parameters: the bytes that `fit` returned for this client.
-    weight: the share of this update in the aggregation. The shares of all updates add up to 1. If a
-    method such as fedbuff lowers the shares of stale updates, their sum is below 1.
+    weight: the weight of this update in a mean. The weights of all updates of an aggregation sum to
+    1, or to less if a method such as fedbuff lowers the weights of stale updates.
     samples: the number of the client's training samples.
     staleness: the number of aggregations since the version that the client started from.
     """

@@ -193,10 +193,10 @@ class LocalJob:
     ) -> Mapping[str, nn.Module]:
         """Return copies of the networks, by full name, in eval mode and without gradients.
 
-        name: a name for the copies. Pass the same `values` in all calls of a job with this name,
-        because only the first call of the job may load them.
-        values: the parameters of the copies [layout.total], such as the vector of an earlier job;
-        None means the received model with the client's personal parameters.
+        name: any name for the copies. A job makes them once for each name, so calls with the same
+        name must pass the same `values`.
+        values: the vector [layout.total] to load into the copies, such as the client's model after
+        an earlier job; None loads the received model with the client's personal parameters.
         """
         return self.context.frozen(name, values)
 
@@ -287,10 +287,11 @@ class PersonalModel:
     client: the number of the client.
     task: the learning task.
     vector: the shared parameters and the client's personal parameters; change it in place.
-    state: the client's state after its last aggregated job, or its initial state.
-    received: the tensors that a job of this client would receive from the method now, by the short
-    names of `Setup.send`.
-    data(): a function that yields batches (inputs, labels) of the client's training samples.
+    state: the method's client state after the client's last aggregated job, or the initial state.
+    received: the tensors that the method would send to a job of this client now, by the names that
+    it declared with `Setup.send`.
+    data: a function without arguments that yields batches (inputs, labels) of the client's training
+    samples.
     trained: True if a job of the client was aggregated.
     """
 
@@ -316,9 +317,9 @@ class PersonalModel:
         self.received: Entries[Tensor] = Entries(self, "all_received", method)
 
     def of(self, method: str) -> PersonalModel:
-        """Return a copy in which `state` and `received` have the entries of another method.
+        """Return a copy for another method, with that method's entries in `state` and `received`.
 
-        method: the name of the method.
+        method: the name of the method for which the copy is made.
         """
         return PersonalModel(
             self.client,
@@ -367,9 +368,9 @@ class ScoredModel(PersonalModel):
         self._gather = gather
 
     def of(self, method: str) -> ScoredModel:
-        """Return a copy in which `state` and `received` have the entries of another method.
+        """Return a copy for another method, with that method's entries in `state` and `received`.
 
-        method: the name of the method.
+        method: the name of the method for which the copy is made.
         """
         return ScoredModel(self, self.rows, self.name, self.seed, self._gather, method)
 

@@ -61,9 +61,10 @@ class PublishedVersion:
     vector: [layout.shared], the shared parameters, then buffers of floats.
     counters: int64 [layout.shared_counters], the shared buffers of integers.
     extras: the tensors that methods send to all clients with this version, by "method.name".
-    mark: "" for a version. Any other text marks a vector that is only scored.
-    number: the position in the order in which the versions of all replicas were published; with one
-    replica it is `version`.
+    mark: "" for a version from which clients train. Any other text names a vector that is only
+    scored, and distinguishes it from the version of the same number.
+    number: counts the published versions of all replicas together; with one replica it equals
+    `version`.
     """
 
     version: int
@@ -94,7 +95,8 @@ class Job(NamedTuple):
     number: the position of the job in the run's order of dispatch.
     client: the number of the client.
     participation: the number of this client's jobs that were dispatched before this one.
-    version: the base version: the number of aggregations of the schedule before the dispatch.
+    version: the number of the base version: how many aggregations the schedule made before the
+    dispatch.
     state: the number of the job whose final client state this job starts from; -1 means the initial
     state.
     weight: the weight of the update in a weighted sum, not normalised.
@@ -172,8 +174,8 @@ class Job(NamedTuple):
 class Update(NamedTuple):
     """The result of a client's job: what the client sends, and what the simulator measured.
 
-    A client would not send `seconds`, `report`, `probe`, `loss_rows`, `norm` and `replica`: they
-    are measurements and notes of the simulator.
+    A real client would not send `seconds`, `report`, `probe`, `loss_rows`, `norm` and `replica`.
+    The simulator needs them for results and reports, and traffic does not count them.
 
     job: the number of the job, `Job.number`.
     client: the number of the client.
@@ -254,8 +256,8 @@ class TrainingResult:
     worker: the name of the worker.
     busy: the wall seconds that the worker worked since its last result; for reports only.
     states: the size in bytes of each job's final client state.
-    device: the share of about the last second in which the GPU was busy, from 0 to 1. The GPU's
-    driver measures it when the call ends. None means that there is no GPU or no measurement.
+    device: the GPU's utilization from 0 to 1 when the call ends, measured by the GPU's driver over
+    about a second. None if there is no GPU or no measurement.
     """
 
     updates: tuple[Update | Failure, ...]
@@ -296,9 +298,9 @@ class ScoringReport:
     client: the number of the client whose model was scored; -1 means the shared model.
     scores: for each function that `metrics.row_functions` returns, an array [n, ...] with a value
     for each sample, such as True for a right prediction.
-    losses: the loss of each sample [n], in the dtype of the run. If the task reports a mean over
-    labels instead of samples (`Objective.parts` is not None): float64 [n, 2], the sum of the losses
-    of the sample's labels, and the number of its labels.
+    losses: usually the loss of each sample [n], in the dtype of the run. For a task whose samples
+    have several labels, such as tokens, and whose loss is a mean over labels (`Objective.parts` is
+    not None), it is float64 [n, 2]: the sum of the losses of a sample's labels, and their number.
     """
 
     client: int

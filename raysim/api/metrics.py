@@ -65,7 +65,7 @@ class ScoredTask(Protocol):
 
     @property
     def targets(self) -> tuple[TargetField, ...]:
-        """The arrays of a target that is a structure."""
+        """The arrays of a label that is a dictionary or a list of arrays; () for other labels."""
         ...
 
 
@@ -182,10 +182,9 @@ def _errors_with_shapes(name: str, outputs: Tensor, labels: Tensor, advice: str)
 
 
 class SetRows:
-    """Outputs and labels of samples, collected in batches, as one structured array.
+    """Outputs and labels of samples, collected batch by batch for metrics that need a whole set.
 
-    The array [n] has the fields "outputs" and "labels". It can be cut and joined like an array of
-    numbers.
+    `array` returns them as a structured NumPy array [n] with the fields "outputs" and "labels".
     """
 
     def __init__(self) -> None:
@@ -211,16 +210,21 @@ class SetRows:
 
 
 def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] | None]:
-    """Return the functions `MetricRule.rows` of some metrics, each function once.
+    """Return the functions `MetricRule.rows` of some metrics, without repetitions.
 
-    Several metrics may have the same function; workers then call it only once. The entry None means
-    that a metric needs the outputs and labels themselves.
+    Workers call each of these functions once for a batch, even if several metrics use the same one.
+    None in the list means that a metric needs the outputs and labels themselves.
     """
     return list(dict.fromkeys(metric.rows for metric in metrics))
 
 
 class ScoresOfRows:
-    """The results of the functions `MetricRule.rows` of some metrics, collected batch by batch."""
+    """Collects, batch by batch, the values of samples from which metrics are computed.
+
+    Each function of `row_functions(metrics)` computes such values from outputs and labels.
+
+    metrics: the metrics that will be computed.
+    """
 
     def __init__(self, metrics: Sequence[MetricRule]) -> None:
         self._functions = row_functions(metrics)
@@ -229,7 +233,7 @@ class ScoresOfRows:
         ]
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Call the functions with the outputs and labels of a batch, and add their results."""
+        """Compute the values of the samples of a batch, and add them."""
         for function, parts in zip(self._functions, self._parts, strict=True):
             if function is None:
                 assert isinstance(parts, SetRows), "made for functions that are None"
@@ -239,9 +243,9 @@ class ScoresOfRows:
                 parts.append(function(outputs, labels))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return one array for each function `MetricRule.rows`, with a row for each sample.
+        """Return the values of all samples: an array for each function of `row_functions(metrics)`.
 
-        The order of the functions is that of `row_functions`.
+        An array has the shape [n, ...] for n samples.
         """
         return tuple(
             parts.array() if isinstance(parts, SetRows) else torch.cat(parts).cpu().numpy()
@@ -329,7 +333,10 @@ def _find_per(metric: Metric, task: ScoredTask) -> Literal["sample", "set"]:
 
 
 def example_scores(task: ScoredTask) -> tuple[Tensor, Tensor]:
-    """Return random outputs and labels of a task; every class occurs if there are few classes."""
+    """Return random outputs and labels of a few samples, to try a user's metric with.
+
+    If the task has classes, the labels go through the classes in turn.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = min(MAX_TRIED_ROWS, 2 * task.num_classes + 3)
     if task.kind in POSITION_KINDS:
@@ -380,7 +387,7 @@ def _structured(outputs: Tensor, labels: Tensor) -> np.ndarray:
 def _torch_classes(kind: Kind, setting: str) -> dict[str, Any]:
     """Map the names of torchmetrics' metrics for a kind of task to their classes.
 
-    setting: the beginning of the error if torchmetrics is not installed, such as
+    setting: the first words of the error that is raised if torchmetrics is not installed, such as
     "evaluate.metrics=f2 is none of accuracy, f1, and".
     """
     family = "regression" if kind == "regression" else "classification"

@@ -58,9 +58,9 @@ class Objective:
     metrics: the possible metrics; the first one is the main metric by default.
     has_ignored: True if labels may be `IGNORED`; means then leave out ignored labels.
     usual_metrics: how many of the metrics are computed by default.
-    parts: None if the reported loss is a mean over samples. If it is a mean over labels, `parts` is
-    a function from outputs and labels to two numbers for each sample, [B, 2]: the sum of the
-    losses of its labels, and the number of its labels that are not ignored.
+    parts: None if the loss of a set is a mean over its samples. If it is a mean over labels, such
+    as tokens: a function from outputs and labels to two numbers for each sample, [B, 2]. They are
+    the sum of the losses of the sample's labels, and the number of its labels that are not ignored.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -95,12 +95,12 @@ class Objective:
 
 # ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss without ignored labels; 0 if all labels are ignored.
+    """Return the mean loss of a batch without ignored labels; 0 if all labels are ignored.
 
-    values: a loss for each label, in the shape of `labels`; the result is then a mean over labels.
-    Otherwise a loss, or several losses, for each sample: [B] or [B, ...]. The result is then a mean
-    over the samples that have at least one label that is not ignored.
-    labels: [B, ...], the labels; `IGNORED` marks an ignored one.
+    values: losses. In the shape of `labels`, they are the losses of the labels, and the result is
+    the mean over the labels that are not ignored. In another shape [B] or [B, ...], they are the
+    losses of the samples, and samples whose labels are all ignored are left out.
+    labels: [B, ...]; an ignored label has the value `IGNORED`.
     """
     is_counted = labels != IGNORED
     if values.shape != labels.shape:
@@ -110,12 +110,12 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of each sample, [B].
+    """Return the mean loss of each sample, [B], without ignored labels.
 
-    values: a loss for each label, in the shape of `labels`. Ignored labels do not count; the mean
-    is 0 if all labels of a sample are ignored. If `values` has another shape, [B] or [B, ...], the
-    mean is over all values of a sample.
-    labels: [B, ...], the labels; `IGNORED` marks an ignored one.
+    values: losses. In the shape of `labels`, they are the losses of the labels; the mean is 0 for a
+    sample whose labels are all ignored. In another shape [B] or [B, ...], they are the losses of
+    the samples, and the result is the mean over all values of a sample.
+    labels: [B, ...]; an ignored label has the value `IGNORED`.
     """
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)
@@ -125,11 +125,12 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
-    """Return two numbers for each sample: the sum of its losses and the number of its labels.
+    """Return for each sample the sum of its losses and the number of its labels, [B, 2].
 
-    The result has the shape [B, 2]. Ignored labels do not count.
-    values: a loss for each label, in the shape of `labels`; or one loss for each sample [B], which
-    is then multiplied by the number of the sample's labels.
+    Ignored labels do not count.
+    values: the losses of the labels, in the shape of `labels`. Or the loss of each sample [B],
+    which then counts once for each label of the sample.
+    labels: [B, ...]; an ignored label has the value `IGNORED`.
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
     return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)
@@ -248,6 +249,7 @@ def position_f1(counts: np.ndarray) -> float:
     """Return the mean over the classes of 2 TP / (2 TP + FP + FN), the Dice coefficient.
 
     counts: [n, 3, C], the counts that `class_counts` returns for n samples.
+    TP, FP and FN are the numbers of true positives, false positives and false negatives of a class.
     Classes that are neither labelled nor predicted anywhere in the set are left out. The result is
     nan if all classes are left out.
     """
@@ -288,10 +290,13 @@ def label_pairs(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def class_f1(pairs: np.ndarray) -> float:
-    """Return the mean over the classes of 2 TP / (2 TP + FP + FN), from `label_pairs` [n, 2].
+    """Return the mean over the classes of F1 = 2 TP / (2 TP + FP + FN).
 
+    TP, FP and FN are the numbers of true positives, false positives and false negatives of a class.
     Classes that are neither among the labels nor among the predictions are left out, as in
     scikit-learn's `f1_score(average="macro")`.
+
+    pairs: int [n, 2], the label and the predicted class of each sample (`label_pairs`).
     """
     labels, predicted = pairs[:, 0], pairs[:, 1]
     classes = int(pairs.max()) + 1
@@ -313,10 +318,11 @@ def class_auroc(rows: np.ndarray) -> float:
 
 
 def label_auroc(rows: np.ndarray) -> float:
-    """Return the area under the ROC curve, averaged over the labels, for samples with many labels.
+    """Return the area under the ROC curve, averaged over the labels of a multi-label task.
 
     rows: n samples as `SetRows` stores them, with the fields "outputs" [n, L] and "labels" [n, L].
-    Labels that all samples have or that no sample has are left out; nan if all are left out.
+    L is the number of different labels. Labels that all samples have or that no sample has are left
+    out; the result is nan if all are left out.
     """
     return _mean_area(rows["outputs"], rows["labels"] > 0)
 
@@ -357,11 +363,13 @@ def label_codes(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def macro_f1(codes: np.ndarray) -> float:
-    """Return the mean over the labels of 2 TP / (2 TP + FP + FN), from `label_codes` [n, L].
+    """Return the mean over the labels of F1 = 2 TP / (2 TP + FP + FN).
 
-    TP, FP and FN count true positives, false positives and false negatives. A label that no sample
-    has and that is never predicted counts as 0, as in scikit-learn's `f1_score(average="macro")`
-    with the default of `zero_division`.
+    TP, FP and FN are the numbers of true positives, false positives and false negatives of a label.
+    A label that no sample has and that is never predicted counts as 0, as in scikit-learn's
+    `f1_score(average="macro")` with the default of `zero_division`.
+
+    codes: [n, L], the result of `label_codes` for n samples and L labels.
     """
     right = (codes == 3).sum(0)
     present_or_predicted = (codes & 1).sum(0, dtype=np.int64) + (codes >> 1).sum(0, dtype=np.int64)

@@ -80,8 +80,7 @@ class SelectionView:
     """The argument of a selection rule: the clients that can be dispatched now, with facts.
 
     count: the largest number of clients to choose.
-    pool: the number of the group of clients to choose from, if the schedule or the topology divides
-    the clients into groups; -1 means all clients.
+    pool: the number of the pool to choose from; -1 if the clients are not divided into pools.
     now: the virtual time in seconds.
     version: the current model version.
     concurrency: the largest number of clients that the schedule keeps in flight.
@@ -90,10 +89,9 @@ class SelectionView:
     state: the rule's own arrays, by name; it may replace and change them, and checkpoints contain
     them.
 
-    `clients` has the idle, available clients. Properties such as `samples` and `loss` have a value
-    for each of these clients, and are computed when they are first read. A rule does not call the
-    functions `make_generator`, `measure_losses`, `estimate_seconds` and `estimate_sending`; the
-    properties and functions of this class do.
+    The property `clients` has the idle, available clients. Other properties, such as `samples` and
+    `loss`, have a value for each of these clients. The last four fields are for raysim: rules use
+    `generator`, `measure`, `expected_seconds` and `sending_seconds` instead.
     """
 
     count: int

@@ -22,14 +22,14 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
-    updates: the messages of the clients, in the order of virtual time in which the planner put them
-    into the aggregation.
-    deltas: for each update the change [layout.shared], trained minus received, on the CPU. It is
-    empty if workers sum the updates, which they may do if no method overrides `weigh` or `combine`
-    or declares `read_updates`.
+    updates: what the clients sent, in the order in which the planner put the updates into the
+    aggregation.
+    deltas: for each update the trained minus the received parameters, [layout.shared], on the CPU.
+    It is empty if no method of the run overrides `weigh` or `combine` or calls `Setup.read_updates`
+    or `Setup.change_updates`: workers may then send sums of updates.
     weights: a weight for each update, not normalised.
     staleness: for each update, the aggregations between its base version and the current one.
-    bases: the base versions of the updates; a key is the number of aggregations before the version.
+    bases: the base versions of the updates, by the number of the version (`update.version`).
     method: the name of the method that sees this object.
     normaliser: a function of the weights. It returns the number by which the weighted sum of the
     updates is divided. The default is `sum`; a method may pass another one to `with_weights`.
@@ -60,7 +60,10 @@ class Aggregation:
         return [update.client for update in self.updates]
 
     def uploads(self, name: str) -> list[Tensor]:
-        """Return the upload `name` of each update, which the method declared in `setup`."""
+        """Return a tensor that the method's clients uploaded: one tensor for each update.
+
+        name: the name that the method declared with `Setup.upload`.
+        """
         key = f"{self.method}.{name}"
         return [torch.from_numpy(update.extras[key]) for update in self.updates]
 

@@ -185,8 +185,8 @@ class MethodDeclaration:
     def sees_updates(self) -> bool:
         """Return True if the server can learn more about clients than their mean update.
 
-        This is so if the method's clients send other tensors, or if its hook `weigh`, `step` or
-        `absorb` can read single updates. The hook `step` does not count if the method owns the step
+        This is True if the method declares `Setup.upload` or `Setup.gather`, or overrides `weigh`,
+        `step` or `absorb`. The hook `step` does not count if the method owns the step
         (`Setup.owns`).
         """
         if self.contribute is not None or self.uploads:
@@ -332,7 +332,10 @@ class Setup:
         )
 
     def warn_of_second_correction(self, other: str) -> None:
-        """Warn if the list has the method `other`, which corrects the same bias."""
+        """Warn if the list also has the method `other`, whose correction this method makes as well.
+
+        The bias between the clients would then be corrected twice.
+        """
         if other in self.methods:
             self.warn(
                 f"methods '{other}' and '{self.method}' correct the same bias, so it is corrected "
@@ -446,10 +449,15 @@ class Setup:
         *,
         when: JobCondition = always,
     ) -> None:
-        """Send each client its own tensor `value(client, server)`, with jobs and before scores.
+        """Send each client its own tensor, with jobs and before its model is scored.
 
-        value(client, server) returns a tensor for this client only, or None to send nothing now.
-        floats, when: as in `send`.
+        Jobs see the tensor as `job.received[name]`.
+        value(client, server) returns the tensor for the client of this number, or None to send
+        nothing now.
+        floats: the tensor's size, a number or a function of the layout; the default is the size of
+        the shared parameters.
+        when: a function that is called when a job is dispatched, and returns True if the job's
+        client receives the tensor.
         """
         self.declared.sends.append(Send(name, value, floats, "client", when))
 
@@ -473,13 +481,13 @@ class Setup:
         """Send a tensor from each job with its update; assign `job.upload[name]` in `end`.
 
         The server reads the tensors of all clients with `aggregation.uploads(name)`.
-        floats: the tensor's size, as in `send`.
-        planned: None if the tensor has the size `floats` in every job. Otherwise any size is
-        allowed, and `planned(received)` returns the number of floats that is expected before the
-        training. `received` is the number of floats that the client receives in those tensors of
-        this method that are sent with `varies=True` (see `send`). Virtual time uses the expected
-        number, or `floats` if the job starts from version 0. Traffic counts the real number when
-        the update is aggregated.
+        floats: the tensor's size, a number or a function of the layout; the default is the size of
+        the shared parameters.
+        planned: None if the tensor has the size `floats` in every job. A function allows any size:
+        `planned(received)` returns the expected size before the training, in floats. Its argument
+        is the size of what the client receives from this method in tensors that are sent with
+        `varies=True`. Virtual time uses the expected size, or `floats` for jobs from version 0.
+        Traffic counts the real size when the update is aggregated.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -492,9 +500,10 @@ class Setup:
     ) -> None:
         """Collect arrays from all clients before round 0.
 
-        client(contribution) returns a client's arrays by name. In server(parts, server), `parts`
-        has for each name a list of the arrays of all clients with samples, ordered by client
-        number.
+        client(contribution) is called for each client with samples, and returns the client's arrays
+        by name.
+        server(parts, server) is then called once. `parts[name]` is the list of all clients' arrays
+        of this name, ordered by client number; `server` is the ServerView of this method.
         """
         self.declared.contribute = client
         self.declared.assemble = server
@@ -512,11 +521,11 @@ class Setup:
         self.declared.compressor = compressor
 
     def zeros(self, at: int | ServerView = 0) -> Tensor:
-        """Return zeros [layout.trained]; pass this function as `initial` of client or server state.
+        """Return zeros [layout.trained]: pass `run.zeros` as `initial` of client or server state.
 
-        at: the argument that raysim passes to `initial`. For client state it is a number of
-        samples, and the zeros are on the CPU. For server state it is the server, and the zeros have
-        the device and the dtype of its parameters.
+        at: raysim passes the argument of `initial`. For client state this is a number of samples,
+        and the zeros are on the CPU. For server state it is the server, and the zeros have the
+        device and the dtype of its parameters.
         """
         if isinstance(at, int):
             return torch.zeros(self.layout.trained)
@@ -559,7 +568,7 @@ class Setup:
         self.declared.has_gradients = False
 
     def without_parameters(self) -> None:
-        """Declare that the trained model is not in the vector, such as a model of decision trees.
+        """Declare that the trained model, such as decision trees, is not stored in the flat vector.
 
         Methods that read or change parameters or updates then raise an error.
         """
@@ -581,9 +590,9 @@ class Setup:
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may do so.
 
-        stages: the stages of every step; or a function that returns a list of steps for the job's
-        plan. Each step of this list is a sequence of stages, and the job repeats the list. At most
-        one stage of a step has the task loss.
+        stages: the stages of every step, one after another. If the steps differ: a function of the
+        job's plan that returns a list with the stages of the first step, of the second step, and so
+        on; the job repeats this list. At most one stage of a step has the task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 

@@ -96,9 +96,9 @@ def unpack(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _split_kind(stored: str) -> tuple[str, str, str]:
-    """Split a stored name such as "counts[3]#int" into the name, the mark "#" and the type.
+    """Split a stored name such as "counts[3]#int" into ("counts[3]", "#", "int").
 
-    The last "]" ends the name, because a key in brackets may contain a "#".
+    The last "]" ends the first part, because a key in brackets may contain a "#".
     """
     end = stored.rindex("]") + 1
     return stored[:end], stored[end : end + 1], stored[end + 1 :]

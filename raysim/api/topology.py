@@ -52,9 +52,9 @@ class Mixing(NamedTuple):
 
 
 class MixingRow(NamedTuple):
-    """A weighted mean of replicas in an exchange, and the replicas that get it.
+    """A part of an exchange: some replicas are replaced by a weighted mean of replicas.
 
-    targets: the replicas whose next vector is this mean.
+    targets: the replicas that are replaced.
     sources: the replicas in the mean.
     weights: the weights of the sources; they sum to 1.
     """
@@ -165,8 +165,8 @@ class Network:
     schedule serves all clients, and an aggregation may have updates for several replicas.
     on_clients: True if each client stores its replica. Then only the replicas with updates in an
     aggregation exchange, and jobs do not send and receive the model.
-    client_floats: [clients], the number of floats that each client sends to other clients in an
-    exchange, which is also the number that it receives; None without `on_clients`.
+    client_floats: [clients], with `on_clients`: how many floats each client sends to other clients
+    in an exchange. It receives as many. None without `on_clients`.
     pairwise: True if replicas exchange in pairs. Each replica with updates in the aggregation draws
     a neighbour, and both become the mean of the two.
     seed: the seed of the draws of neighbours.
@@ -240,11 +240,10 @@ class Network:
         return np.split(clients[order], ends)
 
     def exchange(self, version: int, replicas: Sequence[int]) -> Iterator[Sequence[MixingRow]]:
-        """Yield the exchanges after an aggregation, one after another.
+        """Yield the exchanges of replicas after an aggregation, one after another.
 
-        An exchange is a list of weighted means (`MixingRow`), which are all computed before a
-        replica changes. There is one exchange or, with `pairwise`, one for each replica in
-        `replicas`.
+        An exchange is a list of weighted means; all of them are computed before any replica
+        changes. There is one exchange or, with `pairwise`, one for each replica in `replicas`.
 
         version: the aggregations of the run so far.
         replicas: the replicas with updates in the aggregation, ascending.
@@ -278,10 +277,14 @@ def one_replica(clients: int) -> Network:
 
 
 def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
-    """Return the rows of a mixing matrix for an exchange between the replicas in `present` only.
+    """Return the weighted means of an exchange in which only some replicas take part.
 
-    The weights of absent replicas are added to the diagonal. So a symmetric matrix stays symmetric,
-    and its rows still sum to 1. Replicas with equal rows are the targets of one `MixingRow`.
+    In each mean, the weights of absent replicas are added to the weight of the target itself. So
+    the weights still sum to 1, and a symmetric matrix stays symmetric. Targets with equal means
+    share one `MixingRow`.
+
+    mixing: the weights of all replicas.
+    present: the replicas that take part.
     """
     is_present = np.zeros(mixing.replicas, bool)
     is_present[list(present)] = True
@@ -306,11 +309,11 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 
 
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
-    """Return weights as a sparse matrix.
+    """Return the weights of an exchange as a sparse matrix.
 
-    weights: an array [replicas, replicas]. Row r has the weight of each replica in the next vector
-    of replica r. Or a sequence of dictionaries, one for each row, from the number of a replica to
-    its weight; a missing replica has the weight 0.
+    weights: row r has the weights of the replicas in the next vector of replica r. It is an array
+    [replicas, replicas] or a sequence of dictionaries. A dictionary is a row: it maps the number of
+    a replica to its weight, and a missing replica has the weight 0.
     key: the name of the setting, for errors.
 
     Raises ValueError if a weight is negative or not finite, or if the weights of a replica do not
@@ -407,8 +410,8 @@ def _shorten(replicas: Sequence[int]) -> str:
 class Topology:
     """A rule that decides the replicas of a run and their exchanges; override `connect`.
 
-    It is made before the run and does not change. Random numbers come from
-    `raysim.primitives.streams.stream(federation.seed, "mine")`.
+    It is made before the run and does not change. Draw random numbers from
+    `raysim.primitives.streams.stream(federation.seed, NAME)` with a name of your own.
     """
 
     def connect(self, federation: Federation) -> Network:

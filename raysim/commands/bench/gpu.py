@@ -86,7 +86,7 @@ ResultRow: TypeAlias = dict[str, Any]
 class ExecutionMode:
     """A way to execute the steps of clients.
 
-    name: the name of the mode, in the column "way" of tables.
+    name: the name of the mode in tables, such as "graph of lanes 10".
     lanes: the number of clients that are trained at once.
     graph: True records a step as a CUDA graph and replays it.
     precision: the number format of matrix products, "float32", "tf32" or "bfloat16".
@@ -231,7 +231,7 @@ def every_method() -> dict[str, type[Method]]:
 def check_spec(make: MakeMethod, dtype: torch.dtype, device: str, mode: ExecutionMode) -> RunSpec:
     """Return the run with which a method is checked: four clients and two rounds.
 
-    make: function that makes the method; None checks FedAvg.
+    make: the class of the method; None checks FedAvg.
     dtype: the type of all floats.
     mode: how the worker executes the steps of clients.
     """
@@ -257,7 +257,7 @@ def _make_method(make: MakeMethod, rounds: int) -> Method | None:
     """Return a new method; None for FedAvg.
 
     make: the class of the method; None stands for FedAvg.
-    A method that changes over a run, such as FRAug, gets the number of rounds.
+    rounds: the number of rounds of the run, for methods that have such an argument.
     """
     if make is None:
         return None
@@ -290,14 +290,15 @@ def _largest_difference(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[ResultRow]:
-    """Yield a row for every execution mode: how far its results are from the reference.
+    """Compare a method's results with a reference; yield a row for each execution mode.
 
-    The reference is raysim's mode without lanes and graphs (`LOOP`) on the CPU. A row has the
-    largest difference and the largest allowed one, both divided by the largest change of a
-    parameter in the run. A model that draws random numbers in its steps draws different ones on
-    another device, so its reference is computed on the same device.
+    The reference is raysim's mode without lanes and graphs (`LOOP`) on the CPU. "distance" is the
+    largest difference to the reference, divided by the largest change of a parameter in the run.
+    "allowed" is the largest distance that is allowed. A model that draws random numbers in its
+    steps draws different ones on another device, so its reference is computed on the same device.
+
     name: the method's name.
-    make: function that makes the method.
+    make: the class of the method; None stands for FedAvg.
     """
     is_drawing = _draws_in_steps(make)
     reference_device = options.device if is_drawing else "cpu"
@@ -471,8 +472,9 @@ def _device_use(device: str) -> Iterator[ResultRow]:
 def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
     """Return a row with the seconds per round and the client steps per second.
 
-    times: the end times of rounds, in seconds. The first two rounds are left out, because they
-    allocate memory and record graphs.
+    The first two rounds are left out if there are more than three, because they allocate memory and
+    record graphs.
+    times: the time at the end of each round, in seconds.
     workload: the workload that was measured, which gives the number of steps in a round.
     """
     seconds = statistics.median(np.diff(times[2:] if len(times) > 3 else times))

@@ -159,8 +159,9 @@ class SharedMemory:
 
     inputs, labels: the samples of all clients, one client after another.
     vector: the shared parameters.
-    sums: the sum of updates of each process, one row per process.
-    next_place: the next position in the cohort; `STOP` ends the processes.
+    sums: [processes, parameters], the weighted sum of the trained models of each process.
+    next_place: a shared counter, the position in the cohort of the next client to train. The value
+    `STOP` ends the processes.
     start: a semaphore for each process, released at the start of a round.
     done: a semaphore that each process releases after a round.
     """
@@ -288,7 +289,7 @@ class BareLoop:
             self.processes.append(process)
 
     def time_rounds(self, count: int) -> float:
-        """Execute a block of `count` rounds; return seconds per round without the first rounds."""
+        """Execute some untimed rounds, then `count` rounds; return the seconds per timed round."""
         for index in range(count + WARM_UP_ROUNDS):
             if index == WARM_UP_ROUNDS:
                 since = time.perf_counter()
@@ -313,7 +314,7 @@ class BareLoop:
 
 # --- raysim -------------------------------------------------------------------------------------
 def time_rounds(spec: RunSpec, workload: LoopWorkload, runtime: Any, count: int) -> float:
-    """Execute a block of `count` rounds after some first rounds; return the seconds per round."""
+    """Execute some untimed rounds, then `count` rounds; return the seconds per timed round."""
     spec = replace(spec, settings=replace(spec.settings, rounds=count + WARM_UP_ROUNDS))
     wall_seconds: list[float] = []
     for event in Coordinator(spec, Synchronous(workload.cohort), Ideal(), runtime).run():
@@ -389,17 +390,19 @@ def measure_workload(
         runtime.stop()
     if options.profile is not None:
         _write_profile(name, spec, workload, options.workers, options.profile, show)
-    return _result(name, spec.lanes, workload.limit, rows)
+    return _summarise_blocks(name, spec.lanes, workload.limit, rows)
 
 
-def _result(name: str, lanes: int, limit: float, rows: Sequence[Sequence[float]]) -> LoopResult:
-    """Return the medians of the times that were measured in several blocks.
+def _summarise_blocks(
+    name: str, lanes: int, limit: float, rows: Sequence[Sequence[float]]
+) -> LoopResult:
+    """Summarise the times of a workload, which were measured in several blocks.
 
-    limit: the largest allowed ratio of raysim's time to the time of the textbook loop.
-    rows: for each block the seconds per round of raysim, of the textbook loop and, if measured, of
-    the tuned loop.
     name: the workload's name.
     lanes: the number of lanes of raysim's workers.
+    limit: the largest ratio of raysim's time to the textbook loop's time that raysim promises.
+    rows: for each block the seconds per round of raysim, of the textbook loop and, if measured, of
+    the tuned loop.
     """
     raysim, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
     ratios = tuple(row[0] / row[1] for row in rows)

@@ -1,16 +1,16 @@
 """Convert the device data of FedScale (Lai et al., ICML 2022) into a trace.
 
-FedScale has two files. Each is a pickled dictionary with a client as key:
+FedScale has two files. Each is a pickled dictionary from a client to a dictionary of values:
 
-- `client_device_capacity`: {"computation": ms for one sample's inference, "communication":
-  bandwidth}. As in FedScale's `ClientMetadata.get_completion_time` and `model_update_size`,
-  training takes three times as long as inference, and the bandwidth holds for both directions in
-  units of 1,024 bits per second.
-- `client_behave_trace`: {"active": [seconds], "inactive": [seconds], "finish_time": seconds, ...}:
-  a client is available from active[i] to inactive[i]; the times repeat after `finish_time`.
+- `client_device_capacity`: "computation" is the time of one sample's inference in milliseconds, and
+  "communication" the bandwidth in units of 1,024 bits per second, in both directions. Training a
+  sample takes three times as long as inference. This is how FedScale uses the values in
+  `ClientMetadata.get_completion_time` and `model_update_size`.
+- `client_behave_trace`: "active" and "inactive" are lists of seconds. A client is available from
+  active[i] to inactive[i], and the times repeat after "finish_time" seconds.
 
-As in FedScale, the two files describe different clients: client i of one file is combined with
-client i of the other, and the shorter list is repeated.
+The two files describe different clients. The trace has the clients of `client_behave_trace`. They
+get the devices of `client_device_capacity` in order, which are repeated if there are too few.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
     """Convert FedScale's two files into a trace; return a sentence with the number of clients.
 
     capacity, behaviour: the paths of FedScale's files.
-    out: the file of the trace.
-    Raise `ValueError` if FedScale's files have other contents.
+    out: the path of the trace, which is written.
+    Raise `ValueError` if a file is not such a file of FedScale, or if no client can be converted.
     """
     devices = _read_clients(capacity, "computation")
     times = _read_clients(behaviour, "finish_time")
@@ -90,11 +90,11 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
 
 
 def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
-    """Return the dictionary in a pickled file: it maps each client to a dictionary of values.
+    """Return the contents of a file of FedScale: a dictionary of values for each client.
 
     file: the path of the file.
-    key: a key that the values of every client must have.
-    Raise `ValueError` if the file has other contents, or if a client's values lack `key`.
+    key: the name of a value that every client must have.
+    Raise `ValueError` if the file has no such dictionary, or if a client lacks `key`.
     """
     try:
         path = Path(file)
@@ -121,11 +121,11 @@ def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
     return clients
 
 
-def _row(client: int, time: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
+def _row(client: int, availability: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of the trace; values that are not numbers become nan.
 
     client: the client's number.
-    time: the client's entry in `client_behave_trace`.
+    availability: the client's entry in `client_behave_trace`.
     device: the client's entry in `client_device_capacity`.
     """
     milliseconds = _number(device["computation"])
@@ -133,9 +133,9 @@ def _row(client: int, time: Mapping[str, Any], device: Mapping[str, Any]) -> dic
     milliseconds_per_sample = TRAINING_PER_INFERENCE * milliseconds
     return {
         "client": client,
-        "start": [_number(value) for value in time.get("active", ())],
-        "end": [_number(value) for value in time.get("inactive", ())],
-        "period": _number(time["finish_time"]),
+        "start": [_number(value) for value in availability.get("active", ())],
+        "end": [_number(value) for value in availability.get("inactive", ())],
+        "period": _number(availability["finish_time"]),
         "down": bandwidth,
         "up": bandwidth,
         "speed": 1000 / milliseconds_per_sample if milliseconds else math.nan,
