@@ -12,11 +12,12 @@ different ranks: client i of rank r_i receives the first r_i columns of B and ro
 product is the nearest matrix of rank r_i.
 
 Departures from the paper
-- Stale updates change P by the mean of B_i A_i - B A, where B and A are the factors that client i
-  received. Without stale updates the result is the paper's.
+- With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0). B A is the server's current
+  product, and B_i^0 A_i^0 the product that client i received. Without stale updates this is the
+  paper's P.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
 - The head is trained and averaged like any other parameter.
-- If P has a lower rank than r, the other rows of A do not change, and their columns of B are 0.
+- If P has a rank k below r, rows k + 1 to r of A do not change, and these columns of B become 0.
 - The entry of largest magnitude in each column of U is positive, so that the result does not depend
   on the library that computes it.
 """
@@ -55,15 +56,15 @@ ROUNDING = 1e-12
 
 
 def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return B [m, r] and A [r, n], whose product B A is the nearest one to left @ right.
+    """Return B [m, r] and A [r, n], whose product is the nearest one to left @ right.
 
-    Each row of A has length 1, and row i belongs to the i-th largest singular value. If fewer than
-    r singular values are above 0, the other rows of A are taken from `old_a`, and their columns of
-    B are 0.
+    r is the number of rows of `old_a`. Each row of A has length 1, and row i belongs to the i-th
+    largest singular value. If left @ right has a rank k below r, rows k + 1 to r of A are those of
+    `old_a`, and these columns of B are 0.
 
     left: [m, R], with R >= r.
     right: [R, n].
-    old_a: [r, n].
+    old_a: [r, n], the factor A of the current model.
     """
     rank = len(old_a)
     if left.shape[1] < min(len(left), right.shape[1]):
@@ -114,13 +115,17 @@ class FlexLoRA(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Set the gradient to 0 for the rows of A and columns of B that the client does not have.
 
-        grad: the gradient by the parameters `job.params[at]`, changed in place.
+        grad: the gradient with respect to `job.params[at]`, changed in place.
         """
         grad *= job.scratch["mask"][at]
 
     # --- an aggregation -----------------------------------------------------------------------
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the change to the new factors, and the mean update of the other parameters."""
+        """Return the changes of all trained parameters, [layout.trained].
+
+        The factors change to the split of the mean product P, all other parameters by the mean
+        update.
+        """
         direction = mean_delta(aggregation, server)
         models = _shares_of_models(aggregation, server)
         for factors in find_factors(server.layout):
@@ -132,11 +137,12 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return models and their shares, which give P: the sum of share * (B A of the model).
+    """Return pairs (model, share): the sum of share * B A over these models is P.
 
-    The current model has the share 1. Each trained model has the share of its update, and the model
-    that the client received has the negative of that share. If no update is stale, the current and
-    the received models cancel and are left out.
+    A model is a vector. The share of a trained model is p_i, the weight of its update divided by
+    the sum of weights. The share of the model that this client received is -p_i, and that of the
+    current model is 1. If no update is stale, the current and the received models cancel and are
+    left out.
     """
     received: dict[int, float] = {}
     trained = []
@@ -162,12 +168,11 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
 def _split_mean(
     factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the new factors B [m, r] and A [r, n] of one layer, in float64.
+    """Return one layer's new factors B [m, r] and A [r, n], the split of P, in float64.
 
-    Their product is the matrix of rank r that is nearest to P, the weighted sum of products B A.
-    factors: the places of the layer's factors in the vector.
-    models: the models and their shares, from `_shares_of_models`.
-    old_a: [r, n], the current A. If P has a rank below r, the last rows of the new A are the same.
+    factors: where a model's vector holds the factors of this layer.
+    models: the pairs (model, share) from `_shares_of_models`, which define P.
+    old_a: [r, n], the factor A of the current model.
     """
     left, right = [], []
     for vector, share in models:

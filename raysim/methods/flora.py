@@ -122,7 +122,7 @@ class FLoRA(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Set the gradient to 0 for the rows of A and columns of B that the client does not have.
 
-        grad: the gradient by the parameters `job.params[at]`, changed in place.
+        grad: the gradient with respect to `job.params[at]`, changed in place.
         """
         grad *= job.scratch["mask"][at]
 
@@ -175,8 +175,8 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
 def _other_layers(run: Setup, left_out: Adapter) -> str:
     """Return an override that gives adapters to all layers except the layer of `left_out`.
 
-    An error suggests this override, such as "model.lora.layers=c_attn+c_proj". It has the last part
-    of each layer's name.
+    An error suggests this override, such as "model.lora.layers=c_attn+c_proj". A layer is named by
+    the last part of its full name.
     left_out: an adapter of the model.
     """
     layers = [adapter.layer for adapter in find_adapters(run.model) if adapter != left_out]
@@ -185,9 +185,9 @@ def _other_layers(run: Setup, left_out: Adapter) -> str:
 
 
 def _weight_slices(layout: Layout) -> list[slice]:
-    """Return the slices of the vector that hold the weights of layers with adapters.
+    """Return where the vector holds the weight of each layer with an adapter.
 
-    They have the order of `find_factors`.
+    The slices have the order of the factors that `find_factors` returns.
     """
     entries = {entry.path: entry for entry in layout.entries if entry.network == "model"}
     slices = []

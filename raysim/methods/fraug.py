@@ -26,14 +26,15 @@ D is the squared maximum mean discrepancy with five Gaussian kernels.
 
 Departures from the paper
 - Noise is normal, as in the paper; noise="uniform" on [0, 1) is what the authors' code has.
-- mu is constant, as in the authors' code. prototype_ramp=True multiplies it by the ramp of the
-  paper's reference for mu, exp(-5 (1 - t/T)^2).
-- A class that is not in the batch keeps its prototype, and a new one starts at mu times its mean,
-  as in the authors' code.
+- mu is constant, as in the authors' code. For mu, the paper cites a work with the ramp
+  exp(-5 (1 - t/T)^2); prototype_ramp=True multiplies mu by this ramp.
+- Prototypes start at 0, and a class that is not in the batch keeps its prototype, as in the
+  authors' code. So the first batch with class k sets c_k to mu times the mean of its features.
 - The paper's weights of the three cross-entropies are illegible; the weights here are those of the
   authors' code.
-- D is taken once for each batch, over all classes together, as in the authors' code. The paper's
-  text says "for each class": "mmd_classes" is the mean over the classes that both sets have.
+- D is computed once for each batch, over all classes together, as in the authors' code. The paper's
+  text says "for each class". The option "mmd_classes" does this: it computes D for each class that
+  both sets of features have, and takes the mean.
 - rho and beta follow the global round, not the iteration, as in the authors' code, and are constant
   after round T. The paper's gamma is meant for T = 300, and rho starts higher with fewer rounds.
   ramp_rounds=300 multiplies gamma by 300/T instead.
@@ -119,14 +120,16 @@ def generator_loss(
     metric: str = "mmd",
     reference_labels: Tensor | None = None,
 ) -> Tensor:
-    """Return the generator's loss: cross-entropy minus the weighted distance to references.
+    """Return the generator's loss, CE(h(e), y) - lam dist(e, r).
 
-    fake_embeddings: [B, D], the generated features.
-    labels: int64 [B], the labels of the generated features.
-    reference: [k, D], real features or prototypes.
-    head_weight, head_bias: the classifier's head.
+    CE is the mean cross-entropy, and h the classifier's linear head.
+
+    fake_embeddings: e, [B, D], the generated features.
+    labels: y, int64 [B], the labels of the generated features.
+    reference: r, [k, D], real features or prototypes, from which generated features should differ.
+    head_weight, head_bias: the weight [C, D] and the bias [C] of h; a bias of None is 0.
     lam: the weight of the distance.
-    metric: the distance: "mmd", "mmd_moments", "mmd_classes" or "mse"; `feature_distance` in
+    metric: the distance dist: "mmd", "mmd_moments", "mmd_classes" or "mse"; `feature_distance` in
     `raysim/methods/feature_distances.py` computes it.
     reference_labels: int64 [k], the labels of `reference`, which only "mmd_classes" uses; None
     means `labels`.
@@ -148,18 +151,21 @@ def rtnet_loss(
     real_labels: Tensor | None = None,
     proto_labels: Tensor | None = None,
 ) -> Tensor:
-    """Return RTNet's loss for generated features; the module's docstring has the formula.
+    """Return RTNet's loss, which is low for uncertain predictions and small distances.
 
-    All features are [B, D].
+        lam/2 [dist(v~, f) + dist(v^, c)] - 1/2 [entropy(h(v~)) + entropy(h(v^))]
 
-    real_embeddings: real features; domain_embeddings: features generated around these.
-    anchors: class prototypes; proto_embeddings: features generated around these.
-    head_weight, head_bias: the classifier's head.
-    lam: the weight of the distance between generated features and their originals.
-    metric: the distance: "mmd", "mmd_moments", "mmd_classes" or "mse"; `feature_distance` in
+    h is the classifier's linear head. All features are [B, D].
+
+    domain_embeddings: v~, the features that RTNet made around real features.
+    real_embeddings: f, these real features.
+    proto_embeddings: v^, the features that RTNet made around class prototypes.
+    anchors: c, these prototypes.
+    head_weight, head_bias: the weight [C, D] and the bias [C] of h; a bias of None is 0.
+    lam: the weight of the distances.
+    metric: the distance dist: "mmd", "mmd_moments", "mmd_classes" or "mse"; `feature_distance` in
     `raysim/methods/feature_distances.py` computes it.
-    real_labels, proto_labels: int64 [B], the labels of real features and of prototypes; only
-    "mmd_classes" needs them.
+    real_labels, proto_labels: int64 [B], the labels of f and of c; only "mmd_classes" needs them.
     """
     domain_logits = F.linear(domain_embeddings, head_weight, head_bias)
     proto_logits = F.linear(proto_embeddings, head_weight, head_bias)
@@ -192,9 +198,10 @@ def class_prototype_ema(
 
 
 def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
-    """Return the labels of a batch, int64 [batch_size]: all classes in turn.
+    """Return the labels of one step's batch, int64 [batch_size]: all classes in turn.
 
-    Each step continues where the previous step ended.
+    If batches have equal sizes, the labels continue where those of the previous step ended.
+    step: the number of the step, from 0.
     """
     return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
 
@@ -211,17 +218,18 @@ class FRAug(Method):
     generator_lr_factor, rtnet_lr_factor: factors on local.lr.
     generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
     rtnet_norm: True ends RTNet with BatchNorm.
-    ramp, gamma: the form and the speed of the ramp rho: "exp", "laine_aila", "reciprocal" or
-    "constant", whose formulas are in `raysim/methods/ramps.py`.
+    ramp, gamma: the formula and the speed of the ramp rho. `raysim/methods/ramps.py` has the
+    formulas "exp", "laine_aila", "reciprocal" and "constant".
     ramp_rounds: the number of rounds for which gamma is meant; None means `rounds`.
     weight: the largest share beta of generated features in the classifier's loss.
     residual: the factor on RTNet's output, which is added to features in the classifier's step;
     None uses the ramp rho.
-    prototype_weight: the share mu of a batch's means in the prototypes.
-    prototype_ramp: True multiplies this share by a ramp that reaches 1 in the last round.
+    prototype_weight: mu. With the mean feature m of its class in the batch, a prototype c becomes
+    (1 - mu) c + mu m.
+    prototype_ramp: True multiplies mu by a ramp that reaches 1 in the last round.
     keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
 
-    Table 3 of the paper leaves out one part in each row. These settings do the same:
+    In each row of its Table 3, the paper removes one part of FRAug. These settings remove them:
 
     - use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent.
     - use_rtnet=False (transformation network): v^ = rho G + (1 - rho) c, as in the authors' code.
@@ -406,18 +414,18 @@ class FRAug(Method):
 
     # --- a client's job -------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Set the sums to 0 from which `end` computes what the job reports.
+        """Set to 0 the four sums over steps from which `end` computes the reported means.
 
-        The sums are over the job's batches: the norms of real features, the norms of generated
-        features, the shares of correct predictions, and the number of batches.
+        They are the sums of the norms of real features, of the norms of generated features, and of
+        the shares of correct predictions, and the number of steps.
         """
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
 
     def draw_noise(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw noise [5, B, Z] for each batch.
+        """Draw noise [5, B, noise_dim] for each batch.
 
-        Of these five tensors [B, Z], the classifier's stage uses two, the generator's stage one and
-        RTNet's stage two.
+        Of the five matrices, the classifier's stage uses two, the generator's stage one and RTNet's
+        stage two.
         """
         draw = generator.standard_normal if self.noise == "normal" else generator.random
         shapes = [(5, size, self.noise_dim) for size in job.plan.sizes]
@@ -518,10 +526,11 @@ class FRAug(Method):
         job.state["prototypes"] = class_prototype_ema(prototypes, features, labels, momentum)
 
     def _source(self, job: LocalJob, noise: Tensor, labels: Tensor) -> Tensor:
-        """Return the input of RTNet: features that the generator makes from noise, or the noise.
+        """Return RTNet's input, 2B rows: features that the generator makes from noise.
 
-        noise: [2, B, Z].
-        labels: int64 [2B], the class of each generated feature.
+        With use_generator=False, the rows are the noise itself.
+        noise: [2, B, noise_dim].
+        labels: int64 [2B], the class of each row of the result.
         """
         rows = noise.flatten(0, 1)
         if not self.use_generator:
@@ -533,9 +542,12 @@ class FRAug(Method):
     ) -> Tensor:
         """Return synthetic features [2B, D], made around real features and around prototypes.
 
+        They are anchors + strength * RTNet(source, labels). With use_rtnet=False they are (1 -
+        strength) * anchors + strength * source.
         anchors: [2B, D], the real features and the prototypes.
-        source: [2B, ...], the input of RTNet, see `_source`.
-        strength: the factor on RTNet's output, rho in the paper.
+        source: [2B, ...], RTNet's input, from `_source`.
+        labels: int64 [2B], the class of each row.
+        strength: rho in the paper.
         """
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source

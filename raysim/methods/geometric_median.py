@@ -37,7 +37,7 @@ def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) 
     products: the Gram matrix of the updates, float64 [m, m].
     weights: [m], the weights a of the updates in the usual mean.
     steps: the number of steps of Weiszfeld's algorithm; with 0 the result is `weights`.
-    nu: the least divisor. If an update is closer to the median, its distance counts as nu.
+    nu: the smallest distance in the formula; a smaller distance to the median counts as nu.
     """
     b = weights
     for _ in range(steps):
@@ -52,7 +52,7 @@ class GeometricMedian(Method):
     """A server rule that uses the geometric median of the updates.
 
     steps: the number of steps of Weiszfeld's algorithm; 0 is the weighted mean.
-    nu: the least divisor. If an update is closer to the median, its distance counts as nu.
+    nu: the smallest distance in the formula; a smaller distance to the median counts as nu.
     """
 
     name = "geometric_median"

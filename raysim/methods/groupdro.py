@@ -10,8 +10,9 @@ Shifts" (ICLR 2020), Algorithm 1, in the federated form of FedBR's Appendix A:
 Departures from the paper
 - l_i is the task loss of the received model on the first local batch, as in FedBR's code;
   batches="all" takes the mean over all local steps.
-- Each client has a q, as in the paper. In FedBR's code a q belongs to a worker slot, and clients
-  change slots in each round. q is not normalised after a round, because only ratios of q count.
+- Each client has a q, as in the paper. In FedBR's code, q_i belongs to the i-th participant of a
+  round, which is another client in each round. q is not normalised after a round, because only
+  ratios of q count.
 - Mixup and momentum across rounds, which FedBR's code always uses, are separate choices.
 """
 
@@ -34,14 +35,15 @@ if TYPE_CHECKING:
 
 # The method computes the same without these functions, which state the rule on plain tensors.
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """Return the weights of the N clients after one round, with sum 1: [N].
+    """Return the weights q of all N clients after one round, divided by their sum: [N].
 
-    The computation is in logarithms, because exp(step_size * loss) may overflow.
+    The q of a participant with loss l is multiplied by exp(step_size * l). The computation is in
+    logarithms, because this factor may overflow.
 
     weights: [N], the weights q before the round, above 0.
-    losses: [M], the losses of the participants.
+    losses: [M], the losses l of the participants.
     indices: int64 [M], the numbers of the participants.
-    step_size: the factor eta_q on the losses.
+    step_size: eta_q in the formula of the module.
     """
     updated = _add_losses(weights.log(), losses, indices, step_size).softmax(0)
     return updated.clamp_min(torch.finfo(updated.dtype).tiny)
@@ -71,7 +73,7 @@ def _add_losses(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size:
 class GroupDRO(Method):
     """A server rule that gives clients with a high loss more weight, growing exponentially.
 
-    step_size: the step size eta_q by which logarithms of weights follow the losses.
+    step_size: eta_q. After a round with loss l, a client's weight is multiplied by exp(eta_q l).
     batches: a client's loss is the loss of the "first" batch, or the mean loss of "all" batches.
     prior: the weights before the first round, "uniform" or by "samples".
     """
@@ -114,10 +116,10 @@ class GroupDRO(Method):
             job.upload["loss"] = losses.mean(0, keepdim=True)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Update the clients' weights q, and multiply the weights of the updates by them.
+        """Update the clients' weights q, and multiply each update's weight by its client's q.
 
-        Only ratios of q count. They are scaled so that the largest factor is 1; if all q are equal,
-        nothing changes.
+        The factors q are scaled so that the largest one is 1, because only their ratios count. If
+        all q are equal, nothing changes.
         """
         clients = torch.tensor(aggregation.clients)
         losses = torch.cat(aggregation.uploads("loss"))

@@ -5,16 +5,17 @@ Foundation Models" (EMNLP 2024). A layer computes with W0 + s B A, see `raysim/m
 Client i has the rank r_i:
 
     receive     the first r_i columns of B and rows of A
-    train       F_i + lam sum over layers of |B[:, q:r_i]| |A[q:r_i, :]|,  with q = floor(gamma r_i)
-    prune       r_i <- max(1, q) if that sum is smaller after training than before
+    train       the loss F_i + lam S_i,  S_i = sum over layers of |B[:, q:r_i]| |A[q:r_i, :]|
+    prune       r_i <- max(1, q) if S_i is smaller after training than before
     aggregate   A and B, filled with zeros, by the weights p_i = |B_i A_i| / sum_j |B_j A_j|
 
-with Frobenius norms; |B_i A_i| is the norm of the products of all layers together. The product of
-the mean factors is not the mean of the products: the aggregation is not exact.
+with q = floor(gamma r_i) and Frobenius norms; |B_i A_i| is the norm of the products of all layers
+together. lam is the weight of the penalty S_i, and gamma the share of ranks without a penalty. The
+product of the mean factors is not the mean of the products: the aggregation is not exact.
 
 Choices that the paper, which treats a single pair of matrices, leaves open
-- With several layers, the term is a sum over layers, and the weight is the norm of all products
-  together. A client has one rank for all layers, and prunes all of them at once, to 1 or more.
+- With several layers, S_i is a sum over layers, and p_i has the norm of all products together. A
+  client has one rank for all layers, and prunes all of them at once, to 1 or more.
 - lam = 0.001 and gamma = 0.99 by default.
 
 Departures from the paper
@@ -70,15 +71,17 @@ def product_norm(layout: Layout, vector: Tensor) -> float:
 
 
 def kept_rank(rank: int, gamma: float) -> int:
-    """Return floor(gamma * rank), the number of ranks that are not penalised."""
+    """Return q = floor(gamma * rank): a client may prune the ranks from number q on."""
     return math.floor(gamma * rank)
 
 
 def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
-    """Return the sum over layers of |B_t| |A_t|, a scalar; t are the ranks marked by `tail`.
+    """Return the penalty of a client's last ranks: the sum over layers of |B_t| |A_t|.
 
-    params: [layout.trained].
-    tail: [layout.trained], ones for the marked ranks, zeros elsewhere.
+    B_t are the columns of B, and A_t the rows of A, that `tail` selects; the norms are Frobenius
+    norms.
+    params: [layout.trained], the client's trained parameters.
+    tail: [layout.trained], 1 for the entries of these columns and rows, 0 for all others.
     """
     total = params.new_zeros(())
     for factors in find_factors(layout):
@@ -132,7 +135,10 @@ class HetLoRA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Reduce the factors to the client's rank; mark the ones that `end` may prune."""
+        """Cut the received factors to the client's rank; compute the penalty of its last ranks.
+
+        `end` compares this penalty (`tail_sum`) with the penalty after training.
+        """
         rank = max(factors.rank for factors in find_factors(job.layout))
         if "rank" in job.received:
             rank = int(job.received["rank"])
@@ -147,24 +153,24 @@ class HetLoRA(Method):
             job.scratch["sum"] = tail_sum(job.start[: len(tail)], tail, job.layout)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the derivative of the term that makes the last rows of A and columns of B small.
+        """Add the gradient of lam times the penalty `tail_sum`.
 
-        Then set the gradient to 0 for the rows and columns that the client does not have.
-        grad: the gradient by the parameters `job.params[at]`, changed in place.
+        Then set the gradient to 0 for the rows of A and columns of B that the client does not have.
+        grad: the gradient with respect to `job.params[at]`, changed in place.
         """
         if self.lam:
             tail = job.scratch["tail"]
             for factors in find_factors(job.layout):
                 a, b = (job.params[place] * tail[place] for place in (factors.a, factors.b))
-                _add_term(grad, at, factors.a, a, self.lam * b.norm())
-                _add_term(grad, at, factors.b, b, self.lam * a.norm())
+                _add_norm_gradient(grad, at, factors.a, a, self.lam * b.norm())
+                _add_norm_gradient(grad, at, factors.b, b, self.lam * a.norm())
         grad *= job.scratch["mask"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Set the marked rows of A and columns of B to 0 if training made their norms smaller.
+        """Prune the client's last ranks if training made their penalty `tail_sum` smaller.
 
-        The compared number is `tail_sum`, before and after training. At least one rank stays. Store
-        the client's new rank in the client state.
+        Pruned rows of A and columns of B become 0; at least one rank stays. Store the client's new
+        rank in the client state.
         """
         tail, rank = job.scratch["tail"], job.scratch["rank"]
         params = job.params[: len(tail)]
@@ -175,9 +181,10 @@ class HetLoRA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply each update's weight by the norm of the products B A of the client's adapters.
+        """Multiply each update's weight by the norm of B A in the client's trained model.
 
-        These are the adapters after training. The norms are divided by their mean.
+        This is the norm over the adapters of all layers together, divided by the clients' mean
+        norm.
         """
         norms = []
         for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
@@ -189,14 +196,17 @@ class HetLoRA(Method):
         return aggregation.with_weights([weight * norm / mean for weight, norm in pairs])
 
 
-def _add_term(grad: Tensor, at: slice, place: slice, values: Tensor, factor: Tensor) -> None:
-    """Add the derivative of factor * (norm of `values`) to the gradient of these values.
+def _add_norm_gradient(
+    grad: Tensor, at: slice, values_at: slice, values: Tensor, factor: Tensor
+) -> None:
+    """Add the gradient of factor * |values| to the entries of these values in `grad`.
 
-    grad: the gradient of the parameters in the slice `at` of the vector.
-    place: the slice of the vector that holds `values`; if `at` does not contain it, nothing is
+    This gradient is factor * values / |values|.
+    grad: the gradient with respect to the parameters in the slice `at` of the vector.
+    values_at: the slice of the vector that holds `values`; if `at` does not contain it, nothing is
     added.
     factor: a scalar tensor.
     """
-    if at.start <= place.start and place.stop <= at.stop:
+    if at.start <= values_at.start and values_at.stop <= at.stop:
         unit = values / values.norm().clamp_min(torch.finfo(values.dtype).tiny)
-        grad[place.start - at.start : place.stop - at.start] += factor * unit
+        grad[values_at.start - at.start : values_at.stop - at.start] += factor * unit

@@ -11,9 +11,9 @@ the mean update of another tensor, its *source*. For each kernel of a convolutio
     theta = clamp(|<g0, g>| / (<g0, g0> + eps), 0, 5)
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
 
-The source of convJ in block 1, 2, ... of a stage, in residual networks with torchvision's names, is
-block 0's conv2 if it has the same shape, otherwise block 0's convJ. In transformers, the source of
-a block's norm2 is its norm1.
+In residual networks with torchvision's names, all sources are in block 0 of a stage. The source of
+convJ of a later block is block 0's conv2 if the shapes are equal, otherwise block 0's convJ. In
+transformers, the source of a block's norm2 is its norm1.
 
 Departures from the paper
 - By default (align="always") the rule is the one of the authors' code. The paper derives it from a
@@ -74,7 +74,7 @@ def cross_layer_gradient(
     align: "conflict" mixes only if `target` opposes `source`; "always" mixes in any case.
     clamp_max: the largest factor theta on the source.
     value_clip: the largest absolute value of the result; None for no bound.
-    eps: added to divisors.
+    eps: a small number that is added to denominators, so that none is 0.
     """
     mixed = target.detach().clone(memory_format=torch.contiguous_format)
     rows = _as_rows(mixed, granularity)
@@ -114,7 +114,7 @@ def _mix(
     float64.
     clamp_max: the largest factor theta.
     clip: the largest absolute value of an entry of the result; inf for no bound.
-    eps: added to divisors.
+    eps: a small number that is added to denominators, so that none is 0.
     conflict: True mixes only the rows with <g, g0> < 0.
     """
     chunk = 64  # rows whose factors are computed at once
@@ -152,7 +152,8 @@ def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str,
 
     The update of the source is mixed into the update of the parameter. In a residual network, the
     source is in the first block of the same stage, such as `layer1.0` for `layer1.1`.
-    names, shapes: the names and shapes of the model's parameters; names may have any prefix.
+    names, shapes: the names and shapes of the model's parameters. A name may have a prefix, such as
+    "net.".
     """
     shape_of = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
     sources: dict[str, str] = {}
@@ -186,7 +187,7 @@ class InCo(Method):
     align: "always" mixes all updates; "conflict" mixes only updates that oppose their source.
     clamp_max: the largest factor on the source.
     value_clip: the largest absolute value of a mixed update; None for no bound.
-    eps: added to divisors.
+    eps: a small number that is added to denominators, so that none is 0.
     """
 
     name = "inco"

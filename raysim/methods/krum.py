@@ -59,7 +59,7 @@ def least_scores(distances: Tensor, byzantine: int, selected: int) -> list[int]:
 def squared_distances(products: Tensor) -> Tensor:
     """Return the squared distances [n, n] between n vectors.
 
-    products: [n, n], the products of all pairs of these vectors (their Gram matrix).
+    products: [n, n], the scalar products of all pairs of vectors (the Gram matrix).
     """
     squares = products.diagonal()
     return (squares[:, None] + squares - 2 * products).clamp_min(0)

@@ -1,8 +1,8 @@
-"""The factors A and B of a run's adapters, for methods that treat them differently.
+"""Functions for methods with special rules for the factors A and B of adapters.
 
-`raysim/models/lora.py` describes the factors. `declare_ranks` gives each client its own rank.
-Client i with the rank r_i receives the first r_i rows of A and columns of B, trains and sends them.
-In the vector the other rows and columns are 0, and so are their gradients.
+They find the factors in a vector and give clients different ranks. `raysim/models/lora.py`
+describes the factors. Client i with the rank r_i receives the first r_i rows of A and columns of B,
+trains and sends them. In the vector all later rows and columns are 0, and so are their gradients.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
 
 
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
-    """Refuse methods and layers that do not fit a method that splits B A into new factors.
+    """Refuse what does not fit a method whose server replaces A and B in each aggregation.
 
-    The methods in `KEEPERS` are refused, because they keep values for each entry of the factors.
-    Adapters of grouped convolutions are refused, because their B A does not have the shape of the
-    layer's weight.
+    Such a method cannot be combined with the methods in `KEEPERS`, which keep values for each entry
+    of the factors. Adapters of grouped convolutions are refused, because their B A does not have
+    the shape of the layer's weight.
     adapters: the adapters of the run's model.
     """
     for other in KEEPERS:
@@ -79,9 +79,10 @@ def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
 
 @dataclass(frozen=True)
 class Factors:
-    """The places of the factors of one adapter in the vector.
+    """Where the vector holds the factors A and B of one adapter.
 
-    a, b: the slices that hold A [rank, columns] and B [rows, rank].
+    a: the slice of A, a matrix [rank, columns].
+    b: the slice of B, a matrix [rows, rank].
     """
 
     a: slice
@@ -97,9 +98,9 @@ class Factors:
 
 
 def find_factors(layout: Layout) -> tuple[Factors, ...]:
-    """Return the places of all adapters whose factors are trained and shared.
+    """Return where the vector holds the factors of each adapter, in the order of the vector.
 
-    They have the order of the vector.
+    Adapters whose factors are not trained, or not shared, are left out.
     """
     shared = [entry for entry in layout.entries if entry.stop <= layout.trained]
     entries = {entry.path: entry for entry in shared if entry.network == "model"}
@@ -173,9 +174,9 @@ def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> Clie
 class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
-    of_client: int [clients], the rank of each client; [1] if `is_equal`.
-    sizes: two numbers for each adapter: its rank in the model, and the number of floats in one row
-    of A and one column of B together, which is the size of one rank.
+    of_client: int [clients], the rank of each client; one number, [1], if `is_equal`.
+    sizes: for each adapter, the pair (its rank in the model, the floats of one rank). One rank is a
+    row of A and a column of B.
     is_equal: True if all clients have the rank of the model.
     """
 
@@ -193,7 +194,7 @@ class ClientRanks:
         return sum(full * floats for full, floats in self.sizes) - self.floats(job.client)
 
     def omit(self, run: Setup) -> None:
-        """Let traffic and virtual time count only the floats of each client's ranks."""
+        """Count only the floats of a client's own ranks in its traffic and virtual time."""
         if not self.is_equal:
             run.omit(self.omitted, self.omitted)
 
@@ -260,9 +261,9 @@ def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
 
 
 def rank_mask(job: LocalJob, rank: int) -> Tensor:
-    """Return a mask of the trained parameters, [trained], that keeps `rank` ranks of each adapter.
+    """Return a mask that selects the first `rank` ranks of each adapter, [layout.trained].
 
-    It is 0 for the rows of A and the columns of B from number `rank` on, and 1 elsewhere.
+    It is 0 for all later rows of A and columns of B, and 1 for all other trained parameters.
     """
     mask = torch.ones(job.layout.trained, dtype=job.params.dtype, device=job.params.device)
     for factors in find_factors(job.layout):
@@ -275,7 +276,7 @@ def rank_mask(job: LocalJob, rank: int) -> Tensor:
 def truncate(job: LocalJob, rank: int) -> None:
     """Start the job from the received model with the first `rank` rows of A and columns of B.
 
-    The other rows and columns become 0. `job.scratch["mask"]` gets the `rank_mask`.
+    All later rows and columns become 0. `job.scratch["mask"]` holds the mask from `rank_mask`.
     """
     mask = rank_mask(job, rank)
     start = job.start.clone()

@@ -21,10 +21,19 @@ from numpy.typing import ArrayLike
 def loss_decomposition(
     *, loss_matrix: ArrayLike, global_losses: ArrayLike, weights: ArrayLike
 ) -> dict[str, float]:
-    """Return the loss and its parts: local_loss + distribution_shift + aggregation = global_loss.
+    """Return the loss of the shared model, and three parts that add up to it.
 
-    loss_matrix: [m, m]; entry (i, j) is the loss of client i's local model on client j's data.
-    global_losses: [m], the losses of the shared model on the clients' data.
+    With L the loss matrix, g the global losses, and p the weights divided by their sum:
+
+        global_loss        = sum_j p_j g_j
+        local_loss         = sum_i p_i L_ii
+        distribution_shift = sum_ij p_i p_j L_ij - local_loss
+        aggregation        = global_loss - sum_ij p_i p_j L_ij
+
+    "distribution_shift_loss" and "aggregation_loss" are the absolute values of the last two.
+
+    loss_matrix: [m, m]; L_ij is the loss of client i's local model on client j's data.
+    global_losses: [m]; g_j is the loss of the shared model on client j's data.
     weights: [m], the weights of the clients; they need not sum to 1.
     """
     losses = np.asarray(loss_matrix, dtype=np.float64)

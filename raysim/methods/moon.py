@@ -10,8 +10,8 @@ local model have for the same inputs:
     loss  = cross-entropy + mu l_con
 
 Departures from the paper
-- A client that never trained has no previous model and no contrast; the authors' code gives a
-  random model to a client that is sampled late.
+- A client that never trained has no previous model, and its loss has no l_con. The authors' code
+  gives a random model to a client that is sampled late.
 - Both frozen models are in eval mode, as in the authors' code. FedBR's baseline never updates the
   previous encoder, which is an error and is not copied.
 - The previous model is kept with its classifier: a few floats more than the encoder that is used.
@@ -44,7 +44,7 @@ def model_contrastive_loss(
 
     z_local, z_global: [B, D], features of the trained and of the received model.
     z_previous: [P, B, D], features of P previous models of the client.
-    temperature: the divisor tau of the cosines.
+    temperature: tau; the cosines are divided by it.
     """
     if not len(z_previous):
         return z_local.new_zeros(())
@@ -59,10 +59,10 @@ class Moon(Method):
     """A method that pulls features to those of the received model, away from earlier models.
 
     mu: the weight of the contrastive loss.
-    temperature: the divisor tau of cosines in the loss.
+    temperature: tau; the cosines in the loss are divided by it.
     head: "mlp" adds a projection of two linear layers to the model, with `width` hidden units
     (None: as many as features) and `out` outputs; "none" compares the features themselves.
-    previous: the number of the client's earlier models in the contrast.
+    previous: the number P of the client's earlier models from which features are pushed away.
     """
 
     name = "moon"
@@ -98,7 +98,10 @@ class Moon(Method):
         return Classifier(nn.Sequential(base.extractor, *projection), self.out, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Keep the client's last models on the client: [P, layout.total], empty at first."""
+        """Keep the client's last trained models on the client, empty at first.
+
+        The state is [models, layout.total], with at most P models.
+        """
         run.needs("features")
         if self.mu:
             run.client_state("previous", lambda samples: torch.empty(0))

@@ -27,8 +27,8 @@ Departures from the paper
 - The policy's batches are the client's own samples, not augmented, from separate random streams.
   The model is in eval mode, and BatchNorm's running statistics are mixed like parameters. The loss
   is the plain cross-entropy.
-- Other methods take the mixed model for the received one: corrections by w - w^g (FedProx,
-  SCAFFOLD), and losses that compare with the received model (MOON). The averaged update is still
+- Other methods use the mixed model in place of the received one. FedProx and SCAFFOLD compute the
+  difference to it, and MOON compares features with it. The averaged update is still
   the difference to the shared model. A method that uses the received model before training
   (FedBSS) gets the mixed one if it comes later in the list.
 - The whole model travels in both directions, even layers that no client ever loads.
@@ -80,11 +80,11 @@ def fixed_loading_mask(*, num_layers: int, strategy: str, num_loaded: int) -> Te
 def sample_loading_policy(
     *, logits: Tensor, gumbel: Tensor, temperature: float
 ) -> dict[str, Tensor]:
-    """Return the decisions of a policy for L layers, as probabilities and as yes or no.
+    """Return which of L layers a policy loads, as probabilities and as decisions.
 
-    "soft" is softmax((logits + gumbel) / temperature), [L, 2]: the probabilities that a layer is
-    loaded (column 0) and that the client keeps its own layer (column 1). "load_global", bool [L],
-    is True if the noisy logit in column 0 is not below the one in column 1.
+    "soft", [L, 2], is softmax((logits + gumbel) / temperature). Column 0 is the probability that a
+    layer is loaded, column 1 that the client keeps its own layer. "load_global", bool [L], is True
+    if logits + gumbel is at least as large in column 0 as in column 1.
     logits: [L, 2], the policy.
     gumbel: [L, 2], the noise that is added to the logits; zeros for no noise.
     """

@@ -223,25 +223,25 @@ def rows_by_samples(
         # Draw points of [0, 1) outside the intervals of the rows that were drawn before: draw from
         # a shorter interval, and move a point up by the width of each such interval below it.
         taken = np.array(sorted(rows), np.int64)
-        first, share = _share_of_clients(ends, taken // per_client)
+        first, share = _client_intervals(ends, taken // per_client)
         numbers = generator.random(size - len(rows)) * (1 - share.sum() / per_client)
         starts = first + taken % per_client * share / per_client
         for start, width in zip(starts, share / per_client, strict=True):
             numbers[numbers >= start] += width
         clients = np.minimum(ends.searchsorted(numbers, side="right"), len(ends) - 1)
-        first, share = _share_of_clients(ends, clients)
+        first, share = _client_intervals(ends, clients)
         places = ((numbers - first) / share * per_client).astype(np.int64)
         drawn = clients * per_client + np.minimum(places, per_client - 1)
         rows |= dict.fromkeys(drawn.tolist())
     return np.fromiter(rows, np.int64)
 
 
-def _share_of_clients(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the starts and the widths of some clients' intervals, both float64 [k].
+def _client_intervals(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the start and the width of each of k clients' intervals, both float64 [k].
 
-    [0, 1) is divided into intervals, one for each client.
-    ends: float64 [all clients], the ends of all intervals, such as `_share_ends` returns.
-    clients: int64 [k], the numbers of the clients whose intervals are returned.
+    Each client has an interval in [0, 1); a random number draws the client of its interval.
+    ends: float64 [all clients], the ends of all intervals, from `_interval_ends`.
+    clients: int64 [k], the numbers of the k clients.
     """
     first = np.where(clients > 0, ends[clients - 1], 0.0)
     return first, ends[clients] - first
@@ -256,7 +256,7 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
     equally often. "classes" also draws each class of a client equally often.
     """
     generator = stream(job.seed, "fedbr.fresh", job.version)
-    ends = _share_ends(job.partition, sources != "unbalanced")
+    ends = _interval_ends(job.partition, sources != "unbalanced")
     # Clients are drawn as by `Generator.choice`, but without an array over all clients.
     clients = ends.searchsorted(generator.random(size[0]), side="right")
     rows = []
@@ -270,10 +270,10 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
 
 
 @functools.lru_cache(maxsize=2)
-def _share_ends(partition: CSR, is_uniform: bool) -> np.ndarray:
-    """Divide [0, 1) into an interval for each client; return their ends, float64 [clients].
+def _interval_ends(partition: CSR, is_uniform: bool) -> np.ndarray:
+    """Return the cumulative probabilities with which clients are drawn, float64 [clients].
 
-    The width of an interval is the probability that the client is drawn.
+    Client i is drawn by a random number from entry i - 1 (0 for the first client) to entry i.
     partition: the samples of each client.
     is_uniform: True draws all clients that have samples equally often, False in proportion to their
     samples.

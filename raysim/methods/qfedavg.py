@@ -53,12 +53,14 @@ def loss_before_training(job: LocalJob) -> Tensor:
 def divisor(
     weights: Sequence[float], losses: Sequence[float], curvatures: Sequence[float], q: float
 ) -> float:
-    """Return the divisor of q-FedAvg's sum of updates: the sum of w (1 + q c / F) over clients.
+    """Return the number by which the weighted sum of updates is divided.
 
-    Each sequence has one number for each client.
-    weights: w, the client's weight, in which the factor F^q is included.
-    losses: F, the loss of the received model.
-    curvatures: c, the squared norm of the update, divided by the learning rate.
+    It is the sum of w (1 + q c / F) over the clients, or sum_i h_i / L in the formula of the
+    module. Each sequence has one number for each client.
+    weights: w, the client's weight times F^q.
+    losses: F, the loss of the received model on the client's data.
+    curvatures: c = |D|^2 / learning rate, with D the client's update.
+    q: the power of the loss.
     """
     total = 0.0
     for weight, loss, curvature in zip(weights, losses, curvatures, strict=True):
@@ -80,7 +82,7 @@ class QFedAvg(Method):
         self.q = at_least("method.qfedavg.q", q, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Declare what jobs upload; refuse methods that also set the divisor of the sum."""
+        """Declare two uploaded numbers; refuse methods that divide the sum of updates otherwise."""
         for other in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace"):
             run.excludes(other, "both set the divisor of the sum of updates")
         run.upload("loss", 1)
@@ -91,9 +93,9 @@ class QFedAvg(Method):
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:
-        """Upload the received model's loss F, and the curvature L |D|^2 of the module's formula.
+        """Upload the received model's loss F, and c = |D|^2 / learning rate.
 
-        L is 1 / learning rate, and D is the update of the trained parameters.
+        D is the client's update of the trained parameters.
         """
         trained = job.layout.trained
         moved = job.params[:trained] - job.broadcast[:trained]
@@ -101,7 +103,10 @@ class QFedAvg(Method):
         job.upload["curvature"] = moved.square_().sum(dtype=torch.float64).reshape(1) / job.rate
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply weights by the losses to the power q, and set the divisor of the sum."""
+        """Multiply each client's weight by F^q; let the sum of updates be divided by `divisor`.
+
+        F is the loss of the received model on the client's data.
+        """
         losses = [max(float(loss), LEAST_LOSS) for loss in aggregation.uploads("loss")]
         curvatures = [float(curvature) for curvature in aggregation.uploads("curvature")]
         pairs = zip(aggregation.weights, losses, strict=True)

@@ -1,7 +1,7 @@
 """Functions that several server rules share.
 
-`recombine` computes a weighted sum of changed updates directly from the original updates;
-`combine_by_coordinate` applies a rule to each parameter separately.
+`recombine` adds up linear combinations of the updates; `combine_by_coordinate` applies a rule to
+each parameter separately.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def recombine(
     granularity: Granularity,
     coefficients: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the weighted sum of changed updates, divided by `aggregation.divisor`.
+    """Return the weighted sum of linear combinations of the m updates, [layout.trained].
 
-    Each changed update is a linear combination of the original updates, and is never computed. The
-    result has the shape [layout.trained].
-    granularity: "model" changes whole updates, "tensor" changes the part of each tensor separately.
-    coefficients: a function from the Gram matrix [m, m] of the updates to float64 [m, m]; row i has
-    the factors of the original updates in changed update i. With the identity matrix the result is
-    bit-identical to FedAvg's.
+        sum_i w_i sum_j C_ij g_j / aggregation.divisor
+
+    g_j are the updates, w_i their weights, and C is the matrix that `coefficients` returns. If C is
+    the identity matrix, the result is bit-identical to FedAvg's.
+    granularity: "model" computes one C for the whole updates, "tensor" a C for each tensor.
+    coefficients: a function from the Gram matrix [m, m] of the updates g to C, float64 [m, m].
     """
     rows = parameters_of(aggregation, server)
     weights = torch.tensor(aggregation.weights, dtype=torch.float64)

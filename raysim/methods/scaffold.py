@@ -10,6 +10,10 @@ Averaging for Federated Learning" (ICML 2020), Algorithm 1:
     c_i+ = c_i - c + (x - y) / (K eta)                   Option II
     c <- c + (1/N) sum_{i in S} (c_i+ - c_i)             N: all clients, not only the participants
 
+g is the gradient of a local step, c_i the control variate of client i, c_i+ its next value, and c
+the server's control variate. x are the received and y the trained parameters, K is the number of
+local steps, eta their learning rate, and S the participants.
+
 Departures from the paper
 - The paper has no momentum. With momentum rho, K becomes
   K' = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho), the movement of K momentum steps under a
@@ -129,7 +133,7 @@ class Scaffold(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Subtract the client's control variate from the gradient, and add the server's.
 
-        grad: the gradient by the parameters `job.params[at]`, changed in place.
+        grad: the gradient with respect to `job.params[at]`, changed in place.
         """
         grad -= job.state["control"][at]
         grad += job.received["control"][at]

@@ -3,10 +3,16 @@
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
 Free Lunch" (2025), Algorithm 2, on DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's
 momentum on the server). With P fragments, a job that starts from version v sends fragment v mod P:
-this fragment is *due* in version v. The index p marks the part of a vector that belongs to fragment
-p. x is the server's model, u its momentum, beta the factor of the momentum and eta the server's
-learning rate. l is the model with which client i ended its last job, and w_i the client's weight.
-For each parameter, g has the value that the client received last:
+this fragment is *due* in version v. Symbols:
+
+    x, u        the server's model and its momentum
+    beta, eta   the factor of the momentum, and the server's learning rate
+    l           the model with which the client ended its last job
+    g           for each parameter, the value that the client received last
+    w_i         the weight of client i
+    x_p, l_p    the part of the vector that belongs to fragment p
+
+Algorithm:
 
     receive     the fragments that were due since the client's last job: l_p <- x_p,  g_p <- x_p
     train       l <- AdamW(l), all fragments

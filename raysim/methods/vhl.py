@@ -5,14 +5,14 @@ features of the noise with the same label makes the features of all clients simi
 
 Source: Tang, Zhang, Shi, He, Han and Chu, "Virtual Homogeneity Learning: Defending against Data
 Heterogeneity in Federated Learning" (ICML 2022). With h the features in front of the classifier, T
-the temperature, and virtual rows marked v,
+the temperature, and the index v for virtual images:
 
     s_ij     = exp(h_i.h_j / T) / sum_{a != i} exp(h_i.h_a / T)
     SC(h, l) = mean_i -1/|P_i| sum_{j in P_i} log s_ij
     loss     = CE(x, y) + alpha CE(x_v, y_v)
                + gamma SC([h; constant h_v], [y; y_v]) + kappa SC(h_v, y_v)
 
-with |h_i| = 1 and P_i the other rows of label l_i; a row without others adds 0.
+with |h_i| = 1 and P_i the other rows that have the label l_i; if there are none, row i adds 0.
 
 Departures from the paper
 - FedBR's baseline forwards the two batches separately and aligns logits, and with its "shared"
@@ -20,9 +20,9 @@ Departures from the paper
 - Virtual labels are separate classes for the classifier ("extra", as in the authors' code), and
   evaluation takes the larger of the two outputs of a class; or they are the real classes ("shared",
   as in FedBR's code).
-- The noise generator is the authors', not their untrained StyleGAN. They clip its noise to [0, 1]
-  and scale it as pixels of mean 0.5 and deviation 0.25; here each channel of the whole set is
-  standardised, with about the same result.
+- The noise generator is the authors', not their untrained StyleGAN. The authors clip the noise to
+  [0, 1] and scale it as pixels of mean 0.5 and deviation 0.25; here each channel of the whole set
+  is standardised, with about the same result.
 - Crops are padded with zeros after the standardisation, which is the mean of the images. A step
   draws its virtual images without replacement.
 - If another method changes the inputs (Mixup, FedMix), only the changed images are classified. The
@@ -65,9 +65,8 @@ def supervised_contrastive_loss(
 
     features: [n, D]; this function divides each row by its norm.
     labels: int64 [n]. A row without another row of its label adds 0 to the mean over n.
-    temperature: the divisor T of the products of features.
-    base_temperature: the divisor of the scale. The value of `temperature` gives the scale 1, as in
-    VHL.
+    temperature: T; the scalar products of features are divided by it.
+    base_temperature: VHL uses the value of `temperature`, so that the factor in front of SC is 1.
     """
     rows = F.normalize(features, dim=1, eps=1e-12)
     is_itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
@@ -94,7 +93,7 @@ def alignment_loss(
 
     real_features: [n, D] with real_labels int64 [n].
     virtual_features: [m, D] with virtual_labels int64 [m], of the same classes.
-    temperature: the divisor T of the products of features.
+    temperature: T; the scalar products of features are divided by it.
     align_weight: the weight of the first loss.
     virtual_weight: the weight of the second loss.
     """
@@ -166,10 +165,10 @@ class Vhl(Method):
     gamma, kappa: the weights of the contrastive losses of all features, and of virtual features.
     temperature: the temperature of the contrastive losses.
     virtual: the number of virtual images.
-    virtual_batch: virtual images in a step.
+    virtual_batch: the number of virtual images in a step.
     label_mode: "extra" gives virtual images classes of their own, "shared" the real classes.
-    align_epochs: the first epochs of a job, in which features are aligned; with local.steps, which
-    has no epochs, they are aligned in all steps.
+    align_epochs: the number of epochs, from the start of a job, in which features are aligned. With
+    local.steps, which has no epochs, features are aligned in all steps.
     """
 
     name = "vhl"

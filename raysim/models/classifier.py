@@ -44,8 +44,8 @@ class Classifier(nn.Module):
 class ModelRecipe:
     """A recipe: the settings of a network, and the function `build` that makes the network.
 
-    A subclass overrides `extractor`; if features and head do not describe its networks, it
-    overrides `network`.
+    A subclass overrides `extractor`. If its networks do not consist of an extractor and a linear
+    head, it overrides `network` instead.
     lora: the settings of the adapters that `build` adds; by default there are none.
     reads: the inputs that the networks take: "images" [channels, height, width], "tokens" (token
     numbers), "numbers" of any shape, or "any" of these.

@@ -70,7 +70,7 @@ class WholeNetwork(Classifier):
 
 
 def original_network(model: nn.Module) -> nn.Module:
-    """Return the network in its author's form, with the parameters of this model.
+    """Undo `split_network`: return the network as it was, with this model's parameters.
 
     A `SplitNetwork` cannot be used afterwards. Models of raysim are returned unchanged.
     """
@@ -80,7 +80,7 @@ def original_network(model: nn.Module) -> nn.Module:
 
 
 def original_names(model: nn.Module) -> dict[str, str]:
-    """Map the names of parameters and buffers in the author's network to those in this model."""
+    """Map the names of parameters and buffers before `split_network` to those in this model."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     if isinstance(model, WholeNetwork):
         return {name.removeprefix("net."): name for name in names}
@@ -287,7 +287,7 @@ class ExternalModel(ModelRecipe):
     lora: Lora = field(default_factory=Lora)
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
-        """Return the network in its author's form, not split.
+        """Return the network as the user or the library defines it, before raysim splits it.
 
         A subclass must override this; the arguments are those of `network`.
         """

@@ -104,7 +104,7 @@ class StoredLayer(nn.Module):
     """A layer whose frozen weight is stored in fewer bits.
 
     layer: the layer, which loses its weight.
-    stored: the weight; layers that share a weight share this module.
+    stored: the module that stores the weight. Layers that share a weight share such a module.
     dtype: the type of the computation.
     """
 
@@ -197,8 +197,9 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 def _frozen_layers(model: nn.Module) -> Iterator[Any]:
     """Yield the linear, convolution and embedding layers whose weight is frozen.
 
-    Leave out layers of derived classes and embeddings with max_norm, which may use it in
-    another way. Leave out a layer, too, if a module of another type also uses its weight.
+    Leave out layers that may use their weight in another way: those of derived classes, and
+    embeddings with max_norm. Also leave out a layer if a module of another type uses the same
+    weight.
     """
     transformers = sys.modules.get("transformers.pytorch_utils")
     types = LAYERS if transformers is None else (*LAYERS, transformers.Conv1D)

@@ -71,7 +71,6 @@ class UNetNetwork(nn.Module):
         self.outputs = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the outputs [B, num_classes, H, W] of images [B, channels, H, W]."""
         maps: list[Tensor] = []
         current = images
         for block in self.down:

@@ -104,6 +104,7 @@ def require(name: str, value: V, holds: object, allowed: str, why: str = "") -> 
     """Return the value. Raise ValueError unless `holds` is true.
 
     name: the key of the setting, for the error.
+    holds: true if the value is allowed.
     allowed: words for the allowed values, such as "an integer of 1 or more".
     why: the reason, for the end of the error; "" gives no reason.
     """

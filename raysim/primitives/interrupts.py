@@ -1,4 +1,4 @@
-"""Keep a Ctrl-C that a library would lose or would replace by an error of its own."""
+"""Let Ctrl-C stop a process even if a library loses it or raises another error instead."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _interrupted = threading.Event()
 
 
 def notice_interrupts() -> None:
-    """Remember from now on that Ctrl-C was pressed. It still raises `KeyboardInterrupt`.
+    """Change this process so that no Ctrl-C is lost; it still raises `KeyboardInterrupt`.
 
-    Some code cannot raise errors, for example the callback of a weak reference. If Ctrl-C is
-    pressed in such code, the error is raised a moment later. A process that ignores Ctrl-C, as
-    background commands of a shell do, continues to ignore it.
+    The process also remembers that Ctrl-C was pressed, for `keep_interrupts`. Some code cannot
+    raise errors, for example the callback of a weak reference. If Ctrl-C is pressed in such code,
+    the error is raised a moment later. A process that ignores Ctrl-C, as background commands of a
+    shell do, continues to ignore it.
     """
     sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -31,9 +32,10 @@ def _notice(number: int, frame: Any) -> None:
 
 
 def _repeat_interrupt(usual: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return a function for `sys.unraisablehook`, which gets the errors that Python cannot raise.
+    """Return a hook for `sys.unraisablehook` that raises a lost Ctrl-C again.
 
-    If the error is a Ctrl-C, the function sends the signal to this process again.
+    Python calls the hook for an error in code that cannot raise errors. If this error is a Ctrl-C,
+    the hook sends the signal to this process again.
     usual: the previous hook, which handles all other errors.
     """
 

@@ -60,7 +60,10 @@ def ascii_equivalent(character: str) -> str:
 
 
 def _replace_characters(error: UnicodeError) -> tuple[str, int]:
-    """Return text in place of characters that an encoding lacks, and the position after them."""
+    """Handle an encoding error: return ASCII text for the characters that the encoding lacks.
+
+    `codecs` calls this function, and also needs the position after these characters.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     characters = error.object[error.start : error.end]

@@ -64,7 +64,10 @@ class LocalStore:
         yield regular_file(self.path / name)
 
     def settle(self, *folders: str) -> None:
-        """Wait until the names in these folders are on the disk ("": in the store itself)."""
+        """Wait until all changes of file names in some folders are on the disk.
+
+        folders: folders of the store; "" is the store itself.
+        """
         for folder in folders:
             if (self.path / folder).is_dir():
                 sync(self.path / folder)

@@ -35,11 +35,14 @@ def _first_words(seed: int, purpose: str) -> tuple[int, ...]:
 
 
 def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
-    """Return the generator named (purpose, keys): e.g. ("batches", client, participation).
+    """Return a random generator that depends only on the seed, the purpose and the keys.
 
-    Generators of different names are independent, and equal arguments give equal generators. A
-    purpose always has the same number of keys: (3,) and (3, 0) would give the same stream.
+    An example is stream(seed, "batches", client, participation). Equal arguments give equal
+    generators, different ones independent generators. A purpose always has the same number of keys:
+    (3,) and (3, 0) would give the same stream.
     seed: the run's seed.
+    purpose: a name for the use of the random numbers.
+    keys: numbers of 0 or more, such as a client and a round.
     """
     # These are the words that SeedSequence([seed, code, *keys]) would compute. Computing them here
     # is a third faster, and workers make a stream for each job.
@@ -67,17 +70,17 @@ def stream_key(seed: int, purpose: str) -> int:
     return int(stream(seed, purpose).integers(1 << 63))
 
 
-def uniform(key: int, *place: int) -> float:
-    """Return a random number in [0, 1); equal arguments always give the same number.
+def uniform(key: int, *numbers: int) -> float:
+    """Return a random number in [0, 1) that depends only on the arguments.
 
-    The virtual clock needs a million such numbers, and making a generator for each would take ten
-    times as long. Each number of `place` goes through the finaliser of SplitMix64 (Steele, Lea and
-    Flood, OOPSLA 2014).
+    The virtual clock needs a million such numbers, and making a generator (`stream`) for each would
+    take ten times as long. Each of `numbers` goes through the finaliser of SplitMix64 (Steele, Lea
+    and Flood, OOPSLA 2014).
     key: the key of the purpose, from `stream_key`.
-    place: numbers that name this draw, such as a client and a job.
+    numbers: what distinguishes the draws of one purpose, such as a client and a job.
     """
-    for part in place:
-        key = (key + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK_64
+    for number in numbers:
+        key = (key + 0x9E3779B97F4A7C15 * (number + 1)) & _MASK_64
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
         key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK_64
         key ^= key >> 31

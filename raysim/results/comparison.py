@@ -54,9 +54,9 @@ class Report:
     def results(self) -> pd.DataFrame:
         """Return a row for each setting: the mean of each number over the seeds.
 
-        The column "final_std" is the sample deviation (divisor n-1) of the column "final". The
-        column "final_mark" is † if the setting is significantly better than the first setting with
-        the same data and split, and ‡ if it is significantly worse.
+        The column "final_std" is the standard deviation of "final" over the n seeds, with the
+        denominator n - 1. The column "final_mark" is † if the setting is significantly better than
+        the first setting with the same data and split, and ‡ if it is significantly worse.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 
@@ -198,13 +198,13 @@ def report(
     runs: folders of runs, studies and sweeps.
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual ones.
     labels: the new label for each setting, or a text such as "fedavg=FedAvg,fedprox=FedProx".
-    order: settings in the order of rows, or a text such as "fedprox,fedavg". A setting that is not
-    named comes after all named settings with the same data and split. If there are none, it comes
-    at the end. Settings that are not named are in the order of their scores, best first. In tests,
-    the first setting is compared with all others that have the same data and split.
+    order: settings in the order of rows, or a text such as "fedprox,fedavg". Settings that are not
+    named are sorted by their scores, best first. They come after the named settings with the same
+    data and split, or at the end if there are none. Tests compare the first setting with all others
+    that have the same data and split.
     percent: True shows shares in percent.
-    thresholds: scores between 0 and 1 for the table of costs; () shows up to four: the highest
-    scores that any run reached, of the scores of `rounds_to` in its summary.
+    thresholds: scores between 0 and 1 for the table of costs. () takes them from `rounds_to` in the
+    runs' summaries: up to four, the highest ones that any run reached.
     bold: when the best value of a column is bold. "clear": if it is better than the second-best
     value by more than the deviation of either; "best": always.
     width: the figures' width in inches.

@@ -45,7 +45,7 @@ MAX_MARKED_POINTS = 12  # a curve with no more points gets a marker at each poin
 class Axis(NamedTuple):
     """A quantity on the horizontal axis of a panel.
 
-    name: a part of the names of figures.
+    name: the quantity in the names of figures, such as "round" in "accuracy-round".
     title: the label of the axis.
     read: function that returns the quantity for a row of the history.
     unit: "bytes", "seconds", "Wh", "g" (grams), or "" for a quantity without a unit.
@@ -96,8 +96,8 @@ def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: 
     """Return the mean of a column over runs that differ only in their seeds.
 
     The curve has the rounds that all runs measured, at most `MAX_POINTS` of them. Traffic and times
-    are also means over the runs. With at least `MIN_PAIRS` seeds, the curve has sample deviations
-    (divisor n-1).
+    are also means over the runs. With at least `MIN_PAIRS` seeds, the curve has the standard
+    deviations over the n seeds, with the denominator n - 1.
     label: the name of the curve in the legend.
     histories: the history of each run.
     key: the column.
@@ -241,7 +241,8 @@ def _draw_note(ax: Axes, text: str) -> None:
 def show_dashes(legend: Legend, curves: Sequence[Curve]) -> None:
     """Draw each line of the legend with the dashes of its curve.
 
-    In the plot, a line that covers other lines has different dashes (`gap_dashes`).
+    Matplotlib copies the dashes from the plot. But there a line that covers other lines has larger
+    gaps (`gap_dashes`).
     curves: the curves in the order of the legend's lines.
     """
     for line, curve in zip(legend.get_lines(), curves, strict=True):
@@ -343,8 +344,8 @@ def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
 def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
     """Draw curves against each axis on which some curve is not 0.
 
-    Returns, for each panel, the title of its axis, an SVG, and True if it shows more than the panel
-    of the rounds. The SVGs have no legend, because the page has one legend for all.
+    Returns, for each panel, the title of its axis, an SVG, and the result of `is_informative`. The
+    SVGs have no legend, because the page has one legend for all.
     ylabel: the label of the vertical axis.
     """
     drawn = []

@@ -170,9 +170,10 @@ def best_mean(values: Values, k: int = 5, higher: bool = True) -> float | None:
 
 
 def last_mean_std(values: Values, k: int = 10) -> tuple[float | None, float | None]:
-    """Return mean and standard deviation (divisor n) of the last n finite values of a run.
+    """Return the mean and the standard deviation of the last k finite values of a run.
 
-    n is k, or the number of finite values if there are fewer. Return (None, None) without values.
+    With fewer values, use all; without values, return (None, None). For n values the standard
+    deviation has the denominator n.
     """
     last = finite_values(values)[-k:]
     return (float(np.mean(last)), float(np.std(last))) if last else (None, None)
