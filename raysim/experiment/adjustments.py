@@ -23,10 +23,12 @@ from raysim.training.run_spec import Checkpoint, RunSpec
 
 
 def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tuple[str, ...]]:
-    """Set the keys that methods require, except for keys that the user set.
+    """Set each key to the value that a method requires, unless the user set the key.
 
-    Return the new configuration, and a sentence for each change. If the user set a required key to
-    another value, this function does not change the value; `Method.setup` refuses it later.
+    Return the new configuration, and a sentence for each changed key. If the user set another
+    value, it stays, and `Method.setup` refuses it later.
+    node: the run's configuration.
+    methods: the run's methods.
     """
     sentences = []
     for method in methods:
@@ -103,10 +105,11 @@ def make_folder_absolute(checkpoint: Checkpoint) -> Checkpoint:
 def pool_training(
     data: FederatedData, schedule: Schedule, local: Local, method: str
 ) -> tuple[FederatedData, Schedule, Local]:
-    """Return data, schedule and local training that train one model on all clients' samples.
+    """Return data, schedule and local training for one client that has the samples of all clients.
 
-    A round processes as many samples as a round of the federated run does on average.
-    method: name of the method that needs this, for errors.
+    `method=centralized` trains in this way. A round processes as many samples as a round of the
+    federated run does on average.
+    method: the name of the method that trains in this way, for errors.
     Raise `RefusedError` if the schedule is not synchronous.
     """
     if not isinstance(schedule, Synchronous):

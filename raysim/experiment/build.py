@@ -149,10 +149,11 @@ def partition(config: Config = (), allow: Sequence[str] = ()) -> FederatedData:
 def _compose_node(
     config: Config, allow: Sequence[str], settings: Mapping[str, object] | None = None
 ) -> Node:
-    """Return a run's complete configuration; compose it from overrides if it is not complete.
+    """Return a run's complete configuration.
 
-    allow: packages whose folders of options may be used.
-    settings: overrides as Python values, by key.
+    config: overrides, from which a configuration is composed; or a complete configuration.
+    allow: packages besides raysim whose options the overrides may use.
+    settings: more overrides, as Python values by key.
     Raise `RefusedError` for settings that would change a complete configuration.
     """
     folders = allow_packages(allow)
@@ -305,7 +306,10 @@ def _warmup_warnings(settings: RunSettings) -> list[str]:
 
 
 def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
-    """Return the reason for planning one aggregation at a time; "" if planning can work ahead."""
+    """Return why the planner cannot plan later aggregations before earlier ones are trained.
+
+    Return "" if it can.
+    """
     if not spec.selection.plans_ahead:
         return "the selection needs reports"
     if varying_tensors(declarations):
@@ -314,11 +318,12 @@ def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
 
 
 def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
-    """Store in the configuration the names of the metrics for which a lower score is better.
+    """Add to `evaluate.lower` the names of the metrics for which a lower score is better.
 
-    Reports read the names from the key `evaluate.lower`. Raise ValueError if `evaluate.lower`
-    already has a name that is no metric of the run. Names are not checked if the run has a learner,
-    because a learner may report more metrics.
+    Return the changed configuration and settings. Later, reports read these names from the
+    configuration of the run.
+    Raise ValueError if the user set a name in `evaluate.lower` that is not a metric of the run.
+    With a learner this is not checked, because a learner may report more metrics.
     """
     metrics = [metric.name for metric in spec.task.metrics]
     has_learner = any(isinstance(method, Learner) for method in spec.methods)

@@ -18,9 +18,9 @@ from raysim.primitives.errors import RefusedError
 def completions(
     prefix: str, other_words: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> list[str]:
-    """Return the words that can complete the word in which the user pressed the Tab key.
+    """Return the words to which the shell can complete a word when the user presses the Tab key.
 
-    prefix: the beginning of this word, in front of the cursor.
+    prefix: the word that is completed, up to the cursor.
     other_words: the other words of the command.
     folders: the user's own folders of options.
     """

@@ -52,12 +52,13 @@ CONFIG_FILE = "config.yaml"
 
 @dataclass(frozen=True)
 class Draft:
-    """A configuration whose references, such as `${seed}`, are not yet resolved.
+    """A configuration in which references, such as `${seed}`, are not yet resolved.
 
-    config: the configuration with the user's values.
+    config: the configuration, with the values that the user set.
     values: the values that the user set, by key.
     set_keys: the keys in `values`, and the groups for which the user chose an option.
-    stored: the stored configuration that `config` continues; None for a new one.
+    stored: the configuration of an earlier run, which gives the values of all other keys; None if
+    there is none.
     """
 
     config: DictConfig
@@ -76,9 +77,9 @@ def compose(
 
     overrides: texts "key=value".
     folders: the user's own folders of options, laid out like `conf`.
-    stored: the configuration file of a run or of a search. All keys without an override get their
-    values from this file. If it is None and there is an override of `resume`, the file in the
-    folder of the resumed run is used.
+    stored: the configuration file of a run or of a sweep. It gives the values of all keys without
+    an override. With None, an override of `resume` takes the file from the folder of the resumed
+    run.
     settings: more overrides, as Python values by key. {"local.lr": 0.1} and {"local": {"lr": 0.1}}
     have the same effect.
 
@@ -172,14 +173,15 @@ def _separate_options(
 def _restore_objects(
     config: DictConfig, stored: Node, options: Mapping[str, object], groups: Groups
 ) -> None:
-    """Copy the nodes of Python objects from a stored configuration to `config`.
+    """Copy the descriptions of Python objects from the stored configuration of a run to `config`.
 
-    A Python object, such as the user's own model, is in the configuration in place of an option.
+    A group such as "model" may have a user's Python object in place of an option. Its choice in
+    `stored` is then not the name of an option.
     config: the new configuration, which is changed in place.
     stored: the configuration of the run that had the objects.
-    options: the options that the user chooses now, by group. Objects of these groups are not
-    copied, because the options replace them.
-    groups: all options; what is not an option in `stored` is an object.
+    options: the options that the user chooses now, by group. They replace the objects of these
+    groups.
+    groups: all options.
     """
     choices = stored["choices"]
     for group in PARTS_FROM_PYTHON:
@@ -224,10 +226,10 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def draft(
     overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]
 ) -> tuple[Node, dict[str, str]]:
-    """Return the configuration that all trials of a sweep have in common, and unknown keys.
+    """Return the configuration that all trials of a sweep have in common, and errors of its keys.
 
-    The first result is plain data, from which `complete_draft` makes the configuration of a trial.
-    The second result has an error text for each of `keys` that the configuration does not have.
+    The configuration is plain data, from which `complete_draft` makes the configuration of a trial.
+    The errors are texts, by key, one for each of `keys` that does not exist.
     overrides: the overrides that are the same for all trials, as texts "key=value".
     folders: the user's own folders of options.
     keys: the keys that the sweep varies.
@@ -362,10 +364,11 @@ def _stored_options(stored: Node | None, groups: Groups) -> dict[str, list[str]]
 
 
 def _apply_to_stored(stored: Node, config: DictConfig, set_keys: Sequence[str]) -> DictConfig:
-    """Return the stored configuration after setting the keys that the user gives.
+    """Return a stored configuration in which the keys that the user set have the user's values.
 
-    config: the configuration that has the user's values.
-    set_keys: the keys and groups that the user set.
+    stored: the stored configuration.
+    config: a configuration that has the user's values.
+    set_keys: the keys that the user set, and the groups for which the user chose an option.
     """
     result = OmegaConf.create(stored)
     for set_key in set_keys:

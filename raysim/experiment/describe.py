@@ -247,7 +247,7 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
 
 
 def _selection(selection: Selection) -> str:
-    """Name the selection, and say whether clients are chosen before earlier jobs are trained.
+    """Name the selection, and say whether aggregations are planned ahead of the training.
 
     Return "" for a random selection.
     """
@@ -310,7 +310,7 @@ def _batchnorm(networks: Mapping[str, nn.Module], personal: set[str]) -> str:
 def _batchnorm_names(network: str, module: nn.Module) -> tuple[list[str], list[str]]:
     """Return the names of the parameters in BatchNorm layers, and of their running statistics.
 
-    network: the name of the network; it stands at the beginning of all returned names.
+    network: the name of the network, which becomes the first part of all returned names.
     module: the network.
     """
     parameters, statistics = [], []
@@ -325,7 +325,7 @@ def _batchnorm_names(network: str, module: nn.Module) -> tuple[list[str], list[s
 
 
 def _extra_evaluation(experiment: Experiment, declarations: Declarations) -> list[str]:
-    """Describe each kind of evaluation that costs more than scoring, with its cost."""
+    """Describe the cost of fine-tuning and of the loss decomposition, if they are switched on."""
     evaluation = evaluation_of(experiment.spec, declarations)
     texts = []
     finetune = evaluation.finetune

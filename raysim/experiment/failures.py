@@ -18,8 +18,9 @@ from raysim.simulation.events import RunStoppedError
 
 @contextmanager
 def explain_errors(folder: Path) -> Iterator[None]:
-    """Raise `RunStoppedError`, with one sentence, if a hook fails or a file cannot be written.
+    """Convert errors inside `with` to `RunStoppedError` with one sentence.
 
+    These are errors of hooks and of files that cannot be written.
     folder: the run's folder.
     """
     with _report_unwritable_files(folder), _name_failing_method():

@@ -42,7 +42,7 @@ class Groups:
     """The files of all options, and the shared files that options include.
 
     files: the file of each option, by group and name.
-    common: the shared files, by "group/_name".
+    common: the shared files. The key of conf/GROUP/_NAME.yaml is "GROUP/_NAME".
     state: path, time of change and size of every file. If two `Groups` have equal states, they give
     equal configurations.
     """
@@ -129,7 +129,8 @@ def load_option(path: Path, group: str) -> Node:
     """Read the file of an option.
 
     group: the option's group, such as "method".
-    Raise `RefusedError` if the file is broken, or has the wrong form for its group.
+    Raise `RefusedError` if the file is broken. A file of a method or an observer must begin with
+    the option's name; raise `RefusedError` otherwise.
     """
     node = load_yaml(path, "Fix it.")
     if group in LISTS and not node:
@@ -161,10 +162,10 @@ def _has_key(path: Path, key: str, group: str) -> bool:
 
 
 def option_names(value: object, group: str = "method") -> list[Any]:
-    """Return the names in a value that lists options: "a+b" is [a, b].
+    """Return the list of options that a value of a list group means: "a+b" is [a, b].
 
-    null, "" and the option that means an empty list (method=fedavg) are empty lists.
-    group: the group of the options.
+    null and "" mean the empty list, and so does method=fedavg.
+    group: the group of the options, "method" or "observer".
     """
     if isinstance(value, str):
         value = value.split("+") if value else []
@@ -177,9 +178,9 @@ def option_names(value: object, group: str = "method") -> list[Any]:
 def join_options(names: Sequence[object], group: str = "method") -> str:
     """Return a list of options as text, "a+b", which needs no quotes in a shell.
 
-    An empty list becomes the option that means an empty list ("fedavg" for methods), or "null".
+    The empty list is "fedavg" for the group "method", and "null" for any other group.
     names: the names of the options.
-    group: their group.
+    group: the group of the options.
     """
     return "+".join(map(str, names)) or NONE.get(group, "null")
 

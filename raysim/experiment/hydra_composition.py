@@ -43,8 +43,8 @@ class ConfigFiles(ConfigSource):
     This class replaces Hydra's own class for files, which parses each file again for each
     composition. Without the parsing, a composition takes a third less time.
 
-    roots: the folders; `config.yaml` is read from the first one. The list is empty unless raysim
-    composes a configuration at this moment.
+    roots: the folders, of which the first one has `config.yaml`. While raysim does not compose a
+    configuration, the list is empty.
     """
 
     roots: Sequence[Path] = ()
@@ -124,12 +124,11 @@ class SearchConfigFiles(SearchPathPlugin):
 class Composition(NamedTuple):
     """The result of one composition by Hydra.
 
-    values: the complete configuration, as Hydra composes it with the preset.
-    chosen_values: the values of some groups, by group, as they are without the preset. They show
-    which keys belong to the chosen option, because Hydra adds all keys that a preset sets. There is
-    an entry for each group in which the preset sets values and the user chose an option. If the
-    user chose the preset, there is also an entry for "method" and "observer" if the preset sets
-    values there.
+    values: the complete configuration. Hydra includes all values of the preset, even those of
+    options that are not chosen.
+    chosen_values: the values of some groups composed without the preset, by group. Their keys are
+    the keys of the chosen options. The groups are those in which the preset sets values and the
+    user chose an option. If the user chose the preset, "method" and "observer" are also among them.
     choices: the option of every group.
     """
 
@@ -144,10 +143,9 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
 
     The result is cached: copy it before you change it.
 
-    A preset may set values of many options, such as of all methods in the tables of a paper. Only
-    values of chosen options are used. For a group in which the user chose an option, they are used
-    only if this option has the same key. If the user chose no preset, `experiment=default` is used,
-    which does not change an option that the user chose.
+    A preset may set values for several options, such as for all methods of a paper's tables. Values
+    of options that the run has not chosen are removed. If the user chose no preset,
+    `experiment=default` is used, which does not change an option that the user chose.
     options: the options that the user chose, with their groups.
     groups: all options and their files.
     folders: the user's own folders of options.
@@ -281,9 +279,9 @@ def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set
 def _check_user_files(
     chosen: Mapping[str, Sequence[str]], groups: Groups, folders: Sequence[Path]
 ) -> None:
-    """Raise a clear error for a broken file of the user, because Hydra's error would be unclear.
+    """Raise `RefusedError` if a file of the user is broken, because Hydra's own error is unclear.
 
-    chosen: the chosen options of each group, by group.
+    chosen: the options that the user chose, by group.
     groups: all options and their files.
     folders: the user's folders of options.
     """
@@ -346,9 +344,10 @@ def _default_options(node: Node) -> Node:
 
 
 def _check_preset_options(config: DictConfig, group: str, groups: Groups, preset: str) -> None:
-    """Raise `RefusedError` if a preset gives values to options that do not exist.
+    """Raise `RefusedError` if a preset sets values for options that do not exist.
 
-    group: a group in which several options can be chosen.
+    config: the configuration with the values of the preset.
+    group: "method" or "observer".
     groups: all options and their files.
     preset: the name of the preset, for the error.
     """

@@ -58,11 +58,11 @@ def import_target(
     """Import the object that a `_target_` names; return None if its module has no such name.
 
     target: the name of the object with its module, such as "raysim.methods.fedprox.FedProx".
-    path: the key of the node, for errors.
+    path: the key of the configuration node that has the name, for errors.
     allow: the packages besides raysim from which objects may be imported.
-    key: what is appended to `path` to name the setting in errors, usually "._target_".
+    key: the end of the setting's name in errors, which follows `path`.
     Raise `RefusedError` for names outside `raysim`, the allowed packages and the installed packages
-    that bring options for raysim.
+    with options for raysim.
     """
     setting = f"{path}{key}={format_value(target)}"
     packages = ("raysim", *allow, *installed_packages())
@@ -178,9 +178,9 @@ def _join(path: str, key: str) -> str:
 
 
 def _add_path(message: str, path: str) -> str:
-    """Return a constructor's error message with the key in front, if the message lacks it.
+    """Return the error message of a constructor, with the key of the node in front.
 
-    path: the key of the node.
+    path: the key of the node. It is not added to a message that already contains it.
     """
     last_part = path.rpartition(".")[2]
     if not path or path in message or message.startswith(last_part):
@@ -213,7 +213,7 @@ def convert(value: Any, kind: Any, path: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_to_union(value, kind, path)
     if not _fits(value, kind):
-        raise RefusedError(_misfit(value, kind, path))
+        raise RefusedError(_mismatch_text(value, kind, path))
     return float(value) if kind is float else value
 
 
@@ -258,7 +258,7 @@ def _convert_to_union(value: Any, union: Any, path: str) -> Any:
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
             return convert(value, kind, path)  # its error names the wrong key
-    raise RefusedError(_misfit(value, union, path))
+    raise RefusedError(_mismatch_text(value, union, path))
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -280,8 +280,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
-def _misfit(value: Any, kind: Any, path: str) -> str:
-    """Return the error text for a value whose type is not the annotated one.
+def _mismatch_text(value: Any, kind: Any, path: str) -> str:
+    """Return the error text for a value that does not fit the type annotation of its argument.
 
     kind: the annotation.
     path: the key of the value.

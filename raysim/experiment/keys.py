@@ -75,12 +75,16 @@ def check_key(config: DictConfig, key: str, groups: Groups) -> None:
 def _unknown_key(
     config: DictConfig, node: Any, path: list[str], part: str, key: str, groups: Groups
 ) -> str:
-    """Return the error text for a key whose last parts do not exist.
+    """Return the error text for a key that does not exist.
 
-    node: the part of the configuration at `path`: a dictionary, or a single value.
-    path: the first parts of the key, which exist.
-    part: the next part, which does not exist.
+    If the key is local.optimizer.rate and local.optimizer exists, `path` is ["local", "optimizer"]
+    and `part` is "rate".
+    config: the run's configuration.
+    node: the value at `path`: a dictionary, or a single value.
+    path: the parts of the key that exist.
+    part: the first part that does not exist.
     key: the whole key.
+    groups: all options.
     """
     where = ".".join(path)
     if not isinstance(node, DictConfig):
@@ -113,11 +117,14 @@ def _unknown_key(
 
 
 def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, groups: Groups) -> str:
-    """Return the error text for a key of an option that the run has not chosen.
+    """Return the error text for a key of a method or an observer that the run does not have.
 
-    Such a key is method.fedprox.mu in a run without fedprox.
-    group: "method" or another group with a list of options.
-    part: the name of the option.
+    For example, method.fedprox.mu does not exist in a run without fedprox.
+    config: the run's configuration.
+    group: "method" or "observer".
+    part: the second part of the key, such as "fedprox".
+    key: the whole key.
+    groups: all options.
     """
     options = groups.files[group]
     if part == NONE.get(group):
@@ -128,7 +135,7 @@ def _unknown_list_entry(config: DictConfig, group: str, part: str, key: str, gro
             f"{key} has no effect because {part} is not in {group}={join_options(chosen, group)}: "
             f"write {group}={join_options([*chosen, part])}"
         )
-    longer_keys = _longer_keys(config, part)
+    longer_keys = _keys_ending_with(config, part)
     if longer_keys:
         return f"{key} does not exist: did you mean {' or '.join(longer_keys)}?"
     return f"{key} does not exist: {suggest(part, options)}"
@@ -149,14 +156,18 @@ def _suggest_top_key(config: DictConfig, key: str) -> str:
     near = nearest(head, top_keys)
     if near:
         return f"did you mean {near}{'.' + rest if rest else ''}?"
-    longer_keys = _longer_keys(config, key)
+    longer_keys = _keys_ending_with(config, key)
     if longer_keys:
         return f"did you mean {' or '.join(longer_keys)}?"
     return f"the valid ones are {', '.join(top_keys)}"
 
 
-def _longer_keys(config: DictConfig, key: str) -> list[str]:
-    """Return the keys of two or three parts that end with `key`."""
+def _keys_ending_with(config: DictConfig, key: str) -> list[str]:
+    """Return the full keys of the configuration that end with a short key.
+
+    For example, "lr" is the end of "local.lr", and "mu" of "method.fedprox.mu".
+    key: the short key.
+    """
     nodes = {str(name): config[name] for name in config}
     for group in LISTS:
         for name, node in config[group].items():
@@ -171,8 +182,8 @@ def _longer_keys(config: DictConfig, key: str) -> list[str]:
 def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
     """Set a key of a configuration, in place.
 
-    text: the override, for errors.
-    value: the new value; for a key with a list, "a+b" is a list of two.
+    value: the new value. For a key with a list, the text "a+b" means the list [a, b].
+    text: the override as the user wrote it, for errors.
     """
     try:
         if _is_unbracketed_list(config, key, value):

@@ -58,9 +58,9 @@ def _numbered_paths(folder: Path) -> Iterator[Path]:
 def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
     """Create and lock a folder for a `with` block; remove it at the end if it is still empty.
 
-    dated: True if `dated_folder` chose the name. If several processes chose the same name in the
-    same second, one of them gets it, and the others get the name with a number.
-    Raise `RefusedError` if the folder exists.
+    dated: True if `dated_folder` chose the name. If another process has just created a folder of
+    this name, a number is then added to the name.
+    Raise `RefusedError` if the folder exists and `dated` is False.
     """
     with ExitStack() as cleanup:
         path = _create_folder(folder, dated, cleanup)
@@ -108,10 +108,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raise `RefusedError` if a new study or sweep cannot be written to this folder.
-
-    The folder must not exist.
-    """
+    """Raise `RefusedError` if the folder for a new study or sweep exists already."""
     lock = folder / LOCK_FILE
     if lock.is_file() and os.access(lock, os.W_OK):
         with lock_folder(folder):
@@ -142,11 +139,10 @@ def local_folder(out: str) -> Path:
 
 
 def folder_to_resume(out: str | None) -> str:
-    """Return the folder that resume=latest continues: the value of out=.
+    """Return the folder that resume=latest continues, which is the value of out=.
 
     out: the value of out=; None if the user did not set it.
-
-    Raise `RefusedError` without out=.
+    Raise `RefusedError` if the user did not set out=.
     """
     if not out:
         raise RefusedError("resume=latest needs the folder of the run: add out=DIR")
@@ -211,9 +207,10 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
 def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | None]:
     """Return the last value of a metric, and its standard deviation over the seeds.
 
-    Both are None if no row has the value; the deviation is None for a single seed.
-    rows: the history of a run, which may be unfinished. For several runs that differ only in the
-    seed, give a history of means, where each row is a result of `mean_row`.
+    Both are None if no row has a value. The deviation is None if the rows are the history of one
+    run.
+    rows: the history of a run, which may be unfinished; or the mean history of several runs that
+    differ only in the seed. A row of a mean history is a result of `mean_row`.
     metric: the name of the column.
     """
     row = last_measured(rows, metric)
@@ -223,12 +220,13 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
 
 
 def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
-    """Return a row with the mean of each column over runs that differ only in the seed.
+    """Return the mean row of runs that differ only in the seed, with the deviation of a metric.
 
-    The standard deviation of `metric` over n runs, with divisor n - 1, is a further column if all
-    runs have a finite value. The row of a single run is returned unchanged.
+    The mean of a column is over the runs that have a finite value. A further column is the standard
+    deviation of `metric` over n runs (with n - 1), if all have a finite value. The row of a single
+    run is returned unchanged.
     rows: one row of each run, all for the same round.
-    metric: the name of the column that also gets a standard deviation.
+    metric: the name of the column that gets the standard deviation.
     """
     if len(rows) == 1:
         return dict(rows[0])

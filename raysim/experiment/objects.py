@@ -59,17 +59,17 @@ PARTS = {
 class UserObjects:
     """The Python objects that a user gives for a run, such as a model or a method.
 
-    Both mappings have the same keys: the place of each object in the configuration. This is a group
-    such as "model", or "method." and the method's name, such as "method.fedprox".
+    Both dictionaries have the same keys, called places. The place of an object is a key of the
+    configuration: its group, such as "model", or "method.NAME" for a method.
     parts: the objects, by place.
-    nodes: for each place, the object's description in config.yaml: its class and its arguments.
+    nodes: the entries of config.yaml that describe the objects, by place: class and arguments.
     """
 
     parts: Mapping[str, object] = field(default_factory=dict)
     nodes: Mapping[str, Node] = field(default_factory=dict)
 
     def into(self, config: Node) -> Node:
-        """Return a copy of a configuration to which the nodes of these objects are added.
+        """Return a copy of a configuration that also describes these objects.
 
         A method is added after the methods in `config`. Any other object replaces the option of its
         group.
@@ -104,11 +104,11 @@ def separate_objects(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
-    Return two dictionaries. The first one has the objects. Its keys are places: a group such as
-    "model", or "method.NAME" for a method. The second one has for each other group the name of an
-    option or a dictionary of values. Its entry "method" is the list of all names in `methods`.
-    parts: for each group an object, a name, a dictionary of values, or None if the user gave
-    nothing. For "data" a dictionary is an object.
+    Return two dictionaries. The first one has the objects by place: a group such as "model", or
+    "method.NAME" for a method. The second one has, by group, names of options and dictionaries of
+    values. Its entry "method" is the list of all names in `methods`.
+    parts: for each group, one of these: an object, the name of an option, a dictionary of values,
+    or None if the user gave nothing. For the group "data" a dictionary is an object.
     methods: the list of methods, each as an object or a name; None if the user did not give it.
 
     Arrays, lists of rows and networks are returned unchanged: `describe_objects` wraps them later.
@@ -219,12 +219,12 @@ def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
 
 
 def _useless_override_error(place: str, part: object, key: str, override: SetValue) -> RefusedError:
-    """Return the error for an override that would change nothing.
+    """Return the error for an override of a setting that a user's object fixes itself.
 
-    place: the group of the part, such as "model" or "method.fedprox".
+    place: the group of the object, such as "model" or "method.fedprox".
     part: what the user passed to `raysim.run`: an object, a function, or the class of a network.
     key: the key of the override without `place`, such as "width" for "model.width".
-    override: the value that the override sets.
+    override: the value in the override, and the text of the override for the error.
     """
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
@@ -253,10 +253,10 @@ def _needs_wrapper(place: str, part: object) -> bool:
 
 
 def _makes_module(part: object) -> bool:
-    """Return True if an object is a PyTorch module, or a class or function that makes one.
+    """Return True if a user's object is a PyTorch module, or may make one when it is called.
 
-    A `functools.partial` of such a class or function counts too, if all its arguments have names. A
-    function is not called, so any function counts.
+    These are module classes and all functions. A `functools.partial` of such a class or function
+    counts too, unless it has positional arguments.
     """
     if isinstance(part, functools.partial) and not part.args:
         part = part.func
@@ -285,8 +285,8 @@ def _wrapper_settings(
     place: the group of the object, "data" or "partition", for errors.
     overrides: the user's values, by the name of the argument.
     stored: the node of this group in the stored configuration of the run; None for a new run.
-    computed: the name of the argument that is computed from the object, such as "digest"; the user
-    cannot set it.
+    computed: the name of the one argument that the user cannot set and that is missing in the
+    result, such as "digest". The caller computes it from the object.
     """
     names = [name for name in _argument_names(cls) if name != computed]
     for key in overrides:
@@ -373,9 +373,9 @@ def _title(part: object) -> str:
 
 # --- stored objects that are missing --------------------------------------------------------------
 def has_objects(config: Mapping[str, Any]) -> bool:
-    """Return True if a configuration describes objects that no file can store.
+    """Return True if the user must give Python objects again to continue or load a run.
 
-    The user must give these objects again to continue or load the run.
+    config: the run's configuration. It only describes objects that no file can store.
     """
     nested = [value for value in config.values() if isinstance(value, Mapping)]
     return OBJECT in config or any(has_objects(node) for node in nested)

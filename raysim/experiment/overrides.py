@@ -48,9 +48,11 @@ _QUOTE_ADVICE = "put a value with special characters into quotes, such as 'out=\
 
 @dataclass(frozen=True)
 class NumberRange:
-    """A range of numbers of one type, from `low` to `high`.
+    """A range of numbers in an override, such as "lr=interval(0.01,1)" for a sweep.
 
-    tags: what the override says about the range, such as "log" for a search on a logarithmic scale.
+    low, high: the smallest and the largest number.
+    tags: the words of `tag(...)` around the range, such as "log" for a search on a logarithmic
+    scale.
     """
 
     low: int | float
@@ -62,16 +64,15 @@ class NumberRange:
 class SettingOverride:
     """A parsed override, `key=value`.
 
-    text: as the user wrote it.
-    key: the text before "=", without the signs "+" and "~" and without "@" and the package after
-    it.
+    text: the override as the user wrote it.
+    key: the key alone, such as "group" in "+group@package=option".
     value: the value if there is only one; None for several values.
     is_sweep: True if the override has more than one value.
-    choices: the values if the override lists them, as in "seed=0,1"; otherwise None.
+    choices: the values if the override lists them, such as (0, 1) for "seed=0,1"; otherwise None.
     choice_texts: the text of each listed value; empty without a list.
-    range: the interval of values, as in "lr=interval(0.01,1)"; None without an interval.
+    range: the range of values, as in "lr=interval(0.01,1)"; None without a range.
     is_delete: True for "~key", which in Hydra removes a key.
-    package: the text after an "@", as in "group@package=option"; None without an "@".
+    package: the text after "@", such as "package" in "group@package=option"; None without an "@".
     """
 
     text: str
@@ -109,9 +110,11 @@ def read_override(
 
 
 def _check_text(text: str) -> None:
-    """Raise `RefusedError` for a text for which the error of Hydra's parser would be unclear.
+    """Raise `RefusedError` with a clear error for mistakes for which Hydra's error is unclear.
 
-    These are texts that are no UTF-8, calls of Ray Tune, and several settings in one argument.
+    These mistakes are: the text is not UTF-8, its value is a function call of Ray Tune, or it has
+    several overrides in one argument.
+    text: an override.
     """
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise RefusedError(
@@ -175,8 +178,8 @@ def _expand_counts(text: str) -> str:
 class _Letters:
     """A translation of characters that Hydra's grammar does not accept into letters, and back.
 
-    A translated character is a mark, six hexadecimal digits and "Z". The mark is a sequence of
-    letters, "Zq" or longer, that does not occur in the override.
+    A character is written as a prefix, its six hexadecimal digits and "Z". The prefix is "Zq", with
+    more letters q if "Zq" occurs in the override.
     text: the override.
     """
 

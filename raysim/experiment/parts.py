@@ -198,9 +198,9 @@ def build_metrics(
     """Return the metrics in `evaluate.metrics` that the user wrote, by name.
 
     A name with dots names a function, a `raysim.Metric`, or a class whose objects can be called.
-    own: metrics that the user gave as Python objects, by name.
     names: the names in `evaluate.metrics`. Names of raysim's own metrics are skipped.
     allow: the packages besides raysim whose functions the configuration may name.
+    own: the metrics that the user gave as Python objects, by name.
     Raise `RefusedError` for a metric that cannot be imported.
     """
     metrics: dict[str, Metric] = {}

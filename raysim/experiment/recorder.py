@@ -113,7 +113,7 @@ class Follower:
             self._handle(next(self.events))
 
     def follow_to_end(self) -> None:
-        """Wait until the run ends, pass each event to the observers, and finish these."""
+        """Pass all events to the observers until the run ends; then call their `on_finish`."""
         with self._stop_on_error():
             # The events are exhausted first: the runtime stops its workers before results are
             # drawn and sent.
@@ -176,10 +176,10 @@ def record(
 ) -> Result:
     """Follow a run to its end with all observers, raysim's and the user's; return its result.
 
-    If an error ends the run, its history so far is written and its tracking is closed.
+    If an error ends the run, the observers still write its history and close its tracking.
     folder: the run's folder.
     events: the events of the run, in order.
-    quiet: True if observers of raysim must print nothing.
+    quiet: True lets raysim's observers print nothing.
     users: the user's observers, which are called after raysim's.
     Raise `Interrupted` if the user stops the run.
     """
@@ -376,7 +376,7 @@ def load_finished(experiment: Experiment, folder: Path, console: Console) -> Res
 
     Rows are sent only if `tracking.uri` is set.
     folder: the run's folder.
-    console: prints what happens to the rows.
+    console: prints messages about the sent rows.
     """
 
     def print_line(text: str) -> None:

@@ -139,9 +139,9 @@ def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Expe
 
 
 def checkpoints_at(url: str) -> str:
-    """Return the address of a run's checkpoints.
+    """Return the path or URL of the checkpoints of a run.
 
-    url: the run's folder.
+    url: the URL of the run's folder.
     """
     store = open_store(url)
     place = str(store.path) if isinstance(store, LocalStore) else url.rstrip("/")

@@ -188,9 +188,9 @@ class Result:
             return write_texts(spec, model, generate)
 
     def parameters(self) -> Any:
-        """Return the final parameters of a learner, in the form that its `fit` receives.
+        """Return the final parameters of a learner, as its function `fit` gets them.
 
-        Raise `RefusedError` if the run has no learner, or no checkpoint of the last round.
+        Raise `RefusedError` if the run has no learner, or stored no checkpoint in its last round.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(None)
@@ -320,12 +320,12 @@ def _no_best_client() -> RefusedError:
 
 
 class _FinalState:
-    """The coordinator and a worker of a finished run, restored from the last checkpoint.
+    """The coordinator and a worker of a finished run, both in this process.
 
-    Both are in this process.
-    path: the checkpoint; "" if the run has none.
+    path: the last checkpoint, from which they are restored; "" if the run has none.
     experiment: the run.
-    shared: the final shared tensors by full name, used if there is no checkpoint.
+    shared: the final shared tensors by full name. Without a checkpoint, these are all that is
+    restored.
     """
 
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):
@@ -360,10 +360,12 @@ class _FinalState:
         return PublishedVersion(0, vector.numpy(), counters.numpy())
 
     def scoring(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
-        """Return what scoring a client's model needs: worker, task, version and client state.
+        """Return the objects that are needed to score the model of a client.
 
-        The task has no rows; the caller adds them.
-        client: None scores the shared model.
+        These are the worker, a task without samples (the caller adds them), the version and the
+        client's state.
+        client: the number of the client; None scores the shared model.
+        Raise `RefusedError` if a checkpoint is needed but the run has none.
         """
         client_states, no_rows = self.coordinator.client_states, np.empty(0, np.int64)
         if client is None:

@@ -65,7 +65,7 @@ class Place:
     folder: the run's folder.
     exists: True if the folder exists already.
     resume: the checkpoint's address; "" for a new run.
-    is_finished: True if the folder holds the complete run.
+    is_finished: True if the run in this folder has finished.
     note: a sentence for the user that says where the run starts; "" for none.
     is_restart: True if the run restarts by itself after a process was lost.
     """
@@ -301,7 +301,7 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
 
 
 def _check_same_option(group: str, stored: Node, config: Node, store: Store) -> None:
-    """Raise `RefusedError` if a resumed run has another option of a group, such as method=moon.
+    """Raise `RefusedError` if a resumed run has a different option of a group than before.
 
     group: the group, such as "method".
     stored: the configuration in the run's folder.

@@ -38,11 +38,12 @@ class SetValue(NamedTuple):
 
 
 class ExtractedOverrides(NamedTuple):
-    """The overrides of parts that the user gives as Python objects, separated from all others.
+    """The user's overrides, separated into those for Python objects and all others.
 
-    by_place: the overrides of these parts, by place ("data", "method.fedprox") and key.
-    overrides: all other overrides that are text.
-    settings: all other overrides that are Python values.
+    overrides: the other overrides that are text.
+    settings: the other overrides that are Python values, by key.
+    by_place: the overrides for objects, by the object's place, such as "data" or "method.fedprox",
+    and then by key.
     """
 
     overrides: list[str]

@@ -87,10 +87,11 @@ def store_plan(
 
 
 def load_plan(folder: Path, command: str) -> Node:
-    """Read the plan of a folder: the command's overrides, its --conf folders and more values.
+    """Read the plan of a study or sweep: the command's overrides and its --conf folders.
 
+    The plan also has the `facts` that `store_plan` got.
     command: "study" or "sweep".
-    Raise `RefusedError` if the file is not such a plan.
+    Raise `RefusedError` if the file does not contain a plan.
     """
     path = plan_file(folder, command)
     plan = load_yaml(path)
@@ -136,7 +137,9 @@ def describe_outcome(
     """Describe how a run ended: "accuracy 0.8123 after 20 rounds in 12 s".
 
     metric: the name of the score.
-    value, deviation: the score and its standard deviation; None if it is unknown.
+    value: the score; None if it is unknown.
+    deviation: its standard deviation over several seeds; None for a single seed.
+    rounds: the number of rounds.
     seconds: the wall time.
     """
     score = "unknown" if value is None else plus_minus(value, deviation)

@@ -164,9 +164,10 @@ class SteppedRun:
         return self._settings.rounds
 
     def until(self, number: int) -> Row:
-        """Advance the run to a round, and return the round's row.
+        """Advance the run until a round is finished, and return the row of this round.
 
-        number: the number of the round, from 1. Nothing happens if the run is there already.
+        number: the number of the round, from 1. If it is finished already, only the row is
+        returned.
         """
         with self._recorded():
             return self._follower.follow_until(number)
@@ -230,9 +231,9 @@ class SteppedRun:
 
 
 def _close_events(events: Iterator[Event]) -> None:
-    """Close the generator of a run's events, if it has `close`.
+    """Stop a run and its workers, if they have not ended, by closing the generator of its events.
 
-    If the run has not ended, this ends it and stops its workers.
+    Do nothing if `events` cannot be closed.
     """
     close = getattr(events, "close", None)
     if close is not None:

@@ -25,14 +25,14 @@ Rows: TypeAlias = list[dict[str, int | float | None]]
 class RuntimeOptions(RayOptions):
     """The settings of a run's workers: where they run, and their resources.
 
-    name: "inprocess" is one worker in this process, "local" workers on a Ray of this machine,
-    "cluster" workers on a Ray cluster.
-    threads: CPU threads of each worker.
-    lanes: the number of clients that a worker trains at once; None chooses the number that was
+    name: "inprocess" runs one worker in this process. "local" runs workers with Ray on this
+    machine, and "cluster" on a Ray cluster.
+    threads: the number of CPU threads of each worker.
+    lanes: the number of clients that a worker trains at once. None chooses the number that was
     fastest in our measurements.
-    graph: True records training steps once and replays them (CUDA graphs); None chooses what was
-    fastest in our measurements.
-    precision: the number format of matrix products in a training step, "float32", "tf32" (on a GPU)
+    graph: True records each training step once and replays the recording (on a GPU as a CUDA
+    graph). None chooses what was fastest in our measurements.
+    precision: the number format of matrix products in a training step: "float32", "tf32" (on a GPU)
     or "bfloat16". Parameters are always float32.
     """
 

@@ -1,8 +1,8 @@
 """Collect the scores that a ServerApp computes itself, such as an accuracy on a central test set.
 
-Flower returns these scores only to the app, and writes them to its log in each round. A record of
-the log contains the scores as numbers, not as a text; raysim reads them there. An app with a loop
-of its own has these scores too if it logs them in Flower's words, as Flower's examples do.
+Flower returns these scores only to the app, but also logs them in each round. The log records have
+the scores as numbers; raysim reads the records. An app with its own training loop must log its
+scores with the same texts as Flower, as Flower's examples do.
 """
 
 from __future__ import annotations

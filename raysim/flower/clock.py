@@ -14,10 +14,10 @@ from raysim.simulation.fleet import Devices, Fleet
 
 @dataclass(frozen=True)
 class Arrival:
-    """The arrival of a reply.
+    """The arrival of a reply, or of an error that takes the place of a lost reply.
 
-    time: virtual seconds.
-    lost: why an error arrives instead of a reply; "" if the reply arrives.
+    time: the virtual time of the arrival, in seconds.
+    lost: why the reply was lost; "" if it arrives.
     """
 
     time: float
@@ -29,8 +29,8 @@ class VirtualClock:
 
     fleet: the devices of the clients.
     clients: the number of clients.
-    samples: the number of samples that a client processes for a message for training. For any other
-    message it processes none.
+    samples: the number of samples that a client processes when it gets a training message. Other
+    messages let it process none.
     seed: the seed of the run, which decides the devices.
     """
 
@@ -49,15 +49,15 @@ class VirtualClock:
     def arrival(
         self, client: int, number: int, is_training: bool, array_bytes: int, ttl: float
     ) -> Arrival:
-        """Return when the reply arrives to a message that is sent now.
+        """Return when the reply to a message arrives, if the message is sent now.
 
-        If there is no reply, because the client drops out or the message expires, the result says
-        when the error arrives.
+        If the client drops out or the message expires, return when the error arrives in its place.
         client: the client that gets the message.
         number: how many messages the client has received before.
-        is_training: True if the client trains; for other messages it processes no samples.
-        array_bytes: the size of the arrays in the message. For a training message, the arrays of
-        the reply are assumed to have the same size; other replies are assumed to have no arrays.
+        is_training: True if the message lets the client train. For other messages the client
+        processes no samples.
+        array_bytes: the size of the arrays in the message. The reply to a training message is
+        assumed to have arrays of the same size, any other reply none.
         ttl: the virtual seconds after which the message expires.
         """
         floats = array_bytes // FLOAT_BYTES

@@ -109,12 +109,12 @@ class VirtualGrid(SimpleGrid):
     virtual seconds.
     runtime: the object that calls the workers.
     clock: the virtual clock.
-    replies: the replies that an earlier, killed process of this run has stored. New replies are
-    added. None starts with no replies and stores none.
+    replies: the file of replies from an earlier, killed process of this run; new replies are added
+    to it. None has no stored replies and stores none.
     on_message: function that is called with a `MessageRecord` for each message that is answered,
     lost or failed.
     fatal_error: the error that makes it impossible to continue the run; None if there is none. It
-    is kept here because Flower may catch errors that are raised in its threads.
+    is stored here because Flower may catch errors that are raised in its threads.
     """
 
     def __init__(
