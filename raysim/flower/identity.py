@@ -1,8 +1,8 @@
-"""Give this process the identity that it needs to make Flower messages.
+"""Give this process the identity without which it cannot make Flower messages.
 
-The constructor of `Message` needs an identity. Flower gives one to the processes that it starts.
-The only public object that sets the identity is a `ServerApp` with a `Server`; therefore such an
-app is run once, without clients.
+The constructor of `Message` needs an identity. Flower gives one only to the processes that it
+starts. raysim gets one by running a `ServerApp` with a `Server` once, without clients: no other
+public object of Flower sets it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _IdleServer(Server):
 
 @contextlib.contextmanager
 def silent_flower() -> Iterator[None]:
-    """While the context lasts, hide all messages of Flower's log except errors."""
+    """Hide all messages of Flower's log except for errors inside `with`."""
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -41,7 +41,10 @@ def silent_flower() -> Iterator[None]:
 
 @functools.cache
 def set_identity() -> None:
-    """Set this process's identity by running a ServerApp without clients; only once."""
+    """Give this process the identity that Flower messages need, by running an empty ServerApp.
+
+    Only the first call has an effect.
+    """
     app = ServerApp(server_fn=_components)
     context = Context(
         run_id=RUN_ID,

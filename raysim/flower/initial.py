@@ -50,10 +50,11 @@ class InitialModel:
 def make_initial(
     runner: AppRunner, function: str, server_app: str, client_app: str
 ) -> InitialModel:
-    """Return the initial parameters, from a function, a ServerApp or a client.
+    """Return the initial parameters of a Flower app.
 
-    The function is used if it is set, otherwise the ServerApp if it is set, otherwise a client. The
-    global random generators are seeded from the runner's seed.
+    They come from `function` if it is set, or else from `server_app` if it is set. Otherwise they
+    come from client 0 of the ClientApp. The global random generators are seeded from the runner's
+    seed.
     runner: the ClientApp, with the run's seed and the number of clients.
     function: "module:function" that returns the parameters, or "".
     server_app: "module:object" of a ServerApp, or "".
@@ -90,9 +91,10 @@ class _FirstMessage(BaseException):
 
 
 class _FirstMessageGrid(SimpleGrid):
-    """A Grid that keeps the first training message, and then stops the ServerApp.
+    """A Grid that stops the ServerApp at its first training message.
 
-    runner: the ClientApp, which answers all messages before the first one for training.
+    runner: the ClientApp, which answers all messages before this one.
+    first: the first training message; None before the ServerApp sends it.
     """
 
     def __init__(self, runner: AppRunner):
@@ -109,7 +111,7 @@ class _FirstMessageGrid(SimpleGrid):
     ) -> Iterable[Message]:
         """Return the clients' replies; stop the ServerApp at the first training message.
 
-        messages: if one of them is for training, it is kept in `first`.
+        messages: the messages to clients. A training message is stored in `first`.
         timeout: has no effect.
         """
         replies = []
@@ -128,8 +130,8 @@ class _FirstMessageGrid(SimpleGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Stop the ServerApp if a message is for training; otherwise return an empty list of ids.
 
-        Clients answer the other messages, but without ids the ServerApp cannot pull these replies.
-        Only `send_and_receive` returns replies.
+        Clients answer the other messages, but the ServerApp never gets these replies: without the
+        ids, it cannot pull them.
         """
         self.send_and_receive(messages)
         return []

@@ -40,14 +40,14 @@ KEY = "learner.app"
 class FlowerLearner(Learner):
     """A learner that lets a Flower ClientApp train, by sending it messages.
 
-    app: "module:object" of a ClientApp, a client_fn or a class of clients. "" uses the ClientApp
-    that the project's pyproject.toml names.
+    app: "module:object" of a ClientApp, of a function client_fn, or of a class of clients. "" uses
+    the ClientApp in the project's pyproject.toml.
     folder: the project's folder; None is the current folder.
-    run_config: values by name that replace values of the project's run config.
-    train_config: values in the config of each message for training.
-    evaluate_config: values in the config of each message for evaluation.
+    run_config: values that replace those in the project's run config, by name.
+    train_config: the values in the config of each training message, by name.
+    evaluate_config: the values in the config of each evaluation message, by name.
     parameters: "module:function" that returns the initial parameters. "" gets them from the
-    project's ServerApp, or without a ServerApp from `get_parameters` of client 0.
+    project's ServerApp. If there is no ServerApp, they come from `get_parameters` of client 0.
 
     Raises `RefusedError` for an app that cannot be used.
     """
@@ -178,8 +178,8 @@ class FlowerLearner(Learner):
 
 
 def _no_records(samples: int) -> bytes:
-    """Return the client state of a client that was never trained: no packed records, b"".
+    """Return the client state of a client that was never trained: packed records without content.
 
-    samples: the client's number of samples, which has no effect.
+    samples: the number of the client's samples, which is not used.
     """
     return b""

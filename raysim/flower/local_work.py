@@ -91,13 +91,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Send a client a message for evaluation; return the numbers in its reply, by name.
 
-    The number of examples is left out. If the reply names its accuracy or its loss differently,
-    such as "eval_acc", that number is also returned as "accuracy" or "loss". The client's state
-    does not change.
-    state: the packed records that the client keeps; b"" for none.
+    The number of examples is left out. If the accuracy or the loss has another name in the reply,
+    such as "eval_acc", it is also returned as "accuracy" or "loss". The client's state does not
+    change.
     runner: the ClientApp.
     arrays: the parameters to evaluate, by name.
     config: the values in the message's config.
+    client: the number of the client.
+    state: the packed records that the client keeps; b"" for none.
     Raises AppError if the app fails.
     """
     content = model_records(arrays, config, "evaluate", runner.app.uses_client_fn)
@@ -137,8 +138,8 @@ def read_state(data: bytes) -> RecordDict:
 def numbers_of(content: RecordDict) -> dict[str, float]:
     """Return all numbers in the records of a reply, by name.
 
-    Records with parameters are left out, and so are records with the status of an older client,
-    whose name ends in ".status".
+    Two types of records are left out: model parameters, and the status codes that clients of older
+    Flower apps return.
     content: the records of the reply.
     """
     numbers: dict[str, float] = {}

@@ -37,10 +37,9 @@ def client_number(node: int) -> int:
 
 
 class GridMessage(Message):
-    """A message whose metadata raysim sets.
+    """A message that needs no identity of the process (see identity.py).
 
-    The constructor of `Message` uses the identity of a process that Flower has started. This class
-    overrides the properties of `Message`, and so needs no such identity.
+    It overrides the properties of `Message`, so that raysim can set the metadata.
     metadata: the sender, the receiver, the type and the times.
     content: the records, or None if the message has an error.
     error: the error, or None if the message has content.
@@ -105,13 +104,13 @@ def instruction(
 ) -> GridMessage:
     """Return a message from the server to a client.
 
-    created_at: the virtual time of the message, in seconds.
-    ttl: the virtual seconds after which it expires.
+    client: the number of the client.
     content: the records of the message.
     message_type: Flower's type, such as "train" or "evaluate".
     message_id: an id that no other message of the run has.
-    group_id: the name that the app gave to a group of messages, such as the number of the round; ""
-    for none.
+    group_id: the app's name for a group of messages, such as the number of the round; "" for none.
+    created_at: the virtual time at which the message is sent, in seconds.
+    ttl: the virtual seconds after which it expires.
     """
     metadata = Metadata(
         run_id=RUN_ID,

@@ -22,10 +22,10 @@ from raysim.flower.grid import VirtualGrid
 
 @contextlib.contextmanager
 def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
-    """Yield a copy of a ServerApp whose older strategy gets results in the order of virtual time.
+    """Yield a copy of a ServerApp whose strategy aggregates results in the order of virtual time.
 
-    If the app has a `Server`, the copy uses the same object. This server has a sorting strategy
-    inside `with`, and its own strategy again afterwards.
+    Only strategies of older apps are changed. If the app has a `Server`, the copy has the same
+    `Server`, whose strategy is replaced inside `with`.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(app)
@@ -39,7 +39,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
                 setattr(self, name, value)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute; a strategy, and the strategy of a server, become sorting ones."""
+            """Set an attribute; replace a strategy, alone or in a server, by a sorting one."""
             if isinstance(value, Strategy):
                 value = order_results(value, grid)
             elif isinstance(value, Server):
@@ -55,10 +55,10 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
 
 
 def order_results(strategy: Strategy, grid: VirtualGrid) -> Strategy:
-    """Return a strategy that sorts results by virtual time and then does what `strategy` does.
+    """Return a copy of a strategy that sorts results by virtual time before it aggregates them.
 
-    The two strategies share all attributes. Therefore the user's program, which has the original
-    strategy, sees each change of an attribute.
+    Both strategies have the same dictionary of attributes, so that the user's program sees each
+    change in its own strategy.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(strategy)
@@ -90,10 +90,11 @@ def order_results(strategy: Strategy, grid: VirtualGrid) -> Strategy:
 def _in_order(
     results: list[Any], failures: list[Any], grid: VirtualGrid
 ) -> tuple[list[Any], list[Any]]:
-    """Return results and failures in an order that does not depend on threads.
+    """Sort results and failures, so that their order does not depend on threads; return both.
 
-    results: pairs of a client and the client's result, sorted by the virtual time of the reply.
-    failures: errors, sorted by their texts, and pairs as in `results`, sorted by virtual time.
+    results: pairs of a client and its result. They are sorted by the virtual time of the reply.
+    failures: errors, which come first and are sorted by their texts; and pairs like those in
+    `results`, which are sorted by virtual time.
     grid: the Grid, which has the virtual time of each reply.
     """
     times = grid.end_batch()

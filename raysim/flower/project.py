@@ -89,9 +89,9 @@ def read_project(folder: str | Path) -> Project:
 
 
 def _number_of_clients(federations: Mapping[str, Any]) -> int | None:
-    """Return the number of clients that a pyproject.toml gives; None without one.
+    """Return the number of clients in an older project's pyproject.toml; None if it has none.
 
-    Only older projects give this number, in the default federation.
+    The number is in the default federation.
     federations: the federations in the file, by name.
     """
     federation = federations.get(federations.get("default", ""), {})
@@ -235,13 +235,13 @@ def _inspect_once(app: ClientApp) -> LoadedClientApp:
 
 
 def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[Any], Any]:
-    """Return a function of one argument that calls `client_fn` with this argument.
+    """Return a function that makes a client like `client_fn`, but has only one argument.
 
-    Flower refuses a client_fn that has more arguments, even if they have defaults.
+    Flower refuses a client_fn with more arguments, even if they have defaults.
 
     client_fn: the user's function, which makes a client.
     setting: the "key=value" or argument that names the function, with which errors begin.
-    Raises `RefusedError` if the client_fn needs more than one argument.
+    Raises `RefusedError` if further arguments of the client_fn have no default.
     """
     parameters = list(inspect.signature(client_fn).parameters.values())
     if len(parameters) < 2:
@@ -294,9 +294,10 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
     """Return True if an app has a function for training (or for evaluation).
 
-    The test is to register `_missing`: Flower refuses this if the app has a function already. If
-    the app had none, `_missing` stays registered, and raises an error when it is called.
-    register: `app.train`, or `app.evaluate` to ask for evaluation.
+    Flower lets an app register only one such function. So the test is to register `_missing`: an
+    error shows that there is one already. Otherwise `_missing` stays registered, and raises an
+    error when it is called.
+    register: `app.train`, or `app.evaluate` to test for evaluation.
     """
     try:
         register()(_missing)

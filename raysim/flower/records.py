@@ -37,22 +37,23 @@ class RecordEntry(NamedTuple):
 
 
 class _BytesWriter:
-    """A list of byte strings, numbered from 0."""
+    """The arrays and byte strings that follow the header of packed records."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
 
     def add(self, data: bytes) -> int:
-        """Append a byte string; return its number."""
+        """Append a byte string; return its number, from 0, by which the header refers to it."""
         self.parts.append(data)
         return len(self.parts) - 1
 
 
 def check_records(content: Any, name: str) -> None:
-    """Raise TypeError unless `pack_records` can convert the records.
+    """Raise TypeError for a value that `pack_records` cannot convert.
 
-    Flower checks the values of a record when they are set, but not what is appended to a list.
-    name: the variable that contains the records, for the error.
+    Flower checks values when they are set, but not values that an app appends to a list later.
+    content: the records.
+    name: the name of the app's variable that contains the records, for the error.
     """
     if not isinstance(content, RecordDict):
         raise TypeError(f"{name} is a {type(content).__name__}. Use a RecordDict.")
@@ -110,7 +111,7 @@ def unpack_records(data: Buffer) -> RecordDict:
 
 
 def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """Return the header of packed records, and the number of bytes before the data.
+    """Return the header of packed records, and the position at which the data begin.
 
     view: the packed records, or the header alone.
     """
@@ -119,7 +120,7 @@ def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
 
 
 def copy_header(data: Buffer) -> bytes:
-    """Return a copy of the header of packed records, from which `structure_of` reads."""
+    """Return a copy of the header of packed records, which is enough for `structure_of`."""
     view = memoryview(data)
     end = _HEADER_SIZE_BYTES + int.from_bytes(view[:_HEADER_SIZE_BYTES], "little")
     return bytes(view[:end])
@@ -157,10 +158,10 @@ def count_array_bytes(content: RecordDict) -> int:
 
 
 def structure_of(data: Buffer) -> frozenset[RecordEntry]:
-    """Return the entries of all records: names of values, names and shapes of arrays.
+    """Return the names of all values, and the names and shapes of all arrays, in packed records.
 
-    If Flower does not know the shape of an array, the number of its bytes stands for it.
-    data: packed records, or their header.
+    If Flower does not know the shape of an array, its shape here is (number of bytes,).
+    data: packed records, or only their header.
     """
     header, _ = _read_header(memoryview(data))
     entries = set()

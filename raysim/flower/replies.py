@@ -52,7 +52,7 @@ class StoredReplies:
         return len(self._places)
 
     def _index_entries(self, path: Path) -> None:
-        """Record where each complete entry lies in the file; cut off an incomplete last entry."""
+        """Find the position of each stored reply in the file; cut off an incomplete last reply."""
         end = 0
         with path.open("rb") as file:
             while True:
@@ -94,9 +94,10 @@ class StoredReplies:
         return Answer(content, self._file.read(state_size), error)
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Store the answer to a message; it is in the file when this function returns.
+        """Append the answer to a message to the file.
 
         request: the message.
+        answer: a client's reply, or an error.
         """
         if self._file is None:
             return
@@ -117,17 +118,16 @@ class StoredReplies:
         )
 
     def forget_digests(self) -> None:
-        """Forget the checksums that were computed so far.
+        """Forget the checksums of message contents; call this before the app may change a content.
 
-        A checksum is stored with the content object of a message, so that messages with the same
-        object share it. Call this before the app may change such an object.
+        Messages that share one content object also share its checksum, which is computed only once.
         """
         self._digests.clear()
 
     def _digest(self, request: Request) -> str:
         """Return a checksum of a message's type and content.
 
-        Messages that share their content also share the checksum of the content, computed once.
+        A content object that several messages share is packed only once.
         """
         stored = self._digests.get(id(request.content))
         if stored is None:

@@ -57,15 +57,15 @@ class AppRun:
     server_app: the loaded ServerApp.
     folder: the project's folder.
     clients: the number of simulated clients.
-    samples: the number of training samples that each training message is assumed to take; the
-    duration of a client's job on the virtual clock follows from it.
-    device: the device of each worker.
-    out: the run's folder; None stores nothing.
-    resumes: True continues the run in `out`.
     run_config: Flower's run config, which the app reads from its context.
     seed: the seed of all random draws, of the app and of the fleet.
+    samples: the number of samples that a client is assumed to train on for each training message.
+    It decides how long the training takes on the virtual clock.
     fleet: the devices of the clients.
     runtime: where the workers run, and their resources.
+    device: the device of each worker, such as "cpu".
+    out: the run's folder; None stores nothing.
+    resumes: True continues the run in `out`.
     """
 
     client_app: str | LoadedClientApp
@@ -97,7 +97,10 @@ class AppRun:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that decide the results, to recognise the run in a folder."""
+        """Return the settings on which the results depend, by name.
+
+        A run that continues must have the same settings as the stored run in its folder.
+        """
         app = self.client_app if isinstance(self.client_app, str) else "an object from Python"
         return {
             "app": app,
@@ -264,7 +267,7 @@ def _check_same_run(stored: Mapping[str, Any], identity: Mapping[str, Any], out:
 
 # --- results --------------------------------------------------------------------------------------
 class _WatchingGrid(VirtualGrid):
-    """A Grid that keeps the last sent model, whose checksum is in the run's summary.
+    """A Grid that remembers the last sent model, so that the summary can have its checksum.
 
     model: the parameters in the last message with parameters; None before such a message.
     """

@@ -13,7 +13,7 @@ from raysim.flower.messages import RUN_ID
 
 
 class SimpleGrid(Grid):
-    """The base class of raysim's Grids: it describes the run and creates messages.
+    """The base class of raysim's Grids, which can only create messages.
 
     It has no nodes and sends nothing. A subclass overrides `get_node_ids` and the functions that
     send messages.

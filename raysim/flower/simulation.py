@@ -59,16 +59,16 @@ def start_simulation(
     clients_ids: must be None, because Flower no longer supports ids of the user's choice.
     client_resources: {"num_cpus": C, "num_gpus": G} for each worker.
     server: the server that runs the rounds; None makes one from `strategy` and `client_manager`.
-    config: the number of rounds, and how long a round waits, in virtual seconds.
+    config: the number of rounds, and the time that a round waits for replies, in virtual seconds.
     strategy: the server's strategy; None is Flower's FedAvg. It has no effect with a `server`.
-    client_manager: chooses the clients of a round; None is Flower's SimpleClientManager. It has no
-    effect with a `server`.
+    client_manager: the object that chooses the clients of a round; None is Flower's
+    SimpleClientManager. It has no effect with a `server`.
     ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used,
     because raysim starts its own workers.
 
-    seed: decides all draws of `random`, NumPy and torch.
-    samples: the number of training samples that each message for training is assumed to take. The
-    duration of a client's training on the virtual clock follows from it.
+    seed: the seed of all draws of `random`, NumPy and torch.
+    samples: the number of samples that a client is assumed to train on for each training message.
+    It decides how long the training takes on the virtual clock.
     fleet: the devices of the clients; None is `Ideal()`.
     runtime: "local" for workers on Ray, or "inprocess" for one worker in this process.
     workers: the number of workers; None starts as many as fit.

@@ -1,7 +1,7 @@
 """Local training by the `Trainer` of Lightning.
 
-The run's model is the one that `model` sets. Each job trains this model as a `LightningModule` with
-a new `lightning.Trainer`. To train with your own module, derive a class and override `module`.
+Each job trains the model of the option `model` with a new `lightning.Trainer`, inside a
+`LightningModule`. To train with your own module, derive a class and override `module`.
 
 Source: Falcon et al., "PyTorch Lightning" (2019), for the Trainer. The updates are aggregated as in
 any run.

@@ -9,9 +9,9 @@ Source: Sculley, "Web-scale k-means clustering" (WWW 2010), for the local traini
 squares quantization in PCM" (IEEE Trans. Inf. Theory 1982).
 
 Choices
-- The server multiplies a client's counts by the weight of the client's update and divides them by
-  the client's number of samples. With weights by samples the counts stay the same. Methods such as
-  fedbuff lower the weights of stale updates; then the counts of these updates are lower, too.
+- The server multiplies a client's counts by the weight of the client's update, divided by the
+  client's number of samples. If updates are weighted by samples, this factor is 1. If a method such
+  as fedbuff lowers the weights of stale updates, their counts are lower, too.
 - A cluster without samples keeps its center.
 - scikit-learn needs at least as many samples in a batch as there are clusters. Smaller batches are
   enlarged to that size. A client with fewer samples makes a step of Lloyd's algorithm instead.
@@ -91,9 +91,11 @@ class SklearnKMeans(Learner):
         return self._to_bytes(moved, counts), result
 
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
-        """Return the mean of the clients' centers, weighted by the counts.
+        """Return the mean of the clients' centers, weighted by the samples in each cluster.
 
-        A cluster that has no samples of any client keeps its center.
+        The mean center of cluster k is sum_i w_i n_ik c_ik / sum_i w_i n_ik. Client i has the
+        center c_ik and n_ik samples in the cluster. w_i is the weight of the client's update,
+        divided by its number of samples. A cluster without samples keeps its center.
         parameters: the current centers and counts, as bytes.
         updates: the clients' updates, each with the client's centers and counts and a weight.
         """

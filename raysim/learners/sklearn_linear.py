@@ -18,9 +18,9 @@ Choices
   number starts at 0.
 - For a task with two classes scikit-learn has one row of coefficients. This row gives a decision
   value s, which becomes the logits (0, s).
-- With more classes there is a row for each class. If a client has samples of only two of them,
-  `fit` trains the difference d between the rows of these two classes. The mean r of the two rows
-  does not change, so that the trained rows are r - d/2 and r + d/2.
+- With more classes there is a row for each class. If a client has samples of only two classes,
+  `fit` trains one row d, the difference between the rows of these two classes. With r the mean of
+  the two rows before, the trained rows are r - d/2 and r + d/2.
 - A client with samples of only one class cannot be trained by `fit`. It returns the received
   coefficients.
 """
@@ -125,7 +125,7 @@ class SklearnLinear(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Train a client's coefficients; return them, with the number of processed samples.
+        """Train a client's coefficients; return them, and the number of processed samples.
 
         If the estimator has `partial_fit`, it is called once for each epoch. Otherwise `fit` is
         called once.
@@ -197,18 +197,17 @@ def _fit_present(
     coef: np.ndarray,
     intercept: np.ndarray,
 ) -> int:
-    """Call `fit` with a client's samples; write the result into `coef` and `intercept`.
+    """Train an estimator by one call of `fit`; write the result into `coef` and `intercept`.
 
-    `coef` and `intercept` have one row, or a row for each class. If they have a row for each class,
-    only the rows of the classes in `present` change.
-    Return how often `fit` went through the samples. The result is 0 if the model is a classifier
-    and all samples have the same class; then nothing is trained.
+    Return the number of passes of `fit` over the samples. It is 0 if the estimator is a classifier
+    and all samples have the same class, because `fit` cannot train then.
     model: the estimator of scikit-learn.
     rows: the client's n samples, [n, features].
     targets: the class of each sample, or its value for a regression, [n].
-    present: the classes that occur in `targets`, ascending; [0] for a regression.
-    coef: the received coefficients, [C or 1, features], with C classes.
-    intercept: the received intercepts, [C or 1].
+    present: the classes that occur in `targets`, ascending; [0] for a regression. Of several rows
+    in `coef` and `intercept`, only the rows of these classes change.
+    coef: the received coefficients, [C, features] for C > 2 classes, otherwise [1, features].
+    intercept: the received intercepts, [C] or [1].
     """
     is_regression = len(present) == 1 and not hasattr(model, "decision_function")
     if len(present) == 1 and not is_regression:

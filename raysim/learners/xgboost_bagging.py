@@ -84,9 +84,10 @@ class XGBoostBagging(Learner):
         return _save(xgboost.train(self._parameters(task, 0), samples, num_boost_round=0))
 
     def upload_bytes(self, task: Task, received: int) -> int:
-        """Return the planned size in bytes of the trees of a job, as if every tree were full.
+        """Return the largest size in bytes of the trees that a job adds: all trees have full depth.
 
-        task: the learning task; trees are added for each class.
+        The plan of the run uses this size before any tree exists.
+        task: the learning task; a job adds trees for each class.
         received: has no effect.
         """
         classes = task.num_classes if task.num_classes > 2 else 1
@@ -137,8 +138,9 @@ class XGBoostBagging(Learner):
         return json.dumps(ensemble, separators=(",", ":")).encode()
 
     def predict(self, parameters: bytes, inputs: np.ndarray) -> np.ndarray:
-        """Return margins as logits [n, classes], or for a regression values [n, 1].
+        """Return XGBoost's raw predictions: logits [n, classes], or values [n, 1] for a regression.
 
+        For two classes, with one prediction s for each sample, the logits are (0, s).
         parameters: the ensemble, as XGBoost's JSON.
         inputs: n samples, [n, ...].
         """
@@ -170,7 +172,7 @@ def _save(booster: Any) -> bytes:
 
 
 def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part with the trees of a saved XGBoost model.
+    """Return the trees in a saved XGBoost model, and their settings.
 
     saved: the model's JSON, parsed.
     """
@@ -179,11 +181,13 @@ def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scale_leaves(tree: dict[str, Any], factor: float) -> None:
-    """Multiply the values of a tree's leaves, and the weights of all its nodes, in place.
+    """Multiply the predictions of a tree by a factor, in place.
 
-    XGBoost's list "split_conditions" has an entry for each node: the threshold of a node that
-    splits, and the value of a leaf.
+    The values of leaves are in XGBoost's list "split_conditions". For all other nodes, this list
+    has the threshold of the split, which does not change. The list "base_weights" has a prediction
+    for each node.
     tree: the tree in XGBoost's JSON, parsed.
+    factor: the factor.
     """
     for node, child in enumerate(tree["left_children"]):
         if child == -1:
