@@ -34,11 +34,13 @@ class FlowerRequest:
     """The parsed arguments of `raysim flower run`.
 
     project: the Flower app.
-    config: raysim's complete configuration, such as the fleet, as nested dictionaries.
+    config: the configuration of raysim as nested dictionaries; it has the settings of the fleet,
+    for example.
     seeds: the app is run once for each seed.
     clients: the number of clients; None takes the number in the Flower project.
-    samples: the number of samples of each client, from which the virtual time of its work follows.
-    run_config: overrides of the app's run config.
+    samples: the number of samples of each client; it decides how much virtual time a client's
+    training takes.
+    run_config: the values that replace those in the app's own run config, by key.
     """
 
     project: Project
@@ -52,10 +54,10 @@ class FlowerRequest:
 def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequest:
     """Parse the command line.
 
-    words: the arguments that are no flags: at most one folder, and overrides. The folder contains
-    the app; without one, the app is in the current folder.
+    words: the arguments without flags: overrides, and the folder of the app. Without a folder, the
+    app is in the current folder.
     run_configs: the value of each flag --run-config, such as "lr=0.1" or the path of a TOML file.
-    Raise `RefusedError` for wrong keys and values, and for a second folder.
+    Raise `RefusedError` for wrong keys and values, and for more than one folder.
     """
     folders = [word for word in words if "=" not in word]
     if len(folders) > 1:
@@ -100,10 +102,10 @@ def _read_count(word: str) -> int:
 
 
 def _read_run_config(text: str) -> dict[str, Any]:
-    """Return the settings in one value of the flag --run-config, with dots in nested keys.
+    """Return the settings in one value of the flag --run-config, by key.
 
+    A nested key has dots, such as "model.width". `flwr run --run-config` accepts the same texts.
     text: settings such as "key=value key2='text'", or the path of a TOML file.
-    `flwr run --run-config` accepts the same texts.
     """
     if text.endswith(".toml"):
         file = user_path(text)
@@ -130,7 +132,7 @@ def _read_run_config(text: str) -> dict[str, Any]:
 def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
     """Run a Flower app once for each seed, and print a table of its metrics.
 
-    words: the arguments of the command that are no flags: the folder of the app, and overrides.
+    words: the arguments of the command without flags: overrides, and the folder of the app.
     run_configs: the value of each flag --run-config.
     Return the exit status 0. Raise `RefusedError` for an impossible setting, and for an app that
     lacks a ClientApp or a ServerApp.

@@ -1,6 +1,6 @@
 """Pack integers into words of 32 bits.
 
-`pack` takes small integers ("digits") that all have the same number of bits; `pack_places` takes
+`pack` takes small integers ("digits") that all have the same number of bits; `pack_positions` takes
 ascending positions in a vector.
 """
 
@@ -42,10 +42,10 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
 def _fold(unpacked: np.ndarray, width: int, packed: np.ndarray) -> None:
     """Pack digits that take a byte each, so that each takes `width` bits.
 
-    unpacked: uint64 [n], the digits. Each of the 8 bytes of an entry is a digit below 2^width.
+    unpacked: uint64 [n], 8 digits in each entry: each byte is a digit below 2^width.
     width: the number of bits of a digit: 1, 2 or 4.
-    packed: the array to fill, [n], unsigned integers of 8 `width` bits. Each entry gets the 8
-    digits of the entry of `unpacked` at the same position.
+    packed: the array to fill, [n], unsigned integers of 8 * width bits. Entry i gets the 8 digits
+    of `unpacked[i]`.
     """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
     thrice = np.uint64(32 - 4 * width)
@@ -80,9 +80,9 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
 def _unfold(packed: np.ndarray, width: int, unpacked: np.ndarray) -> None:
     """Unpack digits that `_fold` packed, so that each takes a byte.
 
-    packed: [n], unsigned integers of 8 `width` bits: the packed digits, 8 in each entry.
+    packed: [n], unsigned integers of 8 * width bits, with 8 digits in each entry.
     width: the number of bits of a digit: 1, 2 or 4.
-    unpacked: the array to fill, uint64 [n]. Each of the 8 bytes of an entry gets a digit.
+    unpacked: the array to fill, uint64 [n]. Each byte of entry i gets a digit of `packed[i]`.
     """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
     thrice = np.uint64(32 - 4 * width)
@@ -97,7 +97,7 @@ def _unfold(packed: np.ndarray, width: int, unpacked: np.ndarray) -> None:
 
 
 def _pad(digits: np.ndarray, dtype: str, group: int) -> np.ndarray:
-    """Convert digits to the type `dtype`, and append zeros up to a multiple of `group` digits."""
+    """Convert digits to `dtype`, and append zeros until their number is a multiple of `group`."""
     digits = np.ascontiguousarray(digits, dtype)
     missing = -len(digits) % group
     return np.pad(digits, (0, missing)) if missing else digits
@@ -141,7 +141,7 @@ def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -
 
 # --- sorted positions -----------------------------------------------------------------------------
 def _low_bits(count: int, length: int) -> int:
-    """Return the number of low bits that `pack_places` stores unchanged for each position.
+    """Return l, the number of low bits in the code of Elias and Fano; see `pack_positions`.
 
     count: the number of positions.
     length: all positions are below this number.
@@ -149,8 +149,8 @@ def _low_bits(count: int, length: int) -> int:
     return max(0, (length // count).bit_length() - 1)
 
 
-def words_of_places(count: int, length: int) -> int:
-    """Return the number of words that `pack_places` returns.
+def words_of_positions(count: int, length: int) -> int:
+    """Return the number of words that `pack_positions` returns.
 
     count: the number of positions.
     length: all positions are below this number.
@@ -159,42 +159,42 @@ def words_of_places(count: int, length: int) -> int:
     return words_of_bits(count * low) + words_of_bits(count + ((length - 1) >> low))
 
 
-def pack_places(places: np.ndarray, length: int) -> np.ndarray:
+def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
     """Pack ascending positions below `length` into words; return uint32 [words].
 
-    A position needs about 2 + log2(length / count) bits, where count is the number of positions.
-    This is the code of Elias (1974) and Fano (1971): the low bits of each position are stored
-    unchanged. A second string of bits stores the high bits: the i-th position p sets the bit (p >>
-    low) + i, where low is the number of low bits. The size depends only on `length` and the number
-    of positions.
+    This is the code of Elias (1974) and Fano (1971). With l from `_low_bits`, position p_i is
+    stored in two parts. Its l low bits are stored unchanged. For its high bits h_i = floor(p_i /
+    2^l), bit h_i + i is set in a second string of bits. A position takes about 2 + log2(length /
+    count) bits, where count is the number of positions. The size depends only on `length` and
+    count.
     """
-    count, low = len(places), _low_bits(len(places), length)
-    lowest = pack(places & ((1 << low) - 1), low)
+    count, low = len(positions), _low_bits(len(positions), length)
+    lowest = pack(positions & ((1 << low) - 1), low)
     bits = np.zeros(words_of_bits(count + ((length - 1) >> low)) * WORD_BITS, np.uint8)
-    bits[(places >> low) + np.arange(count)] = 1
+    bits[(positions >> low) + np.arange(count)] = 1
     return np.concatenate([lowest, np.packbits(bits, bitorder="little").view(np.uint32)])
 
 
-def _find_set_bits(words: np.ndarray, places: np.ndarray) -> None:
-    """Fill `places` with the positions of the bits that are 1; stop when it is full.
+def _find_set_bits(words: np.ndarray, positions: np.ndarray) -> None:
+    """Fill `positions` with the positions of the bits that are 1; stop when it is full.
 
     Bits are numbered from the lowest bit of the first word.
     words: uint32, the words that are searched.
     """
-    count, room = 0, len(places)
+    count, room = 0, len(positions)
     for word in range(len(words)):
         for bit in range(32):
             if count < room:
-                places[count] = 32 * word + bit  # the next bit overwrites that of a 0
+                positions[count] = 32 * word + bit  # the next bit overwrites that of a 0
             count += (words[word] >> np.uint32(bit)) & np.uint32(1)
 
 
-def unpack_places(words: np.ndarray, count: int, length: int) -> np.ndarray:
-    """Return the positions that `pack_places` packed, int64 [count].
+def unpack_positions(words: np.ndarray, count: int, length: int) -> np.ndarray:
+    """Return the positions that `pack_positions` packed, int64 [count].
 
-    words: the result of `pack_places`.
+    words: the result of `pack_positions`.
     count: the number of positions.
-    length: the argument `length` of `pack_places`; all positions are below this number.
+    length: the argument `length` of `pack_positions`; all positions are below this number.
     """
     low = _low_bits(count, length)
     cut = words_of_bits(count * low)

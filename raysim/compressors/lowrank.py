@@ -73,7 +73,7 @@ class _Piece(NamedTuple):
 
     start, stop: the positions of the part in the vector.
     rows, columns: the size of the matrix.
-    rank: the rank of the message; 0 for entries that are sent unchanged.
+    rank: the rank r of the matrices P and Q; 0 for entries that are sent unchanged.
     """
 
     start: int
@@ -176,10 +176,9 @@ class PowerSGD(Compressor):
     def _parts(
         self, message: np.ndarray, layout: Layout
     ) -> Iterator[tuple[_Piece, Tensor, Tensor]]:
-        """Yield each part of the vector, with the matrices P and Q that the message has for it.
+        """Yield (piece, P, Q) for each part of the vector, with P and Q from the message.
 
-        If the entries of a part are sent unchanged, yield these entries and an empty tensor in
-        place of P and Q.
+        If the entries of a part are sent unchanged, yield (piece, entries, an empty tensor).
         """
         floats = torch.from_numpy(message.view(np.float32))
         used = 0

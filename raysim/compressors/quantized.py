@@ -45,13 +45,17 @@ def _round_randomly(
     key: int,
     digits: np.ndarray,
 ) -> None:
-    """Write a digit for each entry v: levels + sign(v) level(v), from 0 to 2 levels.
+    """Round each entry at random to one of 2 s + 1 digits, where s is `levels`.
 
-    level(v) = floor(levels |v| / scale + u) is rounded at random. The random number u in [0, 1) is
-    a 32-bit hash of the key and of the entry's position. All variables have 32 bits, so that the
-    CPU can compute several entries with one instruction.
+    The digit of an entry v in a bucket with scale c is
+
+        s + sign(v) floor(s |v| / c + u)
+
+    The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position. All
+    variables have 32 bits, so that the CPU can compute several entries with one instruction.
+
     values: float32 [entries].
-    starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
+    starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     scales: float32 [buckets].
     levels: the number of levels above 0.
     key: the message's random number.
@@ -86,7 +90,7 @@ def _restore(
     """Fill `out` with (digit - levels) scale / levels for each digit.
 
     digits: [entries], the digits that `_round_randomly` wrote.
-    starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
+    starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     scales: float32 [buckets].
     """
     most = np.int32(levels)
@@ -99,12 +103,12 @@ def _restore(
 
 
 def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> None:
-    """Write the sum and the sum of squares of each bucket.
+    """Write the sum and the sum of squares of each bucket's values.
 
-    Four partial sums are computed at the same time, because an addition must wait for the previous
-    addition to the same sum.
+    Each sum is computed as four partial sums, because the CPU can make additions to different sums
+    at the same time.
     values: float32 [entries].
-    starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
+    starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     sums: float64 [buckets, 2], the array to fill.
     """
     for bucket in range(len(starts) - 1):
@@ -134,10 +138,10 @@ def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> Non
 
 
 def sum_powers(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the sum and the sum of squares of each bucket: float64 [buckets, 2].
+    """Return the sum and the sum of squares of each bucket's values: float64 [buckets, 2].
 
     values: float32 [entries].
-    starts: int64 [buckets + 1], where buckets begin, and the end of the last one.
+    starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     """
     sums = np.empty((len(starts) - 1, 2))
     compile_function(_sum_powers)(values, starts, sums)
@@ -154,14 +158,17 @@ class _Quantizer(Compressor):
     levels: int
 
     def starts(self, layout: Layout) -> np.ndarray:
-        """Return where each bucket starts, and where the last one ends: int64 [buckets + 1]."""
+        """Return the boundaries of the buckets, int64 [buckets + 1].
+
+        Bucket i has the entries from starts[i] to starts[i + 1] - 1.
+        """
         raise NotImplementedError
 
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return the scale of each bucket: float32 [buckets].
 
         values: float32 [layout.trained], the vector to send.
-        starts: the result of `starts`.
+        starts: the boundaries that the function `starts` returned.
         """
         raise NotImplementedError
 
@@ -187,7 +194,7 @@ class _Quantizer(Compressor):
         return np.concatenate([scales.view(np.uint32), pack(digits, self.width)])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with each level times the scale of its bucket, divided by `levels`."""
+        """Fill `out` with the decoded entries c k / s: scale c, signed level k, s = `levels`."""
         starts = self.starts(layout)
         buckets = len(starts) - 1
         dtype = np.uint16 if self.width > 8 else np.uint8
@@ -223,7 +230,7 @@ class QSGD(_Quantizer):
             at_least("compression.bucket", bucket, 1)
 
     def starts(self, layout: Layout) -> np.ndarray:
-        """Return where buckets begin, and where the last one ends: int64 [buckets + 1]."""
+        """Return the boundaries of the buckets, int64 [buckets + 1]."""
         size = self.bucket or max(1, layout.trained)
         return np.append(np.arange(0, layout.trained, size), layout.trained)
 
@@ -231,7 +238,7 @@ class QSGD(_Quantizer):
         """Return the norm of each bucket: float32 [buckets].
 
         values: float32 [layout.trained], the vector to send.
-        starts: the result of `starts`.
+        starts: the boundaries that the function `starts` returned.
         """
         norms = np.sqrt(sum_powers(values, starts)[:, 1])
         return np.asarray(norms, np.float32)
@@ -267,7 +274,7 @@ class TernGrad(_Quantizer):
         self.clip = at_least("compression.clip", clip, 0.0)
 
     def starts(self, layout: Layout) -> np.ndarray:
-        """Return where tensors begin, and where the last one ends: int64 [tensors + 1]."""
+        """Return the boundaries of the tensors in the vector, int64 [tensors + 1]."""
         entries = [entry.start for entry in layout.entries if entry.stop <= layout.trained]
         return np.array([*entries, layout.trained], np.int64)
 
@@ -275,7 +282,7 @@ class TernGrad(_Quantizer):
         """Return the largest absolute value of each tensor, after clipping: float32 [tensors].
 
         values: float32 [layout.trained], the vector to send.
-        starts: the result of `starts`.
+        starts: the boundaries that the function `starts` returned.
         """
         pieces = np.split(values, starts[1:-1])
         largest = [max(piece.max(initial=0), -piece.min(initial=0)) for piece in pieces]

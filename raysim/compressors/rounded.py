@@ -86,13 +86,13 @@ def _scale_blocks(
 ) -> None:
     """Compute the scale of each block, and divide the block's values by this scale.
 
-    The scale is the largest absolute value of the block, divided by `largest`. It is found among
-    the bits of the values, read as integers without the sign bit. They have the same order as the
-    absolute values, and integers are compared faster than floats.
+    The scale is max|v| / `largest`, where max|v| is the largest absolute value of the block.
+    Without the sign bit, the bits of floats have the same order as their absolute values. So the
+    maximum is found by comparing integers, which is faster.
     values: float32 [entries].
     bits: the same memory as `values`, as int32 [entries].
     block: the number of entries in a block.
-    largest: the largest absolute value of a quotient.
+    largest: the absolute value that the largest entry of a block gets by the division.
     scales: the array to fill with the scales, float32 [blocks].
     scale_bits: the same memory as `scales`, as int32 [blocks].
     out: the array to fill with the quotients, [entries]; of integers if `is_rounded`, else floats.
@@ -116,11 +116,11 @@ def _scale_blocks(
 def _restore_blocks(
     codes: np.ndarray, block: int, table: np.ndarray, scales: np.ndarray, out: np.ndarray
 ) -> None:
-    """Decode each code, multiply it by its block's scale, and write the result into `out`.
+    """Convert 8-bit codes to floats, and multiply each float by the scale of its block.
 
     codes: uint8 [entries].
     block: the number of entries in a block.
-    table: float32 [256], the number of each code.
+    table: float32 [256]; table[c] is the number that code c stands for.
     scales: float32 [blocks].
     out: float32 [entries], the array to fill.
     """

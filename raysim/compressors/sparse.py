@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.compression import Compressor, Direction, Feedback
-from raysim.compressors.bits import pack_places, unpack_places, words_of_places
+from raysim.compressors.bits import pack_positions, unpack_positions, words_of_positions
 from raysim.primitives.checks import in_range
 from raysim.vectors.blocks import compile_function
 from raysim.vectors.layout import Layout
@@ -35,16 +35,19 @@ GROUP = 16  # entries that are compared at once; of 100 groups about 20 have a l
 WITHOUT_SIGN = np.uint32(0x7FFFFFFF)  # the bits of a float32 but for its sign
 
 
-def _collect(groups: np.ndarray, threshold: int, places: np.ndarray, sizes: np.ndarray) -> int:
-    """Find the entries whose size is at least `threshold`; return the number of these entries.
+def _collect(
+    groups: np.ndarray, threshold: int, positions: np.ndarray, magnitudes: np.ndarray
+) -> int:
+    """Find the entries whose magnitude is at least `threshold`; return how many there are.
 
-    The size of an entry is its bits without the sign bit, read as an integer. Return
-    len(places) + 1 if there may be more entries than fit into `places`.
+    The magnitude of an entry v is an integer: the bits of |v|. It has the same order as |v|.
+    If the arrays `positions` and `magnitudes` may be too short, stop and return their length + 1.
     groups: uint32 [n, GROUP], the bits of all entries, row by row.
-    places: the array to fill with the positions of the entries.
-    sizes: the array to fill with the sizes of the entries, uint32, as long as `places`.
+    positions: the array to fill with the positions of the entries.
+    magnitudes: the array to fill with the magnitudes of the entries, uint32, as long as
+    `positions`.
     """
-    count, room = 0, len(places) - GROUP
+    count, room = 0, len(positions) - GROUP
     for group in range(len(groups)):
         largest = np.uint32(0)
         for index in range(GROUP):
@@ -52,40 +55,40 @@ def _collect(groups: np.ndarray, threshold: int, places: np.ndarray, sizes: np.n
         if largest < threshold:
             continue
         if count > room:
-            return len(places) + 1
+            return len(positions) + 1
         for index in range(GROUP):
-            size = groups[group, index] & WITHOUT_SIGN
-            places[count], sizes[count] = group * GROUP + index, size
-            count += size >= threshold  # the next entry overwrites one that is too small
+            magnitude = groups[group, index] & WITHOUT_SIGN
+            positions[count], magnitudes[count] = group * GROUP + index, magnitude
+            count += magnitude >= threshold  # the next entry overwrites one that is too small
     return count
 
 
-def largest_places(values: np.ndarray, count: int) -> np.ndarray:
-    """Return the positions of the `count` entries with the largest absolute values.
+def largest_positions(values: np.ndarray, count: int) -> np.ndarray:
+    """Return the positions of the `count` entries with the largest absolute values, ascending.
 
-    The positions are ascending. Of equal entries the first ones are taken.
-    values: float32 [d], finite. The bits of |v|, read as an integer (the "size" of an entry), are
-    in the same order as |v|, and integers are compared faster.
+    Of entries with equal absolute values, the ones with the lowest positions are taken. The bits of
+    floats without the sign bit are compared as integers, which gives the same order in less time.
+    values: float32 [d], finite.
     """
     bits = values.view(np.uint32)
-    places, sizes = _candidates(bits, count) or (None, bits & WITHOUT_SIGN)
-    threshold = np.partition(sizes, len(sizes) - count)[len(sizes) - count]
-    is_large = sizes >= threshold
+    positions, magnitudes = _candidates(bits, count) or (None, bits & WITHOUT_SIGN)
+    threshold = np.partition(magnitudes, len(magnitudes) - count)[len(magnitudes) - count]
+    is_large = magnitudes >= threshold
     surplus = np.count_nonzero(is_large) - count
     if surplus:
-        ties = np.flatnonzero(sizes == threshold)
+        ties = np.flatnonzero(magnitudes == threshold)
         is_large[ties[len(ties) - surplus :]] = False
-    return np.flatnonzero(is_large) if places is None else places[is_large]
+    return np.flatnonzero(is_large) if positions is None else positions[is_large]
 
 
 def _candidates(bits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return positions and sizes of some entries, among them the `count` largest ones.
+    """Return positions and magnitudes of some entries, among them the `count` largest ones.
 
-    The size of an entry is its bits without the sign bit, read as an integer. A threshold for the
-    size is estimated from a sample of the entries. The result has all entries from this threshold
-    on, in ascending order of position.
-    Return None if the vector is short or `count` is large. Also return None if the threshold would
-    select too few or too many entries. The caller then compares all entries.
+    The magnitude of an entry v is an integer: the bits of |v|. A threshold is estimated from a
+    sample of the entries. The result has all entries with at least this magnitude, by position.
+
+    Return None if this would not save time or does not work: the vector is short, `count` is large,
+    or the threshold selects too few or too many entries. The caller then compares all entries.
     bits: uint32 [d], the bits of all entries.
     """
     length = len(bits)
@@ -94,20 +97,20 @@ def _candidates(bits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] |
     sample = bits[:: length // SAMPLE] & WITHOUT_SIGN
     wanted = math.ceil(len(sample) * count / length * 1.25) + 16
     threshold = np.partition(sample, len(sample) - wanted)[len(sample) - wanted]
-    places = np.empty(2 * count + length // 64, np.int64)
-    sizes = np.empty(len(places), np.uint32)
+    positions = np.empty(2 * count + length // 64, np.int64)
+    magnitudes = np.empty(len(positions), np.uint32)
     whole = length // GROUP * GROUP
     collected = compile_function(_collect)(
-        bits[:whole].reshape(-1, GROUP), threshold, places, sizes
+        bits[:whole].reshape(-1, GROUP), threshold, positions, magnitudes
     )
     last = bits[whole:] & WITHOUT_SIGN
     is_large = last >= threshold
     # The sample was not typical: too many entries are that large, or too few.
-    if collected > len(places) or collected + np.count_nonzero(is_large) < count:
+    if collected > len(positions) or collected + np.count_nonzero(is_large) < count:
         return None
     return (
-        np.concatenate([places[:collected], whole + np.flatnonzero(is_large)]),
-        np.concatenate([sizes[:collected], last[is_large]]),
+        np.concatenate([positions[:collected], whole + np.flatnonzero(is_large)]),
+        np.concatenate([magnitudes[:collected], last[is_large]]),
     )
 
 
@@ -142,7 +145,7 @@ class TopK(_Sparse):
     def words(self, layout: Layout) -> int:
         """Return the size of a message (k floats and their positions) in words of 32 bits."""
         count = self.count(layout)
-        return count + words_of_places(count, layout.trained)
+        return count + words_of_positions(count, layout.trained)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Return the k entries with the largest absolute values, then their positions.
@@ -150,13 +153,16 @@ class TopK(_Sparse):
         key, kept: not used, because this compressor is not random and remembers nothing.
         """
         array = values.numpy()
-        places = largest_places(array, self.count(layout))
-        return np.concatenate([array[places].view(np.uint32), pack_places(places, len(array))])
+        positions = largest_positions(array, self.count(layout))
+        return np.concatenate(
+            [array[positions].view(np.uint32), pack_positions(positions, len(array))]
+        )
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
         """Fill `out` with the entries of the message at their positions, and with 0 elsewhere."""
+        entries = message[: self.count(layout)].view(np.float32)
         out.zero_()
-        out.numpy()[self._places(message, layout)] = message[: self.count(layout)].view(np.float32)
+        out.numpy()[self._positions(message, layout)] = entries
 
     def remove_sent(
         self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
@@ -168,12 +174,12 @@ class TopK(_Sparse):
         decoded: the decoded message, [layout.trained]; not used here.
         wanted: the vector that the sender encoded, [layout.trained]; it is changed in place.
         """
-        places = torch.from_numpy(self._places(message, layout)).to(wanted.device)
-        wanted[places] = 0
+        positions = torch.from_numpy(self._positions(message, layout)).to(wanted.device)
+        wanted[positions] = 0
 
-    def _places(self, message: np.ndarray, layout: Layout) -> np.ndarray:
+    def _positions(self, message: np.ndarray, layout: Layout) -> np.ndarray:
         count = self.count(layout)
-        return unpack_places(message[count:], count, layout.trained)
+        return unpack_positions(message[count:], count, layout.trained)
 
 
 class RandK(_Sparse):
@@ -189,7 +195,7 @@ class RandK(_Sparse):
         """Return the size of a message (a seed and k floats) in words of 32 bits."""
         return self.count(layout) + 2
 
-    def _places(self, seed: np.ndarray, layout: Layout) -> np.ndarray:
+    def _positions(self, seed: np.ndarray, layout: Layout) -> np.ndarray:
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
         return generator.choice(layout.trained, self.count(layout), replace=False, shuffle=False)
 
@@ -200,7 +206,7 @@ class RandK(_Sparse):
         kept: not used, because a message does not depend on earlier messages.
         """
         seed = np.array([key], np.uint64).view(np.uint32)
-        entries = values.numpy()[self._places(seed, layout)]
+        entries = values.numpy()[self._positions(seed, layout)]
         return np.concatenate([seed, entries.view(np.uint32)])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
@@ -208,7 +214,7 @@ class RandK(_Sparse):
         count = self.count(layout)
         out.zero_()
         entries = message[2:].view(np.float32) * np.float32(layout.trained / count)
-        out.numpy()[self._places(message[:2], layout)] = entries
+        out.numpy()[self._positions(message[:2], layout)] = entries
 
     def contraction(self, layout: Layout) -> float:
         """Return k / d, the factor for decoded values under error feedback.

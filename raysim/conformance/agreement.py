@@ -71,15 +71,16 @@ def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) ->
 
 
 def check_recorded(make: Make, **settings: Any) -> None:
-    """Check that a run in float64 has the same results with and without recorded steps.
+    """Check that a run has the same results with and without recorded steps.
 
-    The results may differ by rounding errors. The run with recorded steps also trains 3 clients at
-    a time (lanes).
     A recorded step (`runtime.graph`) is a training step that a GPU captures once and replays.
-    Without a GPU, a replay computes the step again from its inputs. An error is raised if the step
-    reads the value of a tensor, which a GPU could not replay. The check also passes if raysim
-    refuses to record the steps of this run (`LanesError`).
-    make: function that returns the run. Each call makes new method objects.
+    Without a GPU, the replay is simulated: the step is computed again from its inputs. The check
+    fails if the step reads the value of a tensor, which a GPU could not replay.
+
+    The run with recorded steps trains 3 clients at a time (lanes), so results may differ by
+    rounding errors of float64. The check passes if raysim refuses to record the steps of this run
+    (`LanesError`).
+    make: function that returns the run, in float64. Each call makes new method objects.
     settings: settings to change in the run, such as rounds=3; `runs.with_settings` lists them.
     """
     with contextlib.suppress(LanesError):

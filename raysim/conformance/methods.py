@@ -209,8 +209,8 @@ def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
     """Return the name of the field that contains one of the secrets, such as "`report`".
 
-    The fields are those of the updates and failures in the training result, and "sums". Return
-    "a part" if no single field contains a secret.
+    The fields are those of the updates and failures in the training result, and "sums". If no
+    single field contains a whole secret, return "a part", so that the error can still be worded.
     result: a worker's message with the updates of several jobs.
     secrets: the bytes of client states that must not be sent.
     """
@@ -226,11 +226,11 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
 
 
 def _is_most_of(stored: bytes, update: bytes) -> bool:
-    """Return True if the bytes of an update begin with a client state and have little more.
+    """Return True if an update begins with a client state that is more than half of the update.
 
-    "Little more" means that the state has more than half of the update's bytes. A smaller state may
-    have the same bytes as the beginning of an update by chance.
-    stored: the bytes of a client state.
+    Shorter states are not reported, because equal bytes may then be a coincidence.
+    stored: the bytes of the client state.
+    update: the bytes of the update.
     """
     return update.startswith(stored) and 2 * len(stored) > len(update)
 
@@ -285,10 +285,10 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return an object that computes how many floats clients save by receiving compressed steps.
+    """Return an object that counts the floats of compressed steps; None without compressed steps.
 
-    A server that compresses sends a client the steps since the version that the client has, and not
-    the whole model. Return None if the server sends whole models.
+    A server that compresses its steps does not send the whole model: it sends a client the steps
+    since the version that the client has.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:

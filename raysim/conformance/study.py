@@ -67,6 +67,6 @@ class Study:
         )
 
     def each(self) -> Iterator[tuple[Schedule, Fleet]]:
-        """Yield a pair for each of `schedules`: the schedule and the fleet of the study."""
+        """Yield the pair (schedule, fleet) for each schedule of the study."""
         for schedule in self.schedules:
             yield schedule, self.fleet

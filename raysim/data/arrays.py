@@ -35,12 +35,13 @@ class StoredArrays:
     """The n samples of a data set from Python; the training samples come first.
 
     inputs: [n, ...], the inputs of the samples.
-    labels: the labels of the samples. They are an array [n, ...], or a list that has a list of
-    labels or a dictionary for each sample. A `LabelSet` has labels that are ready to be stored.
+    labels: an array [n, ...]; or a list with a list of labels for each sample; or, for labels that
+    were dictionaries, the `LabelSet` into which they were packed.
     users: [n], integers or text: the person or device to whom each sample belongs; None if the
     samples have no such users.
     is_test: bool [n], True for samples of the central test set.
-    fields: the parts of a row of inputs if samples have several inputs, else ().
+    fields: if samples have several inputs, the description of each input in a row of `inputs`; else
+    ().
     """
 
     inputs: NDArray[Any]
@@ -187,9 +188,10 @@ def _read_half(
 
     part: one half of the data from Python: the training data or the test data.
     name: "train" or "test", for errors.
-    kind: `data.kind`, which decides if lists of equal length are lists of labels or an array.
-    fields: this function appends an entry to this list: a tuple that describes each of a sample's
-    several inputs, or () if samples have one input.
+    kind: `data.kind`; it decides whether lists of equal length are lists of labels or rows of an
+    array.
+    fields: a second result is appended to this list: the descriptions of a sample's inputs if it
+    has several, else ().
     """
     if isinstance(part, TensorDataset):
         part = part.tensors
@@ -289,7 +291,11 @@ def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]
 
 
 def _join_inputs(inputs: Sequence[Any]) -> Any:
-    """Return the inputs of all items as one column, or as a column for each of several inputs."""
+    """Return the inputs of all items as one column.
+
+    If items have several inputs, in a dictionary or a tuple, return a column for each of them in
+    such a dictionary or tuple.
+    """
     first = inputs[0]
     if isinstance(first, Mapping):
         return {key: [item[key] for item in inputs] for key in first}
@@ -301,14 +307,13 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return the labels if each sample has a list of labels or a dictionary; else return None.
+    """Return labels that are lists or dictionaries as a list with an entry for each sample.
 
-    The lists contain integers or text. The result is None, and the caller makes an array of the
-    lists, in three cases:
-    - `kind` is "positions".
-    - Each list has one item.
-    - All lists have the same length and contain only integers.
-    With `kind` "multilabel", the last two cases need that all labels are 0 or 1.
+    Return None for other labels, which the caller turns into an array. Lists of labels are lists of
+    integers or text. Lists of other kinds are rows of an array:
+    - all lists, if `kind` is "positions";
+    - lists with one item each, and lists of integers that have the same length. If `kind` is
+      "multilabel", this is true only if all integers are 0 or 1.
 
     column: the labels that were passed from Python.
     kind: `data.kind`.

@@ -64,8 +64,7 @@ class Pipeline:
     def augment_images(self, images: Tensor, rng: np.random.Generator) -> Tensor:
         """Augment each image independently; images and result are uint8 [B, c, h, w].
 
-        Only the augmentations in `augment` draw random numbers. They are made in this order, each
-        for all images:
+        Only the augmentations in `augment` are made and draw random numbers, in this order:
         - resized_crop: four numbers in [0, 1) for each of `TRIES` rectangles, see `crop_boxes`.
         - crop: the vertical offset, then the horizontal one, from 0 to 2 `crop_padding` pixels.
         - flip: an image is mirrored with probability 1/2.

@@ -304,11 +304,11 @@ class DocumentSettings:
     columns: `data.columns`, the name of one column of text or token numbers; None if the table has
     only one such column.
     prompt: the column of prompts; a prompt stands in front of the row's text, and its labels do not
-    count. None: there are no prompts.
+    count. None means that there are no prompts.
     tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer; None means
     bytes for text, and the numbers themselves for token numbers.
-    padding: the token that ends a document, if documents are token numbers and there is no
-    tokenizer.
+    padding: `data.padding`, the token that ends a document; used only if documents are token
+    numbers and there is no tokenizer.
     length: tokens in a row.
     packing: True joins the documents of a user before they are cut into rows; False begins a new
     row with each document; None means False if there are prompts, else True.
@@ -387,11 +387,12 @@ def check_documents(kind: Kind | None, prompt: str | None, packing: bool | None)
 
 
 def choose_test_documents(users: NDArray[Any] | None, count: int, fraction: float) -> Any:
-    """Mark a share of the rows of each user, evenly spread, as test rows: bool [count].
+    """Choose test documents, a share of each user's documents: bool [count], True for testing.
 
-    users: the user of each row; None if there are none.
-    count: the number of rows.
-    fraction: the share of rows that is for testing.
+    The chosen documents are evenly spread over the documents of a user.
+    users: the user of each document; None if there are none.
+    count: the number of documents.
+    fraction: the share of documents that is for testing.
     """
     groups = np.zeros(count, np.int64)
     if users is not None:

@@ -65,13 +65,13 @@ def find_label(names: Sequence[str], place: str) -> str:
 
 
 def label_column(names: Sequence[str], label: str | None, usual: str, place: str) -> str:
-    """Return the name of the column of labels, which the user can set with either of two keys.
+    """Return the name of the column of labels.
 
+    The user can name it with either of two settings; `data.label` is used first.
     names: the columns of the table.
-    label: `data.label`; None if it is not set. If it is set, the result is this column.
-    usual: `data.label_column`. If only this key is set, the result is this column. Its default
-    "label" means: the column "label" if the table has it, else a column with another usual name
-    (`LABEL_NAMES`).
+    label: `data.label`; None if the user did not set it.
+    usual: `data.label_column`, by default "label". If the table has no column "label", this default
+    stands for a column with another usual name (`LABEL_NAMES`).
     place: the name of the table in errors.
     Raise ValueError if there is no such column.
     """
@@ -215,11 +215,11 @@ def read_input_rows(
 def read_inputs(
     table: pa.Table, columns: Sequence[str], settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Return the values of the columns, a row for each sample, and their tokens.
+    """Return the inputs of all samples as an array, and `Tokens` if they are token numbers.
 
-    The second value is the number of tokens with the padding token (`Tokens`), or None if the
-    inputs are not tokens. Several columns of numbers become one row. A single column contains
-    numbers, vectors of one length, token numbers (lists of integers) or text.
+    `Tokens` is the number of different tokens and the padding token; it is None for other inputs.
+    Several columns of numbers become one row. A single column contains numbers, vectors of one
+    length, token numbers (lists of integers) or text.
     settings: how text and token numbers become rows.
     place: the name of the table in errors.
     Raise ValueError, with `place` and the column's name, for other columns and empty values.
@@ -250,9 +250,9 @@ def read_inputs(
 def _read_column(
     column: pa.Array, name: str, settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Return a column of texts or lists as an array, and its `Tokens`.
+    """Return a column of texts or lists as an array, and `Tokens` if it has token numbers.
 
-    The second value is None if the column has lists of numbers that are not tokens.
+    `Tokens` is the number of different tokens and the padding token; it is None for other lists.
     name: the name of the column, for errors.
     place: the name of the table in errors.
     """
@@ -498,10 +498,10 @@ def assemble(
 ) -> Raw:
     """Return the samples of a data set; training samples come first.
 
-    Each user becomes a domain. With partition=natural, each domain becomes a client.
-    users: integers or text; None if there are none.
+    The samples of a user become a domain, from which partition=natural makes a client.
+    users: [n], the user of each sample, integers or text; None if there are no users.
     is_test: bool [n], True for samples that are for testing.
-    tokens: the number of different tokens and the padding; None if inputs are not tokens.
+    tokens: the number of different tokens and the padding token; None if inputs are not tokens.
     origin: a description of the columns that were read, for the plan of a run.
     domain_order: the names of all domains in the order of their numbers; None sorts them.
     fields: the parts of a row of inputs, if samples have several inputs.
@@ -530,12 +530,13 @@ def assemble(
 def spread_test_rows(
     labels: LabelSet, users: NDArray[Any] | None, fraction: float
 ) -> NDArray[np.bool_]:
-    """Mark a share of each class of each user as test rows, evenly spread: bool [n].
+    """Choose test samples, a share of each class of each user: bool [n], True for testing.
 
-    Samples without a label are never test rows.
+    The chosen samples are evenly spread over the samples of a class and user. Samples without a
+    label are never chosen.
     labels: the labels of all samples.
     users: the user of each sample; None if there are none.
-    fraction: the share of rows that is for testing.
+    fraction: the share of samples that is for testing.
     """
     groups = np.zeros(len(labels.values), np.int64)
     is_labelled = np.ones(len(groups), np.bool_)

@@ -105,10 +105,11 @@ def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDA
 def _draw_angles(
     source: Source, clean: Dataset, partition: Partition, seed: int
 ) -> tuple[Ints, Ints]:
-    """Draw an angle for each image; return the images' rows in the clean data, and angles.
+    """Draw an angle for each image of the rotated data set; return (rows, angle numbers).
 
-    An angle is its index in `rotation.angles`, or `NO_ANGLE` for an image that no client has. A row
-    occurs several times if the central test set is repeated at every angle.
+    Both are int64 [n]. Image i of the rotated data set is the image `rows[i]` of the clean data.
+    Its angle number is a position in `rotation.angles`, or `NO_ANGLE` if no client has the image.
+    If the central test set is repeated at every angle, its rows occur several times.
     clean: the data without rotation.
     partition: the rows of each client; the angle of an image depends on its client.
     seed: the seed of the run.

@@ -151,10 +151,10 @@ def pool_images(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 
 
 def _source_pixels(height: int, width: int, angle: float) -> tuple[Floats, Floats]:
-    """Return the position (x, y) in the image that each pixel of the rotated image shows.
+    """Return for each pixel of a rotated image the position (x, y) in the original image.
 
-    Both arrays are [h * w].
-    height, width: the size of the image in pixels.
+    x and y are float64 [h * w], in pixels.
+    height, width: the size h and w of the image in pixels.
     angle: the angle in degrees, counter-clockwise.
     """
     cos, sin = _cos_sin(angle)

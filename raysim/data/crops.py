@@ -27,7 +27,8 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
     RandomResizedCrop.
     height, width: the size of the images in pixels.
     area: the smallest and the largest share of the image that a rectangle covers.
-    uniforms: random numbers in [0, 1), [4, TRIES, B]: for share, ratio, top and left of each try.
+    uniforms: random numbers in [0, 1), [4, TRIES, B]. The four numbers of a try decide share,
+    ratio, top and left of the rectangle.
     """
     target = height * width * (area[0] + (area[1] - area[0]) * uniforms[0])
     low, high = map(math.log, ASPECT)
@@ -58,25 +59,25 @@ def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
     """
     height, width = images.shape[2:]
     top, left, tall, wide = boxes
-    rows, columns = _source_places(top, tall, height), _source_places(left, wide, width)
+    rows, columns = _source_coordinates(top, tall, height), _source_coordinates(left, wide, width)
     grid = np.empty((len(images), height, width, 2), dtype=np.float32)
     grid[..., 0], grid[..., 1] = columns[:, None, :], rows[:, :, None]
-    places = torch.from_numpy(grid).to(images.device)
+    coordinates = torch.from_numpy(grid).to(images.device)
     crops = functional.grid_sample(
-        images.float(), places, "bilinear", "border", align_corners=False
+        images.float(), coordinates, "bilinear", "border", align_corners=False
     )
     return crops.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def _source_places(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
-    """Return the coordinate in the image for each pixel of a stretched crop, along one axis.
+def _source_coordinates(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
+    """Return where the pixels of stretched crops are in the original images, along one axis.
 
-    The result is [B, size]; it is -1 and 1 at the edges of the image. All coordinates are inside
-    the cropped rectangle.
+    The result is [B, size], in the coordinates of `torch.nn.functional.grid_sample`, in which the
+    edges of an image are -1 and 1. All coordinates are inside the crop.
     start, length: [B], the first pixel and the number of pixels of each crop along this axis.
     size: the number of pixels of the image along this axis.
     """
     pixels = (np.arange(size) + 0.5) * (length[:, None] / size) - 0.5
     inside = start[:, None] + np.clip(pixels, 0, length[:, None] - 1)
-    places: NDArray[np.float64] = (2 * inside + 1) / size - 1
-    return places
+    coordinates: NDArray[np.float64] = (2 * inside + 1) / size - 1
+    return coordinates

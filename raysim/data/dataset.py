@@ -133,10 +133,10 @@ class Dataset:
         return self.inputs.dtype == np.uint8 and len(self.shape) == 3
 
     def groups(self) -> tuple[Ints, list[str]]:
-        """Return the class of every row, and the names of the classes.
+        """Return the class of every row, int64 [n], and the names of the classes.
 
-        Samples without a label are a separate group. If the data has no classes, all rows are in
-        one group.
+        Samples without a label are a further class, "unlabelled". If labels are not classes, all
+        rows are in one class, "all".
         """
         if self.has_unlabelled:
             groups = np.where(self.labels == IGNORED, self.num_classes, self.labels)
@@ -179,8 +179,9 @@ def open_or_build(
 
 
 def copy_to_cache(name: str, read: Callable[[], NDArray[np.uint8]]) -> Path:
-    """Return the file with this name in this machine's cache folder; write it if it is missing.
+    """Return the path of a file in this machine's cache; fetch and write the file if it is missing.
 
+    name: the name of the file in the cache folder.
     read: a function that fetches the file's bytes from another machine.
     """
     path = cache_folder(None) / name
@@ -231,7 +232,7 @@ def _label_dtype(kind: Kind) -> type[np.generic]:
 
 
 def _binary_column(values: NDArray[Any]) -> pa.Array:
-    """Return an Arrow column that has the bytes of each row of an array."""
+    """Store an array [n, ...] as an Arrow column with one entry of bytes for each of the n rows."""
     width = values.itemsize * math.prod(values.shape[1:])
     flat = values.reshape(-1).view(np.uint8)
     return pa.FixedSizeBinaryArray.from_buffers(
@@ -240,10 +241,9 @@ def _binary_column(values: NDArray[Any]) -> pa.Array:
 
 
 def _view_column(column: pa.Array, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """Return the array from which `_binary_column` made a column, without copying it.
+    """Return the array that `_binary_column` stored, as a view of the column's memory.
 
-    dtype: the type of the array.
-    shape: its shape.
+    dtype, shape: the type and the shape of the array.
     """
     values = np.frombuffer(column.buffers()[1], dtype=dtype, count=math.prod(shape))
     return values.reshape(shape)
@@ -252,7 +252,7 @@ def _view_column(column: pa.Array, dtype: Any, shape: tuple[int, ...]) -> Any:
 def _map_file(path: Path) -> Samples:
     """Return the data set in a file as arrays that share the file's memory.
 
-    A damaged file can raise errors of many types.
+    Raise an error if the file is damaged; its type can be any.
     """
     if not path.is_file():
         raise OSError("it is not a file")
@@ -271,7 +271,7 @@ def _map_file(path: Path) -> Samples:
     if not _is_verified(path):
         if _checksum(text, inputs, labels, domains) != batch.schema.metadata[b"sha256"].decode():
             raise ValueError("the checksum of the file does not match its content")
-        _mark_verified(path)
+        _record_verified(path)
     return Samples(
         inputs,
         labels,
@@ -297,29 +297,29 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
     return digest.hexdigest()
 
 
-def _verification_mark(path: Path) -> tuple[Path, str]:
-    """Return the path and the content of the file that marks a data set as verified.
+def _verification_record(path: Path) -> tuple[Path, str]:
+    """Return the path of a small file that records that a data set was verified, and its content.
 
     Each machine has a file of its own. The content changes when the data set's file changes.
     path: the file of the data set.
     """
     stat = path.stat()
-    mark = path.parent / ".verified" / socket.gethostname() / path.name
-    return mark, f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
+    record = path.parent / ".verified" / socket.gethostname() / path.name
+    return record, f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
 
 
 def _is_verified(path: Path) -> bool:
-    mark, content = _verification_mark(path)
-    return mark.is_file() and mark.read_text() == content
+    record, content = _verification_record(path)
+    return record.is_file() and record.read_text() == content
 
 
-def _mark_verified(path: Path) -> None:
-    """Mark a data set as verified on this machine.
+def _record_verified(path: Path) -> None:
+    """Record that a data set was verified on this machine, so that this is done only once.
 
-    In a read-only folder nothing is marked, and each process verifies the data set again.
+    In a read-only folder nothing is recorded, and each process verifies the data set again.
     path: the file of the data set.
     """
-    mark, content = _verification_mark(path)
+    record, content = _verification_record(path)
     with contextlib.suppress(OSError):
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(mark, content.encode())
+        record.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(record, content.encode())

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from raysim.api.compression import Compressor
-from raysim.compressors.bits import pack, pack_places, unpack, unpack_places, words_of_places
+from raysim.compressors.bits import (
+    pack,
+    pack_positions,
+    unpack,
+    unpack_positions,
+    words_of_positions,
+)
 from raysim.compressors.lowrank import PowerSGD
 from raysim.compressors.quantized import QSGD, TernGrad
 from raysim.compressors.rounded import Float16, Fp8, Int8
 from raysim.compressors.signs import SignSGD
-from raysim.compressors.sparse import RandK, TopK, largest_places
+from raysim.compressors.sparse import RandK, TopK, largest_positions
 from raysim.vectors.layout import Layout, plan_layout
 
 KEY = 0x1234_5678_9ABC_DEF0 >> 1
@@ -71,12 +77,12 @@ class TestBits:
     def test_packed_positions_are_unpacked_unchanged(self, count: int, length: int) -> None:
         generator = np.random.default_rng(count)
         places = np.sort(generator.choice(length, count, replace=False))
-        words = pack_places(places, length)
-        assert len(words) == words_of_places(count, length)
-        assert (unpack_places(words, count, length) == places).all()
+        words = pack_positions(places, length)
+        assert len(words) == words_of_positions(count, length)
+        assert (unpack_positions(words, count, length) == places).all()
 
     def test_positions_of_one_percent_need_below_nine_bits_each(self) -> None:
-        assert 8 * 10_000 < 32 * words_of_places(10_000, 1_000_000) < 9 * 10_000
+        assert 8 * 10_000 < 32 * words_of_positions(10_000, 1_000_000) < 9 * 10_000
 
 
 class TestTopK:
@@ -90,7 +96,7 @@ class TestTopK:
 
     def test_topk_keeps_the_first_of_equal_entries(self) -> None:
         values = np.array([1, -2, 1, 1, 0, 2], np.float32)
-        assert largest_places(values, 4).tolist() == [0, 1, 2, 5]
+        assert largest_positions(values, 4).tolist() == [0, 1, 2, 5]
 
     @pytest.mark.parametrize("share", [0.0005, 0.01, 0.2])
     @pytest.mark.parametrize("kind", ["normal", "zeros", "steps", "heavy"])
@@ -105,7 +111,7 @@ class TestTopK:
             values = values**9 * (np.arange(len(values)) > 290_000)
         count = math.ceil(share * len(values))
         order = np.argsort(-np.abs(values), kind="stable")
-        assert (largest_places(values, count) == np.sort(order[:count])).all()
+        assert (largest_positions(values, count) == np.sort(order[:count])).all()
 
     def test_topk_of_1_percent_sends_below_1_3_percent_of_the_floats(self) -> None:
         layout = layout_of(nn.Linear(1000, 300))

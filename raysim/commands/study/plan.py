@@ -56,7 +56,7 @@ class StudyPlan:
 
     folder: the folder of the study; each run has a folder inside it.
     conf: the user's own folders of options.
-    overrides: maps each key to its overrides, one for each value of the key.
+    overrides: for each key one override per value, such as {"seed": ("seed=0", "seed=1")}.
     runs: all runs, those of the first seed first.
     is_new: True if the study needs a new folder, and an existing folder is an error. False if the
     study may use an existing folder and continue the study in it.
@@ -215,7 +215,8 @@ def _combinations(study: StudyPlan) -> Iterator[tuple[dict[str, str], Node]]:
     """Yield the settings and the configuration of each combination of values, without seeds.
 
     An override applies only to combinations whose options have its key: method.fedprox.mu applies
-    only to those with method=fedprox. Equal combinations that arise from this are yielded once.
+    only to those with method=fedprox. Combinations that differ only in overrides that do not apply
+    are one combination.
     """
     overrides = {key: texts for key, texts in study.overrides.items() if key != "seed"}
     group_names = find_groups([Path(root) for root in study.conf]).files

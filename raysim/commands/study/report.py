@@ -160,11 +160,12 @@ def _has_scores(summary: Mapping[str, object], columns: Sequence[str]) -> bool:
 
 
 def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str | None:
-    """Return the highest threshold that the score of every run has reached, such as "0.80".
+    """Return the highest threshold, such as "0.80", that the scores of all runs have reached.
 
-    summaries: the summaries of the runs. The entry `rounds_to` maps each of several thresholds to
-    the number of rounds until the score reached it, or to None, such as {"0.80": 12, "0.90": None}.
-    Summaries without this entry are not used. Return None if there is no such threshold.
+    summaries: the summaries of the runs. The entry "rounds_to" gives for each threshold the number
+    of rounds until the score reached it: {"0.80": 12, "0.90": None}. None means that it did not.
+    Summaries without this entry are not used.
+    Return None if there is no such threshold.
     """
     reached = []
     for summary in summaries:
@@ -273,8 +274,8 @@ def _format_number(
 
     metric: the name of the metric, which decides the number of decimals.
     sign: "+" shows the sign of positive numbers.
-    like: only for a standard deviation: the mean next to which it is printed. The deviation gets as
-    many decimals as this mean. None for all other numbers.
+    like: if the number is a standard deviation, the mean that it belongs to: both get equally many
+    decimals. None for all other numbers.
     """
     if value is None:
         return MISSING
@@ -301,9 +302,9 @@ def settings_table(
 ) -> list[Column]:
     """Return a table of settings: the number of runs, and mean ± deviation of each metric.
 
-    The deviation is the standard deviation over the n seeds, with divisor n-1. Rows with the same
-    values of `_other_keys` form a group. The best setting of a group is marked if it is clearly
-    better than the second best. The difference of their means must exceed both deviations.
+    The deviation is the sample standard deviation over the seeds. Rows with the same values of
+    `_other_keys` form a group. The best setting of a group is marked if its mean is better than the
+    second best mean by more than the deviation of each.
 
     comparisons: maps each metric to its comparisons with the reference, so that significant
     differences are marked. With None no difference is marked.

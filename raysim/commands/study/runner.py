@@ -122,9 +122,9 @@ def make_runs(
     parallel: the number of runs at a time.
     allow: the packages whose classes the options use.
     say: function that gets a line for each run that has ended.
-    show: function that displays the runs in progress. It is called with "running: NAMES" when a run
-    begins. If `parallel` is 1, it is also called after every round, with a second text such as
-    " · round 3/20".
+    show: function that displays the progress on the terminal. When a run begins, it gets the text
+    "running: NAMES". If `parallel` is 1, it gets this text again after every round, and as second
+    argument the progress of the run, such as " · round 3/20".
 
     Raise `Interrupted` if the user stops the study.
     """

@@ -118,7 +118,10 @@ def _make_and_report(
     """Execute the runs and print the tables; return for each failed run why it failed.
 
     planned: the checked study.
-    The docstring of the function `study` explains the other arguments.
+    parallel: the number of runs at a time.
+    metrics: the names of the metrics to compare; () compares the usual metrics.
+    allow: the packages whose classes the options use.
+    quiet: print nothing.
     """
     from rich.console import Console
 

@@ -126,15 +126,14 @@ class SweepOptions:
 class SweepPlan:
     """A checked sweep with the configurations of its runs, as plain data.
 
-    A draft is the configuration for one combination of the options that the sweep searches, such
-    as method=fedprox with partition=iid. `drafts` and `inactive` have the same keys: the options of
-    a draft as JSON text.
+    A draft is the configuration for one combination of the options that the sweep searches, such as
+    method=fedprox with partition=iid. The name of a draft is this combination as JSON text.
 
     options: the settings `sweep.*`.
     space: the values to search, for each searched key.
-    drafts: all drafts.
-    inactive: for each draft, the searched keys that do not exist in it. For example, a draft with
-    method=fedavg has no method.fedprox.mu.
+    drafts: all drafts, by name.
+    inactive: for each draft, by name, the searched keys that do not exist in it. For example, a
+    draft with method=fedavg has no method.fedprox.mu.
     overrides: the overrides of the command.
     """
 
@@ -155,9 +154,9 @@ class SweepPlan:
         return str(self._first_draft()["out"] or "")
 
     def setting(self, point: Mapping[str, object]) -> Point:
-        """Return the point without the keys that its configuration does not have.
+        """Return a trial's values of those searched keys that its configuration has.
 
-        For example, a point with method=fedavg loses the key method.fedprox.mu.
+        For example, with method=fedavg the key method.fedprox.mu is left out.
         point: a value for each searched key.
         """
         inactive = self.inactive[self._draft_name(point)]
@@ -296,16 +295,16 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
             raise RefusedError(f"{key}: its values are names of options. Write {key}=a,b")
 
 
-def _check_changeable(space: Mapping[str, ValueRange], chosen: set[str]) -> None:
-    """Raise `RefusedError` if a searched key has a value that cannot change during a run.
+def _check_changeable(space: Mapping[str, ValueRange], option_keys: set[str]) -> None:
+    """Raise `RefusedError` if population-based training (PBT) cannot search one of the keys.
 
-    Population-based training (PBT) changes values during a run. This is possible only for keys
-    below method and local.
+    PBT changes the values of the searched keys during a run. This is possible only for keys below
+    method and local whose values are not options.
     space: the values to search, for each searched key.
-    chosen: the searched keys whose values are names of options, such as "method".
+    option_keys: the searched keys whose values are names of options, such as "method".
     """
     for key in space:
-        if key in chosen or key.partition(".")[0] not in ("method", "local"):
+        if key in option_keys or key.partition(".")[0] not in ("method", "local"):
             raise RefusedError(
                 f"{key}: sweep.scheduler=pbt changes values during a run, but this key cannot "
                 "change then. Search keys of method.* or local.*, or leave the scheduler out"

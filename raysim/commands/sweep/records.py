@@ -137,10 +137,11 @@ class TrialRecords:
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
-        """Return the measurements of a trial that had ended before this sweep was continued.
+        """Return the measurements of a trial of an earlier session, for a sweep that is continued.
 
-        A measurement is a round with its value in the column by which trials are compared. Rounds
-        without a value are left out. The list is empty for all other trials.
+        A measurement is a round, and the value of the compared column in this round. Rounds without
+        a value are left out. The list is empty for a trial that had not ended in an earlier
+        session.
         number: the trial's number.
         """
         if number not in self._ended_before:
@@ -208,10 +209,10 @@ class TrialRecords:
     def add_rows(
         self, number: int, point: Point, rows: Sequence[Row], seconds: float, is_done: bool
     ) -> None:
-        """Add new rows to the history of a trial, and replace later rows.
+        """Add new rows to the history of a trial, and delete its rows of later rounds.
 
-        There are later rows in population-based training: a trial may go back to an earlier round
-        because it continues from the checkpoint of a better trial.
+        Rows of later rounds exist only in population-based training: a trial goes back to an
+        earlier round if it continues from the checkpoint of a better trial.
 
         number: the trial's number.
         point: the values of the searched keys, which population-based training may have changed.

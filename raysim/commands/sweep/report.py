@@ -303,10 +303,10 @@ def _title(records: TrialRecords) -> str:
 
 
 def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, float, float]:
-    """Return a colour map, and the lowest and the highest score that it shows.
+    """Return a colour map, and the range of scores (lowest, highest) that it covers.
 
-    The highest score gets the colour with the most contrast to the page. Trials that the scheduler
-    stopped do not count for the two scores, unless all trials were stopped.
+    The range is that of the trials that the scheduler did not stop; if it stopped all of them, of
+    all trials. The highest score gets the colour with the most contrast to the page.
     records: the trials with a score.
     dark: True for a picture on a dark page.
     """

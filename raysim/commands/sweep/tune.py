@@ -118,10 +118,10 @@ class SweepTrial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         """Advance the trial to the next measurement; return a report for Tune and the sweep.
 
-        The report has the round, the metric, the new rows of the history, the wall seconds, and
-        "done": True if the trial has ended. If the trial had ended before the sweep was continued,
-        the report has only the round and metric of an earlier measurement, and "done". If the trial
-        fails, it has the error and the worst possible metric.
+        The report has the round, the metric, the new rows of the history and the wall seconds.
+        "done" is True if the trial has ended. A failed trial reports its error and the worst
+        possible metric. A trial that had ended before the sweep was continued reports only round,
+        metric and "done" of its next earlier measurement.
         Raise `RunFailedError` if a process of the run is lost, so that Tune starts the trial again.
         """
         metric = self._task.metric
@@ -364,7 +364,8 @@ def _trial_config(number: int, point: Point, replay: Sequence[tuple[int, float]]
 
     number: the trial's number.
     point: the values of the searched keys.
-    replay: round and metric of each measurement, if the trial ended in an earlier session; else [].
+    replay: the measurements (round, metric) that the trial reports again because it ended in an
+    earlier session; else [].
     """
     return {"number": number, "point": point, "replay": list(replay)}
 
@@ -514,7 +515,7 @@ def search(
     rounds: the number of rounds of the longest run; the scheduler ASHA must know it.
     task: the settings that all trials share.
     status: the line on the terminal that shows the state of the trials.
-    ray_messages: the file with Ray's messages, whose path a line about a lost process gives. None
+    ray_messages: the file with Ray's messages; its path is printed if a trial loses a process. None
     if there is no such file.
     """
     for key, value in ENVIRONMENT.items():

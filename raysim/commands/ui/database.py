@@ -123,7 +123,7 @@ class RunDatabase:
         """Send new rows and files of a run to the database; return False if that failed.
 
         folder: the run's folder.
-        record: the content of a file in this folder, which says what MLflow already has of the run.
+        record: the run's record, which says what MLflow already has of the run.
         """
         try:
             server = self._servers.get(folder)
@@ -164,7 +164,8 @@ class RunDatabase:
         """Build a run, and store its final model in the database.
 
         The outcome is written into the run's record: "sent", or why MLflow gets no model.
-        record: the content of the run's file that says what MLflow already has.
+        folder: the run's folder.
+        record: the run's record, which says what MLflow already has of the run.
         """
         from raysim.experiment.execute import load
         from raysim.results.shared_model import load_shared_model

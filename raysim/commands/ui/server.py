@@ -2,8 +2,8 @@
 
 While MLflow's server runs, new rows of runs in progress are sent every few seconds.
 
-For every experiment, MLflow 3 opens a page with traces of language models first. So raysim opens
-an address that selects the page with the charts.
+By default, MLflow 3 shows traces of language models when the user opens an experiment. So raysim
+opens an address that selects the page with the charts.
 """
 
 from __future__ import annotations
