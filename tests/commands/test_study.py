@@ -347,27 +347,34 @@ def test_runs_of_a_study_share_one_ray_until_a_run_fails(monkeypatch: pytest.Mon
     assert len(seconds) == 3 and min(seconds) >= 0
 
 
-DYING = """
+# By method: what its server does at the end of the first round.
+ABSORB = {"dying": "os.kill(os.getpid(), 9)", "waiting": "time.sleep(600)"}
+OWN_METHOD = """
 import os
+import time
 from raysim.api.method import Method
 
-class Dying(Method):
-    name = "dying"
+class Own(Method):
+    name = "{name}"
     def absorb(self, aggregation, server):
-        os.kill(os.getpid(), 9)
+        {absorb}
 """
+
+
+def plan_with_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> StudyPlan:
+    """Return the plan of a run of FedAvg and a run of a method of `ABSORB`, at the same time."""
+    Path(f"{name}.py").write_text(OWN_METHOD.format(name=name, absorb=ABSORB[name]))
+    Path("own/method").mkdir(parents=True)
+    Path(f"own/method/{name}.yaml").write_text(f"{name}: {{_target_: {name}.Own}}\n")
+    monkeypatch.syspath_prepend(".")
+    planned = check(plan([f"method=[],[{name}]", *QUICK, "out=s"], ["own"]), [name], parallel=2)
+    store(planned)
+    return planned
 
 
 @pytest.mark.slow
 def test_crash_of_parallel_run_does_not_stop_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("dying.py").write_text(DYING)
-    Path("own/method").mkdir(parents=True)
-    Path("own/method/dying.yaml").write_text("dying:\n  _target_: dying.Dying\n")
-    monkeypatch.syspath_prepend(".")
-    planned = plan(["method=[],[dying]", *QUICK, "out=s"], ["own"])
-    planned = check(planned, ["dying"], parallel=2)
-    store(planned)
-    failures = make_runs(planned, parallel=2, allow=["dying"])
+    failures = make_runs(plan_with_own_method("dying", monkeypatch), parallel=2, allow=["dying"])
     assert list(failures) == ["dying_seed-0"]
     assert failures["dying_seed-0"].startswith("its process was killed by signal 9")
     run_single([*QUICK, "out=single"], quiet=True)
@@ -375,18 +382,17 @@ def test_crash_of_parallel_run_does_not_stop_other_runs(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_interrupted_study_ends_its_processes() -> None:
-    planned = check(plan([*COMMON, "rounds=1,20000", "out=s"]), parallel=2)
-    store(planned)
+def test_interrupted_study_ends_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan_with_own_method("waiting", monkeypatch)
 
     def interrupt(line: str) -> None:
-        assert "run 1/2 fedavg_rounds-1_seed-0: accuracy" in line
+        assert "run 1/2 fedavg_seed-0: accuracy" in line
         raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="raysim study out=s resume=latest"):
-        make_runs(planned, parallel=2, say=interrupt)
+        make_runs(planned, parallel=2, allow=["waiting"], say=interrupt)
     finished = [path.parent.name for path in Path("s/runs").glob("*/summary.json")]
-    assert finished == ["fedavg_rounds-1_seed-0"]
+    assert finished == ["fedavg_seed-0"]
 
 
 # --- the report ---------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import io
 import json
+import multiprocessing
 import os
 import re
 import secrets
@@ -17,8 +19,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +29,7 @@ from typing import Any
 
 import pytest
 import yaml
+from test_new import GROUPS
 
 from raysim import cli
 from raysim.commands.submit import fetch, job_server, package
@@ -270,6 +274,24 @@ class TestCommand:
 
 
 # --- the job server -----------------------------------------------------------------------------
+CONNECT = """
+import sys
+from raysim.commands.submit import job_server
+
+try:
+    job_server.connect(sys.argv[1])
+except ValueError as error:
+    print(error)
+"""
+
+
+def connection_error(address: str, environment: Mapping[str, str]) -> str:
+    """Return the text of the error if a process with this environment cannot connect."""
+    command = [sys.executable, "-c", CONNECT, address]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return ran.stdout
+
+
 class TestJobServer:
     @pytest.mark.parametrize(
         ("address", "url"),
@@ -311,7 +333,7 @@ class TestJobServer:
         ("token", "part"),
         [("a" * 32, "not a Ray job server"), ("", "this process has none")],
     )
-    def test_error_of_wrong_server_or_token_is_one_sentence(
+    def test_error_of_wrong_server_or_token_names_address(
         self, token: str, part: str, tmp_path: Path
     ) -> None:
         class OtherServer(http.server.BaseHTTPRequestHandler):
@@ -329,16 +351,12 @@ class TestJobServer:
         if token:
             environment["RAY_AUTH_TOKEN"] = token
         address = f"http://127.0.0.1:{server.server_port}"
-        words = ["submit", "--address", address, "run", "out=/s/a"]
-        command = [sys.executable, "-m", "raysim", *words]
         try:
-            ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+            text = connection_error(address, environment)
         finally:
             server.shutdown()
             server.server_close()
-        assert ran.returncode == 2, ran.stderr
-        assert f"--address {address}" in ran.stderr and part in ran.stderr
-        assert "Traceback" not in ran.stderr
+        assert f"--address {address}" in text and part in text
 
     def test_error_names_absent_token_file(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -449,26 +467,38 @@ class UnstableClient:
 # --- jobs on a cluster --------------------------------------------------------------------------
 @dataclass
 class Cluster:
-    """A head node that these tests start, with a token."""
+    """A head node that these tests start, with a token.
+
+    process: a process with this token, in which the commands run. A process for each of them would
+    import PyTorch and Ray each time.
+    """
 
     url: str
     env: dict[str, str]
-    token: Path
+    process: ProcessPoolExecutor
 
-    def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run a program of the virtual environment to its end.
+    def raysim(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of raysim to its end."""
+        return self.process.submit(run_command, words).result(timeout=1800)
 
-        words: the name of the program, then its arguments.
-        env: environment variables in addition to those of the cluster.
-        """
-        program = [str(BIN / words[0]), *words[1:]]
-        return subprocess.run(
-            program, env=self.env | env, cwd=ROOT, capture_output=True, text=True, timeout=1800
-        )
-
-    def submit(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def submit(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run `raysim submit` to its end."""
-        return self.run("raysim", "submit", "--address", self.url, *words, **env)
+        return self.raysim("submit", "--address", self.url, *words)
+
+
+def run_command(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command of raysim in this process; return its exit status and what it printed."""
+    output, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        status = cli.call(words)
+    return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
+
+
+def set_environment(environment: Mapping[str, str]) -> None:
+    """Give this process an environment, and the folder in which commands run."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
 
 
 def free_ports(count: int) -> list[int]:
@@ -528,7 +558,9 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
         wait_until(
             lambda: answers(url, token.read_text()) and is_listening(agent)
         )  # a job needs both
-        yield Cluster(url, env, token)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, context, set_environment, (env,)) as process:
+            yield Cluster(url, env, process)
     finally:
         end(started)
 
@@ -580,14 +612,19 @@ def answers(url: str, token: str) -> bool:
 class Submitted:
     """A job on the cluster that ended without an error.
 
+    package: the folder of the package that it uses.
     out: the folder of its run.
     job: the name of the job, which `raysim fetch` needs.
     lines: the lines that `raysim submit` printed.
     """
 
+    package: Path
     out: Path
     job: str
     lines: list[str]
+
+
+FRESH = ("--allow", "fresh", *(f"{group}=fresh" for group in GROUPS), "rounds=2", "tracking=none")
 
 
 @pytest.fixture(scope="module")
@@ -598,36 +635,22 @@ def submitted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Sub
     """
     folder = tmp_path_factory.mktemp("submitted")
     assert cli.call(["new", str(folder / "fresh")]) == 0
-    words = [
-        f"{group}=fresh"
-        for group in ("method", "model", "data", "partition", "schedule", "fleet", "observer")
-    ]
-    package = ("--with", str(folder / "fresh" / "fresh"), "run", "--allow", "fresh")
+    package = folder / "fresh"
     out = folder / "on the node" / "first"
-    few = ("rounds=2", "tracking=none", "runtime.workers=1", f"out={out}")
-    ran = cluster.submit(*package, *words, *few)
+    words = ("--with", str(package / "fresh"), "run", *FRESH, "runtime.workers=2", f"out={out}")
+    ran = cluster.submit(*words)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     job = re.search(r"raysim fetch (\S+) --address", ran.stdout)
     assert job is not None, ran.stdout
-    return Submitted(out, job[1], ran.stdout.splitlines())
+    return Submitted(package, out, job[1], ran.stdout.splitlines())
 
 
 def test_ray_job_submit_executes_a_run(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = shlex.join(["raysim", "run", "runtime=inprocess", *SMALL, f"out={out}"])
-    words = [
-        "job",
-        "submit",
-        "--address",
-        cluster.url,
-        "--working-dir",
-        ".",
-        "--",
-        "sh",
-        "-c",
-        f"ls && exec {run}",
-    ]
-    ran = cluster.run("ray", *words)
+    command = [str(BIN / "ray"), "job", "submit", "--address", cluster.url, "--working-dir", "."]
+    command += ["--", "sh", "-c", f"ls && exec {run}"]
+    ran = subprocess.run(command, env=cluster.env, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert json.loads((out / "summary.json").read_text())["rounds"] == 2
     listed = set(ran.stdout.splitlines())
@@ -649,9 +672,17 @@ def test_submit_shows_the_output_of_the_run(submitted: Submitted) -> None:
     assert lines[-1].startswith(f"bring {submitted.out} to this machine with: raysim fetch ")
 
 
-def test_new_package_runs_on_a_cluster(submitted: Submitted) -> None:
-    summary = json.loads((submitted.out / "summary.json").read_text())
-    assert (summary["methods"], summary["rounds"]) == (["fresh"], 2)
+def test_new_package_has_the_same_bits_on_a_cluster(
+    submitted: Submitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(submitted.package)
+    assert cli.call(["run", *FRESH, "runtime=inprocess", "out=here", "--quiet"]) == 0
+    here, there = (
+        json.loads((out / "summary.json").read_text()) for out in (Path("here"), submitted.out)
+    )
+    assert (there["methods"], there["rounds"]) == (["fresh", "fresh_means"], 2)
+    for checksum in ("model_sha256", "state_sha256"):
+        assert here[checksum] == there[checksum]
     assert (submitted.out / "best.txt").is_file()
 
 
@@ -659,18 +690,18 @@ def test_fetch_copies_the_results_of_a_job(
     cluster: Cluster, submitted: Submitted, tmp_path: Path
 ) -> None:
     here = tmp_path / "here"
-    words = ["raysim", "fetch", submitted.job, str(here), "--address", cluster.url]
-    fetched = cluster.run(*words)
+    words = ("fetch", submitted.job, str(here), "--address", cluster.url)
+    fetched = cluster.raysim(*words)
     assert fetched.returncode == 0, fetched.stderr
     names = {path.name for path in submitted.out.iterdir()}
     assert {path.name for path in here.iterdir()} == names - {"checkpoints"}
     summary = (here / "summary.json").read_bytes()
     assert summary == (submitted.out / "summary.json").read_bytes()
-    too_large = cluster.run(*words, "--limit", "0.0001")
+    too_large = cluster.raysim(*words, "--limit", "0.0001")
     assert too_large.returncode == 2 and "--limit" in too_large.stderr
-    missing = cluster.run(*words, "--folder", str(tmp_path / "none"))
+    missing = cluster.raysim(*words, "--folder", str(tmp_path / "none"))
     assert missing.returncode == 2 and "--folder" in missing.stderr
-    unknown = cluster.run("raysim", "fetch", "raysubmit_none", "--address", cluster.url)
+    unknown = cluster.raysim("fetch", "raysubmit_none", "--address", cluster.url)
     assert unknown.returncode == 2 and "raysubmit_none" in unknown.stderr
 
 
@@ -693,14 +724,13 @@ def test_submitted_run_that_fails_exits_with_1(cluster: Cluster, tmp_path: Path)
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_error_of_wrong_or_missing_token_is_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
+def test_error_of_wrong_or_missing_token_names_its_place(cluster: Cluster, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text(secrets.token_hex(32))
-    ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_TOKEN_PATH=str(wrong))
-    assert ran.returncode == 2 and f"RAY_AUTH_TOKEN_PATH={wrong}" in ran.stderr, ran.stderr
-    assert "to upload" not in ran.stdout
-    ran = cluster.submit("run", *RUN, "out=/s/a", RAY_AUTH_MODE="disabled")
-    assert ran.returncode == 2 and "token" in ran.stderr, ran.stderr
+    text = connection_error(cluster.url, cluster.env | {"RAY_AUTH_TOKEN_PATH": str(wrong)})
+    assert f"RAY_AUTH_TOKEN_PATH={wrong}" in text
+    text = connection_error(cluster.url, cluster.env | {"RAY_AUTH_MODE": "disabled"})
+    assert f"--address {cluster.url}" in text and "token" in text
 
 
 # --- the files in jobs/ -------------------------------------------------------------------------
