@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -26,6 +27,10 @@ RAY_TIMEOUTS = {
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_worker_niceness": "0",  # next to other work, a worker of lower priority hardly runs
 }
+
+RAY_FIXTURES = ("ray_session", "cluster", "driver")  # each of them starts Ray
+# Such a file may have slow tests. The fixture `workers` uses `ray_session`.
+SLOW_FILE = re.compile(r"\bmark\.slow\b|\b(ray_session|workers|cluster|driver)\b")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,6 +56,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 2 if config.getoption("markexpr") == "not slow" else 0
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without slow tests if only slow tests run.
+
+    To import all files takes half a minute in each process. A slow test has the mark, or one of
+    Ray's fixtures, whose name is then in its file.
+    """
+    is_test_file = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if not is_test_file or not config.getoption("markexpr").startswith("slow"):
+        return None
+    return SLOW_FILE.search(collection_path.read_text()) is None or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all tests that use Ray as `slow`.
@@ -62,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not {*fixtures}.isdisjoint(getattr(item, "fixturenames", ()))
 
     for item in items:
-        if uses(item, "ray_session", "cluster", "driver"):
+        if uses(item, *RAY_FIXTURES):
             item.add_marker(pytest.mark.slow)
         if uses(item, "ray_session"):
             item.add_marker(pytest.mark.shared_ray)
