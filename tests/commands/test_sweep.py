@@ -15,10 +15,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 import raysim
 from raysim import cli
@@ -28,6 +29,7 @@ from raysim.commands.sweep.report import KeyAxis, draw_parallel
 from raysim.commands.sweep.space import Choice, Interval
 from raysim.commands.sweep.trial import Trial, open_trial
 from raysim.commands.ui.database import RunDatabase
+from raysim.experiment.build import build
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.experiment.runner import RunFailedError
@@ -38,6 +40,9 @@ from raysim.results.history import read_history
 from raysim.runtime import inprocess
 from raysim.simulation.events import Event, ProcessLostError, RunStoppedError
 from raysim.training.identity import Identity, identify
+
+if TYPE_CHECKING:
+    from raysim.commands.sweep.tune import SweepTrial, TrialTask
 
 STUDY = (
     "runtime=local",
@@ -215,6 +220,26 @@ class TestPlan:
     def test_sweep_over_option_methods_has_ten_points(self) -> None:
         assert len(plan(["sweep=methods"]).points()) == 10
 
+    @pytest.mark.parametrize(
+        ("overrides", "metric", "is_test_score"),
+        [
+            (["partition.validation_fraction=0.2"], "accuracy_validation", False),
+            (["partition.validation_fraction=0.0,0.2"], "accuracy_global", True),
+            (["partition.validation_fraction=0.2", "sweep.metric=accuracy"], "accuracy", False),
+        ],
+    )
+    def test_validation_score_ranks_trials(
+        self, overrides: list[str], metric: str, is_test_score: bool
+    ) -> None:
+        from raysim.commands.sweep import session
+
+        sweep_plan = plan([*STUDY, LRS, *overrides, "sweep.search=grid"])
+        experiments = [build(sweep_plan.node(point)) for point in sweep_plan.samples()]
+        printed = io.StringIO()
+        chosen = session._choose_metric(sweep_plan, experiments, Console(file=printed))
+        assert (chosen.options.metric, chosen.options.mode) == (metric, "max")
+        assert ("partition.validation_fraction" in printed.getvalue()) == is_test_score
+
 
 # --- trials without Ray -------------------------------------------------------------------------
 def start_events(experiment: Experiment, folder: Path, resume: str) -> Iterator[Event]:
@@ -225,6 +250,19 @@ def start_events(experiment: Experiment, folder: Path, resume: str) -> Iterator[
 def make_trial(folder: Path, *overrides: str, metric: str = "accuracy_global") -> Trial:
     config = to_dict(compose([*STUDY, *overrides]))
     return open_trial(0, [config], metric, start_events, folder=folder)
+
+
+IDENTIFY = "raysim.commands.sweep.tune.cluster.identify_process"
+
+
+def trial_process(task: TrialTask, monkeypatch: pytest.MonkeyPatch) -> SweepTrial:
+    """Return the object of a trial's process, without Ray Tune."""
+    from raysim.commands.sweep.tune import SweepTrial
+
+    monkeypatch.setattr("raysim.commands.sweep.tune._START_FOLDER", os.getcwd())
+    process = SweepTrial.__new__(SweepTrial)
+    process.setup({"trial": {"point": {}, "replay": []}}, plan([*STUDY, LRS]), task)
+    return process
 
 
 class TestTrial:
@@ -258,6 +296,28 @@ class TestTrial:
         with pytest.raises(RunStoppedError, match=r"sweep\.metric.* accuracy, accuracy_global"):
             trial.advance()
 
+    @pytest.mark.parametrize("mixed", [False, True])
+    def test_trial_fails_on_node_with_another_torch_unless_mixed(
+        self, mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from raysim.commands.sweep.tune import trial_task
+
+        own = identify("driver")
+        other = Identity("driver", "node-a", {**own.facts, "torch": "0.1"})
+        experiment = build([*STUDY, f"runtime.mixed={str(mixed).lower()}"])
+        with monkeypatch.context() as patch:
+            patch.setattr(IDENTIFY, lambda *_: other)
+            task = trial_task(records_of(tmp_path, [LRS]), experiment, {"CPU": 1.0}, ())
+        monkeypatch.setattr(IDENTIFY, lambda *_: own)
+        process = trial_process(task, monkeypatch)
+        process._logdir = str(tmp_path / "0000")
+        report = process.step()
+        if mixed:
+            assert report["rows"][0]["round"] == 1
+        else:
+            assert "runtime.mixed=false" in report["error"] and "torch" in report["error"]
+        process.cleanup()
+
     @pytest.mark.parametrize("is_lost", [True, False])
     def test_trial_starts_again_only_if_a_worker_is_lost(
         self, is_lost: bool, monkeypatch: pytest.MonkeyPatch
@@ -269,10 +329,9 @@ class TestTrial:
             raise RunFailedError(str(cause)) from cause
 
         monkeypatch.setattr(SweepTrial, "_open_trial", fail)
-        monkeypatch.setattr("raysim.commands.sweep.tune._START_FOLDER", os.getcwd())
-        task = TrialTask("s", "accuracy", "cpu", {}, (), (), identify("driver", []), False)
-        process = SweepTrial.__new__(SweepTrial)  # without Ray Tune
-        process.setup({"trial": {"point": {}, "replay": []}}, plan([LRS]), task)
+        driver = identify("driver")
+        task = TrialTask("s", "accuracy", "cpu", {}, (), (), driver, mixed=False)
+        process = trial_process(task, monkeypatch)
         if is_lost:
             with pytest.raises(RunFailedError):  # so that Ray Tune starts the trial again
                 process.step()
@@ -470,62 +529,24 @@ class TestSearch:
         assert len(rows) == 3
 
     def test_sweep_in_python_returns_scores_and_histories(self, ray_session: None) -> None:
-        overrides = [*STUDY, LRS, "sweep.search=grid", "rounds=2", "out=s"]
-        result = raysim.sweep(overrides, quiet=True)
+        overrides = [*STUDY, LRS, "partition.validation_fraction=0.2", "rounds=2", "out=s"]
+        options = ["sweep.search=grid", "sweep.concurrent=1"]
+        result = raysim.sweep([*overrides, *options], quiet=True)
         rows = trials(Path("s"))
         best = result.get_best_result()
-        best_row = max(rows, key=lambda row: float(row["accuracy_global"]))
-        assert (len(result), result.num_errors) == (2, 0)
+        metric = "accuracy_validation"
+        best_row = max(rows, key=lambda row: float(row[metric]))
+        assert (len(result), result.num_errors, result.metric) == (2, 0, metric)
         assert best.config == {"local.lr": best_row["local.lr"]}
-        assert best.metrics["accuracy_global"] == best_row["accuracy_global"]
+        assert best.metrics[metric] == best_row[metric]
         assert Path(best.path) == Path("s", best_row["folder"]).resolve()
         assert {"config.yaml", "history.parquet"} <= {*os.listdir(best.path)}
         assert [*best.metrics_dataframe["round"]] == [1, 2]
         assert sorted(result.get_dataframe()["config/local.lr"]) == [0.01, 0.1]
-        worst = result.get_best_result("accuracy_global", "min")
+        worst = result.get_best_result(metric, "min")
         assert {best.number, worst.number} == {trial.number for trial in result} == {0, 1}
         with pytest.raises(ValueError, match=r"^metric=speed: "):
             result.get_best_result("speed")
-
-    @pytest.mark.parametrize(
-        ("overrides", "metric"),
-        [
-            (["partition.validation_fraction=0.2"], "accuracy_validation"),
-            (["partition.validation_fraction=0.0,0.2"], "accuracy_global"),
-            (["partition.validation_fraction=0.2", "sweep.metric=accuracy"], "accuracy"),
-        ],
-    )
-    def test_validation_score_ranks_trials(
-        self,
-        overrides: list[str],
-        metric: str,
-        ray_session: None,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        options = ["sweep.search=grid", "rounds=1", "out=s"]
-        result = raysim.sweep([*STUDY, LRS, *overrides, *options])
-        assert result.metric == metric
-        scores = [row[metric] for row in trials(Path("s"))]
-        best = result.get_best_result()
-        assert best.metrics[metric] == max(scores)
-        says_test = "partition.validation_fraction" in capsys.readouterr().out.partition("space")[0]
-        assert says_test == (metric == "accuracy_global")
-
-    def test_trial_fails_on_node_with_another_torch_unless_mixed(
-        self, ray_session: None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def other_driver(name: str, packages: Sequence[str]) -> Identity:
-            facts = identify(name, packages).facts
-            return Identity(name, "node-a", {**facts, "torch": "0.1"})
-
-        monkeypatch.setattr("raysim.commands.sweep.tune.cluster.identify_process", other_driver)
-        overrides = [*STUDY, "local.lr=0.1,0.2", "sweep.search=grid", "rounds=1"]
-        refused = raysim.sweep([*overrides, "out=s"], quiet=True)
-        assert refused.num_errors == 2
-        for error in refused.errors:
-            assert "runtime.mixed=false" in error and "torch" in error
-        mixed = raysim.sweep([*overrides, "runtime.mixed=true", "out=t"], quiet=True)
-        assert mixed.num_errors == 0
 
     def test_trial_continues_after_its_process_was_killed(
         self, ray_session: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -534,7 +555,8 @@ class TestSearch:
         option.parent.mkdir(parents=True)
         settings = f"{{_target_: dying_once.DyingOnce, marker: {tmp_path}/died}}"
         option.write_text(f"dying_once: {settings}\n")
-        searched = ("local.lr=0.1,0.2", "sweep.search=grid", "method=[dying_once]")
+        searched = ("local.lr=0.1,0.2", "sweep.search=grid", "sweep.concurrent=1")
+        searched += ("method=[dying_once]",)
         folder = sweep(*searched, "--conf", "own", "--allow", "dying_once")
         lines = capsys.readouterr().out.splitlines()
         restarts = [line for line in lines if "has lost a process" in line]
