@@ -409,6 +409,6 @@ def _model_with(spec: RunSpec, tensors: Mapping[str, Tensor]) -> nn.Module:
     with torch.no_grad():
         for name, tensor in tensors.items():
             network, _, path = name.partition(".")
-            if network == "model" and path in state:  # a buffer may not be stored
+            if network == "model":
                 state[path].copy_(tensor)
     return original_network(model).eval()

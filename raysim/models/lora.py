@@ -187,9 +187,12 @@ def _named_layers(inner: nn.Module, lora: Lora) -> list[str]:
     for layer in lora.layers or ():
         matches = [name for name in all_names if name == layer or name.endswith(f".{layer}")]
         if not matches:
+            with_matrix = [
+                name for name in all_names if _width(inner.get_submodule(name)) < sys.maxsize
+            ]
             raise ValueError(
                 f"model.lora.layers={lora.layers}: the model has no layer '{layer}'. "
-                f"{_advice(layer, all_names)}"
+                f"{_advice(layer, with_matrix)}"
             )
         names += matches
     if not names:

@@ -50,7 +50,7 @@ def load_shared_model(spec: RunSpec, weights: Path) -> tuple[SharedModel, np.nda
     state = networks["model"].state_dict()
     for name, tensor in load_file(weights).items():
         network, _, path = name.partition(".")
-        if network == "model" and path in state:  # a buffer may not be in the state
+        if network == "model":
             state[path].copy_(tensor)
     model = SharedModel(networks["model"], spec.data.pipeline)
     inputs = spec.data.open().inputs

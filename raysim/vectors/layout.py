@@ -4,7 +4,8 @@ The order is: shared parameters, shared buffers, personal parameters, personal b
 `layout.shared` entries travel between server and clients. The first `layout.trained` entries are
 the shared parameters; a step of the server may scale them, but not the buffers. Integer buffers
 have a separate vector. Frozen parameters (requires_grad False) are not in the vector, because every
-process builds the same ones from the seed.
+process builds the same ones from the seed. Neither are buffers that are not part of a network's
+state (persistent=False), such as the angles of rotary embeddings: they are constants.
 """
 
 from __future__ import annotations
@@ -111,11 +112,11 @@ class Layout:
 def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ()) -> Layout:
     """Return the layout of the networks' tensors, network after network.
 
-    personal: full names of the tensors that stay on the clients. Names of frozen parameters have no
-    effect, because frozen parameters never travel.
+    personal: full names of the tensors that stay on the clients. Names of frozen parameters and of
+    buffers that are not saved have no effect, because these never travel.
     Raises ValueError for an unknown name.
     """
-    stays = frozenset(personal) - _frozen_names(networks)
+    stays = frozenset(personal) - _constant_names(networks)
     parameters: list[tuple[str, str, Tensor]] = []
     buffers: list[tuple[str, str, Tensor]] = []
     integers: list[tuple[str, str, Tensor]] = []
@@ -123,7 +124,10 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
         parameters += [
             (network, path, p) for path, p in module.named_parameters() if p.requires_grad
         ]
+        saved = module.state_dict().keys()
         for path, b in module.named_buffers():
+            if path not in saved:
+                continue
             (buffers if b.is_floating_point() else integers).append((network, path, b))
     if unknown := stays - {
         f"{network}.{path}" for network, path, _ in (*parameters, *buffers, *integers)
@@ -163,11 +167,14 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
     )
 
 
-def _frozen_names(networks: Mapping[str, nn.Module]) -> set[str]:
+def _constant_names(networks: Mapping[str, nn.Module]) -> set[str]:
+    """Return the full names of frozen parameters, and of buffers that are not saved."""
     names: set[str] = set()
     for network, module in networks.items():
-        frozen = [path for path, p in module.named_parameters() if not p.requires_grad]
-        names |= {f"{network}.{path}" for path in frozen}
+        saved = module.state_dict().keys()
+        constant = [path for path, p in module.named_parameters() if not p.requires_grad]
+        constant += [path for path, _ in module.named_buffers() if path not in saved]
+        names |= {f"{network}.{path}" for path in constant}
     return names
 
 

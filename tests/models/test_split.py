@@ -289,7 +289,9 @@ def test_only_adapters_of_a_custom_network_are_sent() -> None:
 
 
 def test_adapters_of_layers_that_do_not_exist_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"model\.lora\.layers=\['nowhere'\]"):
+    with pytest.raises(
+        ValueError, match=r"model\.lora\.layers=\['nowhere'\].* are 0, 2, embedding, out, qkv"
+    ):
         Transformer(lora=Lora(rank=2, layers=["nowhere"])).build((6,), 3, 5, Tokens(11))
 
 

@@ -184,5 +184,8 @@ def test_run_with_unsaved_buffers_writes_samples(tmp_path: Path) -> None:
     overrides += ["partition=natural", "schedule.cohort=2", "runtime=inprocess", "tracking=none"]
     overrides += ["rounds=1", "model=huggingface", "model.name=llama", "model.task=causal"]
     overrides += [f"model.options={{{options},num_key_value_heads:2}}", "model.lora.rank=2"]
-    run([*overrides, "evaluate.generate.tokens=3", f"out={tmp_path}/run"], quiet=True)
+    overrides += ["evaluate.generate.tokens=3", f"out={tmp_path}/run"]
+    result = run(overrides, quiet=True)
+    adapted = 4 * 2 * (8 + 8) + 3 * 2 * (8 + 16)  # attention and the MLP, rank 2
+    assert result.summary["floats_up"] == 2 * adapted  # without the angles of positions
     assert (tmp_path / "run" / "samples.txt").read_text()

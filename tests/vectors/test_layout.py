@@ -140,3 +140,14 @@ def test_frozen_parameters_declared_as_personal_are_left_out() -> None:
     model.bias.requires_grad_(False)
     layout = plan_layout({"model": model}, ["model.bias"])
     assert [entry.name for entry in layout.entries] == ["model.weight"] and not layout.personal
+
+
+def test_layout_leaves_out_buffers_that_are_not_saved() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("angles", torch.arange(3.0), persistent=False)
+    model.register_buffer("mask", torch.ones(4, dtype=torch.bool), persistent=False)
+    layout = plan_layout({"model": model}, ["model.angles"])
+    assert [entry.name for entry in layout.entries] == ["model.weight", "model.bias"]
+    assert layout.counters == () and layout.personal == 0
+    vector = Vector({"model": model}, layout, torch.device("cpu"), torch.float64)
+    assert vector.data.shape == (6,) and model.get_buffer("angles").tolist() == [0.0, 1.0, 2.0]
