@@ -34,9 +34,15 @@ _FILE_ROWS = 1 << 18  # about; a checkpoint rewrites only the newest file
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of a run as arrays with one value per job; `JobRecord` describes the arrays.
+    """The jobs of a run as arrays with one value for each job.
 
-    fate: how each job ended: a position in `FATES`, the names of the possible ends.
+    client: the number of the client.
+    version: the base version, from which the client started.
+    start, finish: the begin and the end of the job in virtual seconds.
+    fate: how the job ended: a position in `FATES`, the names of the possible ends.
+    round: the aggregation that used the update. For any other job it is the first aggregation after
+    the job's end, or after the end of the run.
+    staleness: the staleness of the update; 0 if the job was not aggregated and has not failed.
     """
 
     client: np.ndarray

@@ -1,4 +1,4 @@
-"""Define titles for a summary's numbers, and whether more or less of a number is better."""
+"""Name the numbers of a summary, and tell whether a higher or a lower value is better."""
 
 from __future__ import annotations
 

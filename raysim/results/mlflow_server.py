@@ -1,8 +1,8 @@
 """Send runs to an MLflow server or database.
 
-MLflow stores the round of a row as the step of its metrics. Each new connection asks MLflow for the
-last round that it has, and sends only the rows of later rounds. Therefore no round is missing or
-repeated, even if a run is resumed, sent again or interrupted during a call.
+MLflow stores the round of a row as the step of its metrics. Each new connection asks which round of
+the run MLflow has stored last, and sends only the rows of later rounds. Therefore no round is
+missing or repeated, even if a run is resumed, sent again or interrupted during a call.
 
 A study or a sweep is also a run in MLflow, and the parent of its runs. MLflow shows the data set as
 an input of a run, and the trained model as an output. The model that
@@ -182,8 +182,9 @@ class Mlflow:
     def _find_id(self, record: Record) -> str:
         """Return MLflow's id for a run whose record does not have it; "" if MLflow has no such run.
 
-        The run is found by raysim's own id, which is a tag in MLflow. Only a run that `raysim ui`
-        sends is searched. Any other run stores MLflow's id as soon as the run exists in MLflow.
+        The run is found by raysim's own id, which is a tag in MLflow. This is done only for runs
+        that `raysim ui` sends. The record of any other run has MLflow's id as soon as MLflow has
+        the run.
         """
         if record.get("sent_by") != UI:
             return ""
@@ -347,9 +348,9 @@ class Mlflow:
             self._log_model(folder)
 
     def _log_model(self, folder: Path) -> None:
-        """Store a model on this server, as `mlflow.pytorch.log_model` does.
+        """Store a model on the server of this connection, as `mlflow.pytorch.log_model` does.
 
-        MLflow's function would use the server that is set for the whole process.
+        MLflow's own function would use the server that is set for the whole process.
         """
         from mlflow.entities import LoggedModelOutput
         from mlflow.models import Model
@@ -366,7 +367,7 @@ class Mlflow:
 
 
 def _key(name: str) -> str:
-    """Return a name that MLflow accepts: without other characters, and not too long."""
+    """Return a name that MLflow accepts: shortened, and with "_" for unsupported characters."""
     return re.sub(r"[^\w\-. /]", "_", name)[:KEY_LENGTH]
 
 

@@ -66,9 +66,9 @@ class UnitFormat:
     ) -> str:
         """Return a number with this unit and a prefix k, M, G or T.
 
-        like: the mean if `value` is a deviation. The text then has the decimals of the mean.
-        unit_of: a number that chooses the prefix: 1000000 chooses "M". If it is None, `like`
-        chooses the prefix; if `like` is None, too, the value itself does.
+        like: the mean if `value` is a deviation. The text then has the mean's prefix and decimals.
+        unit_of: a number whose prefix the text gets: M for 1000000. None means `like` or, without
+        it, `value`.
         """
         text = format_count(value, like=like, unit_of=unit_of)
         if text == MISSING:
@@ -86,9 +86,9 @@ def format_count(
 ) -> str:
     """Return a number with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
-    like: the mean if `value` is a deviation. The text then has the decimals of the mean.
-    unit_of: a number that chooses the prefix: 1000000 chooses "M". If it is None, `like` chooses
-    the prefix; if `like` is None, too, the value itself does.
+    like: the mean if `value` is a deviation. The text then has the mean's prefix and decimals.
+    unit_of: a number whose prefix the text gets: M for 1000000. None means `like` or, without it,
+    `value`.
     """
     if value is None:
         return MISSING
@@ -114,9 +114,10 @@ def format_seconds(
     """Return a time in the unit that suits it: seconds, minutes, hours or days.
 
     value: the time in seconds.
-    like: the mean in seconds if `value` is a deviation. The text then has the mean's decimals.
-    unit_of: a time in seconds that chooses the unit: 7200 chooses hours. If it is None, `like`
-    chooses the unit; if `like` is None, too, the value itself does.
+    like: the mean in seconds if `value` is a deviation. The text then has the mean's unit and
+    decimals.
+    unit_of: a time in seconds whose unit the text gets: hours for 7200. None means `like` or,
+    without it, `value`.
     """
     if value is None:
         return MISSING
@@ -140,9 +141,9 @@ def _first(*numbers: float | None) -> float:
 def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> FormatNumber:
     """Return a function that formats all numbers of a column with the same unit.
 
-    The function calls `show` with the unit that suits the number of smallest magnitude. If the
-    largest magnitude is more than `MAX_UNIT_RATIO` times the smallest, `show` itself is returned,
-    so that each number gets its own unit. It is also returned if its texts have no unit.
+    This unit suits the number of smallest magnitude. `show` itself is returned if it writes no
+    units, or if the largest magnitude is more than `MAX_UNIT_RATIO` times the smallest. In the
+    second case each number gets its own unit.
     show: function that formats one number.
     values: the numbers of the column; None, nan and 0 are ignored.
     """

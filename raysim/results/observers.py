@@ -139,10 +139,10 @@ class CurrentRun:
 class Observer:
     """The base class of observers.
 
-    Override the methods that you need; by default they do nothing. After `on_start`, either
-    `on_finish` or `on_stop` is called. `on_stop` is also called if `on_finish` raised an error, in
-    this observer or in an earlier one. A run that lost a process calls `on_stop` and starts again
-    with `on_start`.
+    Override the methods that you need; by default they do nothing. After `on_start`, `on_finish` is
+    called at the end of the run, or `on_stop` if an error ends it. An error in `on_finish` also
+    ends the run: `on_stop` is then called for this observer and all later ones. A run that lost a
+    process calls `on_stop` and starts again with `on_start`.
     """
 
     def on_start(self, run: CurrentRun) -> None:
@@ -655,8 +655,8 @@ class Pictures(Observer):
     def _draw_probes(self, run: CurrentRun) -> list[Path]:
         """Draw the probes; return the paths of the pictures.
 
-        bias.png has the numbers that rows of the history take from probes, over all rounds; it is
-        left out if no row has them. features.png and outputs.png show the last round with probes.
+        bias.png shows the columns of the history that come from probes, over all rounds; without
+        such columns it is left out. features.png and outputs.png show the last round with probes.
         """
         files = sorted((run.folder / PROBES).glob("round-*.safetensors"))
         if not files:

@@ -113,9 +113,9 @@ class PagePart:
     All entries are values for the page's template.
     title: the heading.
     text: a paragraph below the heading; "" for none.
-    tables: tables, made by `_table`.
+    tables: the results of `_table`.
     pictures: PNGs.
-    plots: rows of SVGs, made by `_row_of_plots`.
+    plots: rows of SVGs, the results of `_row_of_plots`.
     folded: more rows of SVGs, by title. The page shows only the title until the reader clicks on
     it. These SVGs show the same curves as `plots`, with other x axes.
     notes: sentences at the end of the part.
@@ -223,7 +223,7 @@ def _swatch(index: int, label: str) -> Shown:
 
 
 def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
-    """Return a table as the value that the page's template, report.html, turns into HTML.
+    """Convert a table for the page's template, report.html, which writes it as HTML.
 
     columns: the columns, all with the same number of rows.
     has_swatches: True puts the colour of each group's curve in front of its row.
@@ -263,7 +263,7 @@ def _plot(svg: str, title: str = "") -> Shown:
 
 
 def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown:
-    """Return plots as the value that the page's template, report.html, turns into a row.
+    """Convert plots for the page's template, report.html, which shows them in a row.
 
     layout: "" is a grid, "row" is one line, "wide" has a wide plot first.
     svgs: the plots.
@@ -314,10 +314,10 @@ def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
 def setting_curves(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW
 ) -> dict[str, tuple[str, str, list[Curve]]]:
-    """Map each drawn column of the histories to a title, a label and one curve for each setting.
+    """Return the curves of all settings for each metric and loss that some run has measured.
 
-    The title names the column. The label belongs to the vertical axis. Only metrics and losses that
-    some run has measured are in the result.
+    The result maps a column of the histories to (title, label, curves). The title says what the
+    column is, the label belongs to the vertical axis, and each setting has one curve.
     groups: one group of runs for each setting.
     view: which columns the tables have, and whether scores are shown in percent.
     """
@@ -519,10 +519,10 @@ def _scores(run: Run) -> np.ndarray:
 
 
 def _sorted_scores(group: RunGroup) -> tuple[np.ndarray, float | None]:
-    """Return the ascending scores of all scored clients, and the median number of test samples.
+    """Return the scores of the clients in ascending order, and a median.
 
-    Clients that were never trained are left out. The median is over the scored clients of all
-    seeds; None if no client was scored.
+    The clients of all seeds are counted. Clients that were not scored or never trained are left
+    out. The median is over the clients' numbers of test samples; None without clients.
     """
     scores = [np.empty(0)]
     test_samples = [np.empty(0)]
@@ -864,8 +864,8 @@ def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
 def _format_checksum(value: object) -> str:
     """Return a checksum as text; a dash if there is none.
 
-    The SHA-256 of zero bytes also becomes a dash: the run has nothing of this kind, such as client
-    states.
+    The SHA-256 of zero bytes also becomes a dash, because it means that there was nothing to check,
+    for example no client states.
     """
     is_empty = value in (None, "", hashlib.sha256().hexdigest())
     return MISSING if is_empty else str(value)

@@ -131,11 +131,11 @@ def _add_legend(figure: Figure, ax: Axes) -> Legend:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move positions apart, as little as needed, so that neighbours differ by at least `gap`.
+    """Move positions apart so that neighbours differ by at least `gap`; return the new ones.
 
-    Return the new positions.
-    places: ascending positions. Positions that are too close to each other are placed `gap` apart,
-    so that their mean stays the same.
+    Positions that are too close to each other get the distance `gap`, and their mean stays the
+    same.
+    places: the old positions, ascending.
     """
     blocks: list[list[float]] = []
     for place in places:

@@ -34,11 +34,10 @@ def format_duration(seconds: float) -> str:
 
 @contextmanager
 def waiting_line(console: Console) -> Iterator[Callable[..., None]]:
-    """Yield a function that shows what the program is waiting for.
+    """Yield a function show(text, progress="") that shows what the program is waiting for.
 
-    The function takes a text, and optionally a second text with the progress. A terminal has one
-    line with the text, the progress and the elapsed seconds. A log gets a line for each call that
-    has no second text.
+    A terminal has one line with the text, the progress and the elapsed seconds. A log gets a line
+    for each text; a call with `progress` prints nothing there.
     """
     if not console.is_terminal:
 
@@ -187,10 +186,10 @@ class Progress:
         clients: the names of the clients that the worker trains.
         seconds: the time since the worker's last answer.
         node: name and address of the worker's node; "" if unknown.
-        replaced_after: if the worker does not answer for so many seconds, another worker replaces
-        it. Infinity means that the run waits forever.
-        node_timeout: None if the worker's node answers. Otherwise, if the node does not answer for
-        so many seconds, it counts as lost.
+        replaced_after: the seconds without an answer after which another worker replaces this one.
+        Infinity means that the run waits forever.
+        node_timeout: the seconds without an answer after which the worker's node counts as lost;
+        None if the node answers.
         stacks: the file that shows which code the worker's threads are executing; "" without one.
         ray_messages: the file for Ray's own messages; "" without one.
         """

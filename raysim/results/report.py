@@ -77,9 +77,8 @@ class TableView:
 
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
     percent: True shows shares such as accuracy in percent.
-    thresholds: the scores in the table of costs. With (), a candidate is each score that
-    `rounds_to` in some run's summary lists and that the run reached. The table then shows the four
-    highest candidates.
+    thresholds: the scores in the table of costs. () takes them from `rounds_to` in the runs'
+    summaries: up to four, the highest ones that any run reached.
     bold: the rule by which a value is marked as the best, a name in `BOLD_RULES`.
     """
 
@@ -111,8 +110,8 @@ def share_factor(runs: Sequence[Run], percent: bool) -> float:
 def _rank(runs: Sequence[Run]) -> float:
     """Return a number by which settings are sorted: the best setting has the smallest one.
 
-    It is the mean score of the best five rounds, averaged over the runs. The mean is negated if a
-    higher score is better. Infinity if the runs have no score.
+    It is the runs' mean of `best5_mean`, the mean score of a run's five best rounds. If a higher
+    score is better, it is multiplied by -1. Without scores, return infinity.
     runs: the runs of one setting, which differ in their seeds.
     """
     scores = finite_values([_number(run, "best5_mean") for run in runs])
@@ -343,11 +342,11 @@ def _data_settings(run: Run) -> dict[str, str]:
 
 
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
-    """Map a description of each run's main score to a bool; equal descriptions are one key.
+    """Return which kinds of main scores the runs have, as a dict from a text to a bool.
 
-    A description names the metric and the test samples, such as "accuracy on the central test set".
-    Its value is True if a run with this description has both kinds of scores: on the clients' test
-    sets, and on the central test set.
+    The text names the metric and the test samples, such as "accuracy on the central test set". The
+    bool is True if some run with this kind has scores on the clients' test sets and on the central
+    test set.
     """
     kinds: dict[str, bool] = {}
     for run in runs:
@@ -514,9 +513,8 @@ def arrange_groups(
     """Return settings with new labels and in a new order.
 
     labels: a dict from old to new labels; a setting that is not in it keeps its label.
-    order: the labels of some settings, old or new, in the wanted order. A setting that `order`
-    omits is placed after the last placed setting with the same data and split. If there is no such
-    setting, it is placed at the end.
+    order: the labels of some settings, old or new, in the wanted order. All other settings come
+    behind the settings with the same data and split, or at the end if there are none.
     Raises `ValueError` for a label of a setting that does not exist.
     """
     known = [group.label for group in groups]
@@ -548,10 +546,10 @@ def arrange_groups(
 def result_columns(
     groups: Sequence[RunGroup], limit: int = 4, view: TableView = USUAL_VIEW
 ) -> list[Column]:
-    """Return columns with a row for each group: mean ± sample deviation over its seeds.
+    """Return columns with a row for each group: mean ± standard deviation over its n seeds.
 
-    The deviation has the divisor n-1. Each group is compared with the first group that has the same
-    data, by a paired t-test over the seeds that both groups have.
+    The deviation has the denominator n - 1. Each group is compared with the first group that has
+    the same data, by a paired t-test over the seeds that both groups have.
     limit: the largest number of threshold columns (the first round that reaches a score).
     view: the choice of columns and units.
     """
@@ -619,9 +617,8 @@ def _compare_with_first(
 ) -> list[Difference | None]:
     """Compare each row with the first row of its block, over the seeds that both rows have.
 
-    The result has an entry for each row. The entry is None for the first row of a block, and for a
-    row that shares no seed with this first row. Holm's correction covers the comparisons of all
-    blocks together.
+    Return a `Difference` for each row. It is None for the first row of a block, and for a row that
+    has no seed in common with it. Holm's correction covers the comparisons of all blocks together.
     by_seed: for each row, a dict from seed to score.
     blocks: for each row, a value that is equal for the rows of the same block.
     """
@@ -649,8 +646,7 @@ def _compare_with_first(
 def describe_tests(columns: Sequence[Column], groups: Sequence[RunGroup]) -> str:
     """Explain the marks of a table in one line, or why the table has no marks.
 
-    Returns "" if no setting was tested for another reason than missing seeds, for example because
-    there is only one setting.
+    Return "" if there are enough seeds but no test, for example because there is only one setting.
     """
     if any(column.is_tested for column in columns):
         return MARK_RULE
@@ -773,10 +769,10 @@ def _reached_thresholds(runs: Sequence[Run]) -> list[float]:
 
 
 def _first_row(run: Run, threshold: float) -> Row | None:
-    """Return the first row of the history whose score reaches a threshold, or None.
+    """Return the first row of a run's history whose score reaches a threshold, or None.
 
-    The compared scores are those on the clients' test sets. If the run has none, the scores on the
-    central test set are compared.
+    The score is that on the clients' test sets or, without such scores, that on the central test
+    set.
     """
     metric, lower = metric_of(run.rows), lower_metrics(run.config)
     has_client_scores = bool(finite_values(column(run.rows, metric)))

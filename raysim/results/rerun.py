@@ -12,8 +12,7 @@ TARGET = "_target_"  # Hydra's key for the path of a class
 def rerun_command(config: object, path: str | Path, *overrides: str) -> str:
     """Return the command that repeats a run: `raysim run --config PATH --allow PACKAGE ...`.
 
-    The command has one --allow for each package, except raysim, whose classes the configuration
-    names.
+    There is one --allow for each package of the classes in the configuration, except for raysim.
     config: the stored configuration.
     path: the file of the configuration.
     overrides: further arguments, which are put at the end of the command.

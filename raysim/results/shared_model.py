@@ -32,11 +32,11 @@ class SharedModel(nn.Module):
 
 
 def load_shared_model(spec: RunSpec, weights: Path) -> tuple[SharedModel, np.ndarray] | None:
-    """Load weights on the CPU; return the model in eval mode and an example of its inputs.
+    """Return a trained model, on the CPU and in eval mode, and an example of its inputs.
 
-    The example has two inputs of zeros, from which MLflow learns the shape and dtype of inputs.
-    Return None if a part of the model is personal (it stays with each client). Also return None if
-    a method trains something that has no parameters, such as boosted trees.
+    The example has two inputs of zeros, with the shape and dtype of the data set's inputs. Return
+    None if a part of the model is personal (it stays with each client), or if a method trains
+    something that has no parameters, such as boosted trees.
     spec: the description of the run, with its networks and data set.
     weights: the run's file of weights, such as model.safetensors.
     """

@@ -179,9 +179,9 @@ def as_mapping(value: object) -> Mapping[str, object]:
 def chosen_option(config: Mapping[str, object], group: str) -> str:
     """Return the option of a group in a run's configuration, such as "dirichlet".
 
-    The configuration has the option below the key `choices`. An older configuration has no such
-    key. There the option is read from the group's settings: from `name`, else from the name of the
-    class in `_target_`, else from the keys, joined by " + ". If there is no option, return "fedavg"
+    The option is stored below the key `choices`. Older configurations do not have this key, and the
+    option is found in the group's settings. It is the value of `name`, or the name of the class in
+    `_target_`, or the names of the keys, joined by " + ". If there is no option, return "fedavg"
     for the group "method" and `MISSING` for any other group.
     group: the name of the group, such as "partition".
     """
@@ -219,8 +219,8 @@ def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, s
 def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
     """Map each group in `GROUPS` to its option.
 
-    The group "loss" is added if its option is not "usual", because an option of this group may set
-    no key. The keys of the configuration would not show such an option.
+    The group "loss" is added if its option is not "usual". Such an option may have no settings, and
+    so nothing else would show that it was chosen.
     config: the configuration of a run.
     """
     has_own_loss = chosen_option(config, "loss") not in (MISSING, "usual")
@@ -247,10 +247,10 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
     """Return the settings that differ between runs, and how many of them were left out.
 
-    The settings are a dict from a key, such as "local.lr", to the values of all runs. Some keys
-    belong to an option that only some of the runs have, such as `partition.alpha` to
-    `partition=dirichlet`. Such a key is left out if all runs with the option use the key's default
-    value. Keys of methods, and keys that choose an option, are never left out.
+    The settings are a dict from a key, such as "local.lr", to the values of all runs. A key is left
+    out if only some runs have it, and if all of these use its default. An example is
+    `partition.alpha`, which only runs with `partition=dirichlet` have. Keys of methods, and keys
+    that choose an option, are never left out.
     """
     differing = differing_settings(runs)
     shown = {}
@@ -290,8 +290,8 @@ def _defaults(group: str, option: str) -> dict[str, str]:
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """Return a name for each run.
 
-    This is the name of the run's folder. If several runs have the same name, the settings in which
-    these runs differ replace it ("fedprox, alpha=0.1"). If no settings differ, the address of the
+    This is the name of the run's folder. Runs whose folders have the same name are named by the
+    settings in which they differ ("fedprox, alpha=0.1"). If no settings differ, the address of the
     run is added to the name. The name of an unfinished run ends with `UNFINISHED`.
     """
     names = [run.name for run in runs]

@@ -217,23 +217,23 @@ def _text_colour() -> str:
     return str(matplotlib.rcParams["text.color"])
 
 
-def _name_clients(ax: Axes, kinds: Sequence[tuple[str, np.ndarray]]) -> None:
-    """Write the numbers of the clients and the names of their kinds, with lines between kinds.
+def _name_clients(ax: Axes, groups: Sequence[tuple[str, np.ndarray]]) -> None:
+    """Write the clients' numbers and the names of their groups, with lines between groups.
 
-    kinds: pairs of a name, such as "fastest", and the clients of this kind. The name "" is not
+    groups: pairs of a name, such as "fastest", and the clients of this group. The name "" is not
     written.
     """
-    shown = np.concatenate([clients for _, clients in kinds]).tolist()
+    shown = np.concatenate([clients for _, clients in groups]).tolist()
     ax.set_yticks(range(len(shown)), [str(client) for client in shown], fontsize=8)
-    ax.set_ylabel("" if kinds[0][0] else "client, the fastest first")
+    ax.set_ylabel("" if groups[0][0] else "client, the fastest first")
     ax.tick_params(axis="y", length=0)
     place = 0
-    for kind, clients in kinds:
-        if kind:
+    for name, clients in groups:
+        if name:
             ax.text(
                 -0.04,
                 place + (len(clients) - 1) / 2,
-                f"{kind} clients",
+                f"{name} clients",
                 transform=ax.get_yaxis_transform(),
                 rotation=90,
                 ha="right",

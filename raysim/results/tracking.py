@@ -176,9 +176,9 @@ class StoredTracker:
         """
 
     def log(self, row: Row) -> None:
-        """Add a row of the history, unless the tracker already has the row's round.
+        """Add a row of the history; ignore a row of a round that the tracker already has.
 
-        This happens in a resumed run, which trains some rounds a second time.
+        A resumed run trains some rounds a second time.
         """
         if round_of(row) <= self._last_round:
             return
@@ -343,9 +343,9 @@ class Tracker(StoredTracker):
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Give a row of the history to the sending thread, unless it already has the row's round.
+        """Give a row of the history to the sending thread; ignore a round that it already has.
 
-        This happens in a resumed run, which trains some rounds a second time.
+        A resumed run trains some rounds a second time.
         """
         with self._wake:
             if round_of(row) > self._last_round:

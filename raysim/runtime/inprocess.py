@@ -54,8 +54,8 @@ class InProcess:
         """Return the total of several sums of updates.
 
         node: has no effect, because all workers are on one node.
-        parts: for each sum, which updates it contains, as positions in the order of aggregation.
-        Each range is one part of the summation tree (`tree_sum`).
+        parts: for each sum, the range of the updates in it, in the order of aggregation. A range is
+        one part of the summation tree (`tree_sum`).
         refs: the sums, in the same order; in this process they are the values themselves.
         """
         return add_up(parts, *refs)

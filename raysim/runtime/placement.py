@@ -196,7 +196,7 @@ def choose_size(
     """Return the number of workers and their resources.
 
     The number is `runtime.workers`. If that is not set, it is the number of workers that fit on the
-    nodes. It is then at most `most`, because further workers would never have work.
+    nodes, but not more than `most`, because further workers would never have work.
     options: the settings `runtime.*`.
     per_worker: the resources that a worker reserves.
     nodes: the resources of each node.

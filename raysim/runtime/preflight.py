@@ -59,8 +59,8 @@ def memory_use(device: str) -> tuple[int, int]:
 def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) -> MemoryNeed:
     """Train and score the largest client in this process; return the memory that this needs.
 
-    With several lanes, a copy of this client is trained in each lane. One round is made, or two
-    rounds if the run records steps (`runtime.graph`).
+    With several lanes, a copy of this client is trained in each lane. The measurement takes one
+    round, or two rounds if the run records steps (`runtime.graph`).
     spec: the description of the run.
     read: function from the name of the device to two numbers of bytes: the peak memory of this
     process, and the memory that workers can use.
@@ -88,10 +88,10 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
 
 
 def restrict_data(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
-    """Return a copy of the data in which only the clients in `clients` have samples.
+    """Return a copy of the data for a measurement, in which only some clients have samples.
 
-    clients: the numbers of the clients. All of them get the samples of `clients[0]`.
-    central: the number of samples at the start of the central test set that the copy has.
+    clients: the numbers of these clients. Each of them gets the samples of the first one.
+    central: the copy has this many samples of the central test set, the first ones.
     """
     train = _repeat_samples(data.partition.train, clients)
     partition = Partition(train, _repeat_samples(data.partition.test, clients))

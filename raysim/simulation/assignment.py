@@ -106,8 +106,9 @@ def assign_groups(
     """Assign groups of jobs to workers; return the jobs of each worker.
 
     A worker that trains a whole group returns one sum of the group's updates, so groups are split
-    as rarely as possible. They are split in half until the load of the busiest worker is low
-    enough: at most `MAX_SLOWDOWN` times the highest load if jobs were assigned one by one.
+    as rarely as possible. They are split in half until no worker's load is above a limit. If jobs
+    were assigned one by one, the busiest worker would have some load; the limit is `MAX_SLOWDOWN`
+    times this load.
     groups: sequences of jobs. The updates of a group are below one part of the summation tree, and
     its jobs are in the order in which they are aggregated.
     loads: for each worker, the number of samples that it must already train.
@@ -240,12 +241,12 @@ def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
 
 
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
-    """Return the unit of an overloaded place to split next; None if all units are single jobs.
+    """Choose which unit of an overloaded place is split next; None if no unit has two jobs.
 
-    The result is the smallest unit with at least twice `excess` samples, because half of it is
-    enough. Larger units stay whole, so that fewer sums are made. If all units have fewer samples,
-    the result is the largest unit.
-    units: the units of the place.
+    A half of the unit will go to another place. Therefore the result is the smallest unit with at
+    least twice `excess` samples. Larger units stay whole, so that fewer sums are made. If all units
+    have fewer samples, the result is the largest unit.
+    units: the units of the place, a worker or a node.
     excess: the number of samples by which the place is above the limit.
     """
     several = sorted((unit for unit in units if len(unit.jobs) > 1), key=lambda unit: unit.work)

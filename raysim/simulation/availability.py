@@ -117,8 +117,8 @@ class Availability(ABC):
 
         If a client has more than `_MAX_CHANGES` changes up to `horizon`, the horizon is moved to an
         earlier time, and only the changes up to this time are returned.
-        times: float64 [clients], the time of each client's next change. The function replaces each
-        time by the time of the client's first change that is not returned.
+        times: float64 [clients], the time of each client's next change, changed in place.
+        Afterwards it is the time of the client's first change after the returned ones.
         horizon: a virtual time in seconds.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
@@ -254,9 +254,9 @@ class MarkovAvailability(Availability):
     A client is available for `on` seconds on average, and then unavailable for `off` seconds on
     average. This is a Markov chain of two states. A step lasts half of the shorter mean, in virtual
     time. Each step sets a client to available with probability q, sets it to unavailable with
-    probability p, and otherwise does not change its state. Therefore a client's state is known from
-    the last step that set it. This step is usually only a few steps ago, so that no states are
-    stored, and no simulation from the start is needed.
+    probability p, and otherwise does not change its state. Therefore a client's state at any time
+    follows from the last step that set it. This is usually one of the last few steps, so no states
+    are stored, and no simulation from the start is needed.
 
     Each step draws how many clients it sets to available, and how many to unavailable. It also puts
     all clients in a random order, by an affine map modulo a prime (`_StepDraw`). The first clients

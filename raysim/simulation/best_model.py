@@ -111,10 +111,10 @@ class BestModel:
     def restore(self, arrays: Mapping[str, np.ndarray], vector: Tensor, counters: Tensor) -> None:
         """Continue from the arrays that `state` returned.
 
-        arrays: what `state` returned. They contain the best weights only if another version than
-        the checkpoint's own was the best one.
-        vector, counters: the weights of the checkpoint's version, which are used otherwise: the
-        shared vector and the shared integer buffers.
+        arrays: what `state` returned. `is_current` in it is True if the checkpoint's version is the
+        best one; then there are no other weights in it.
+        vector, counters: the shared vector and the shared integer buffers of the checkpoint's
+        version.
         """
         self.round, self.value = int(arrays["round"]), float(arrays["value"])
         if arrays["is_current"]:

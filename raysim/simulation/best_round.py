@@ -42,8 +42,8 @@ class BestRounds:
         nan for a client without validation samples.
         hits: the current scores of these clients' test samples, one entry for each sample. The
         samples of the first client come first, then those of the second one, and so on.
-        Return two arrays that are ordered like `validation` and `hits`. They have the scores of
-        each client's best round in place of the current round.
+        Return two arrays like `validation` and `hits`, with the scores of each client's best round
+        in place of the current round.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))

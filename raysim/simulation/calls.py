@@ -340,10 +340,10 @@ class WorkerCalls:
         return has_moved
 
     def _retire(self, worker: int, node: LostNode, remaining: Sequence[int]) -> None:
-        """Give no more calls to a worker whose node will leave the cluster.
+        """Give no more calls to a worker whose node will leave the cluster, and release it.
 
-        The worker is released when it has no unanswered calls. Until then, the caller repeats the
-        call of this function.
+        The worker is released only when it has no unanswered calls. Until then, this function must
+        be called again and again.
         node: the node, with the reason why it leaves.
         remaining: the workers that get the new calls from now on. If there are none, this function
         does nothing.

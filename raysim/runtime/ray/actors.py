@@ -138,12 +138,12 @@ def identify_process(name: str, packages: Sequence[str] = (), device: str = "") 
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """Return a class of actors that hold an object of the class `kind`.
+    """Return a class of actors, each of which holds an object of the class `kind`.
 
-    The class has the public methods of `kind`; each of them calls the same method of the object.
-    The class does not inherit from `kind`, because of `profile=true`. This setting replaces methods
-    of the object by methods that measure their time, and Ray would call those of the class.
-    The method `become` replaces the object by a new one.
+    The class has the public methods of `kind`; each of them calls the same method of the object. It
+    does not inherit from `kind`, because `profile=true` replaces methods of the object by methods
+    that measure their time. Ray would call the inherited methods instead. The method `become`
+    replaces the object by a new one.
     """
 
     def __init__(self: Any, *args: Any) -> None:
@@ -194,8 +194,8 @@ class NodeAdder:
     def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
         """Return the total of some sums; None if all sums are None.
 
-        parts: for each sum, which updates it contains, as positions in the order of aggregation.
-        Each range is one part of the summation tree (`tree_sum`).
+        parts: for each sum, the range of the updates in it, in the order of aggregation. A range is
+        one part of the summation tree (`tree_sum`).
         sums: the sums in the same order; None for a part whose jobs all failed.
         """
         return add_up(parts, *sums)
@@ -301,9 +301,9 @@ class RayRuntime:
     participants: the identities of the run's processes. Each worker that becomes ready is compared
     with the driver, the process that the user has started. An error is raised if the results of the
     worker and the driver would not be bit-identical. None compares nothing.
-    identify: function from the number of a dead worker to a reference to an identity. It starts a
-    Ray task in the worker's bundle, which returns the identity of its own process. It is used if a
-    worker dies before it reports its identity, for example because of other versions of libraries.
+    identify: function that gets the number of a dead worker. It starts a Ray task in the worker's
+    bundle, and returns a reference to the identity of the task's process. It is used if a worker
+    dies before it reports its own identity, for example because of other versions of libraries.
     growth: the facts that decide which workers are started during the run; None starts none.
     """
 
@@ -380,8 +380,8 @@ class RayRuntime:
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
         """Let a process of the node add up sums of updates; return a reference to the total.
 
-        parts: for each sum, which updates it contains, as positions in the order of aggregation.
-        Each range is one part of the summation tree (`tree_sum`).
+        parts: for each sum, the range of the updates in it, in the order of aggregation. A range is
+        one part of the summation tree (`tree_sum`).
         refs: references to the sums.
         """
         return self._adder(node).add_up.remote(parts, *refs)
@@ -437,7 +437,7 @@ class RayRuntime:
         return self._node_numbers.setdefault(node, len(self._node_numbers))
 
     def watch_nodes(self, timeout_s: float, worker_bytes: int, dataset_path: Path) -> None:
-        """Start to notice lost nodes, and to start workers on nodes that join.
+        """Watch the nodes: from now on, notice lost ones and start workers on new ones.
 
         timeout_s: the seconds without an answer after which a node counts as lost; infinity means
         never.
@@ -580,7 +580,7 @@ class RayRuntime:
 
     # --- workers that die -----------------------------------------------------------------------
     def _forget_process(self, worker: int) -> None:
-        """Forget the methods and the stacks of a worker's last process, which a new one replaces.
+        """Remove what is stored about a worker's process, because a new process replaces it.
 
         Ask the new process for the source of its stacks and the memory of its node.
         """
@@ -651,7 +651,7 @@ class RayRuntime:
         self._meet_replacement(worker, ready)
 
     def _wait_in_place(self, worker: int, ref: ray.ObjectRef[Any]) -> bool:
-        """Wait until a process in a worker's bundle has made a result.
+        """Wait for a result that a process in a worker's bundle computes.
 
         Return True when the result exists. Return False after `REPLACEMENT_TIMEOUT_S` seconds
         without a result, or as soon as a bundle of this run is on a lost node.

@@ -302,7 +302,7 @@ def run(
     Raises the coordinator's errors, and ProcessLostError if a process of the run dies.
     """
     options = options or RayOptions()
-    processes = start_processes(spec, (schedule, fleet), size, options, say, (folder, resume))
+    processes = start_processes(spec, (schedule, fleet), size, options, say, folder, resume)
     coordinator = processes.coordinator
     stack_source = coordinator.stack_source.remote()
     has_begun = has_succeeded = False
@@ -371,8 +371,8 @@ def _receive(
     worker.
     messages: Ray's generator of references to messages.
     timeout: the most seconds to wait for a message (`faults.timeout`); None waits forever.
-    extra_s: seconds that are added to `timeout` for the first message. For each later message,
-    `REPLACEMENT_TIMEOUT_S` seconds are added.
+    extra_s: the first message may take this many seconds longer than `timeout`. Each later message
+    may take `REPLACEMENT_TIMEOUT_S` seconds longer.
     say: function that prints a text for the user.
     write_coordinator_stacks: function that writes the stacks of the coordinator into a file, and
     returns the path of the file, or None if there are no stacks.

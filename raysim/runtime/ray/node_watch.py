@@ -136,8 +136,8 @@ class NodeWatch:
     """A thread that asks every few seconds whether the nodes of a cluster answer.
 
     The attribute `lost` maps each node that has left or will leave the cluster to the reason.
-    timeout_s: the seconds without an answer after which a node counts as lost. With infinity the
-    nodes are not asked, and only nodes that Ray declares dead or draining are lost.
+    timeout_s: the seconds without an answer after which a node counts as lost. If it is infinity,
+    nodes are not asked. Nodes that Ray declares dead or draining are lost in any case.
     """
 
     def __init__(self, timeout_s: float):

@@ -155,7 +155,8 @@ def start_processes(
     size: Size,
     options: RayOptions,
     say: Say,
-    places: tuple[str, str],
+    folder: str,
+    resume: str,
 ) -> RunProcesses:
     """Return the workers and the coordinator of a run.
 
@@ -165,12 +166,12 @@ def start_processes(
     size: the number of workers and their resources.
     options: the settings `runtime.*`.
     say: function that gets a text if the run must wait for resources.
-    places: a folder and an address. The run writes its model and its checkpoints into the folder;
-    "" writes none. It continues from the checkpoint at the address; "" starts a new run.
+    folder: where the model and the checkpoints are written; "" writes none.
+    resume: the address of the checkpoint to continue from; "" starts a new run.
     """
     spec = share_frozen_weights(spec)
     request, shared = (run_bundles(size), options.strategy), ray.put(spec)
-    base_name = _waiting.name if _waiting else Path(places[0]).name
+    base_name = _waiting.name if _waiting else Path(folder).name
     name = f"{base_name or 'raysim'}-{uuid.uuid4().hex[:6]}"
 
     def make_runtime(
@@ -195,7 +196,7 @@ def start_processes(
             spec.device,
             0 if is_inside_trial() else options.workers or parts[0].concurrency,
         )
-        return runtime, (shared, *parts, runtime, *places, content)
+        return runtime, (shared, *parts, runtime, folder, resume, content)
 
     waiting = None if _waiting is None else _waiting.take(request)
     if waiting is not None:
