@@ -164,8 +164,8 @@ class Generation:
     """The settings `evaluate.generate.*`: texts that a language model writes after the last round.
 
     tokens: the largest number of tokens that the model adds to a prompt; 0 writes no texts.
-    prompts: the beginnings of texts; the model continues each of them. An empty list makes the
-    model write one text without a given beginning.
+    prompts: the beginnings of texts; the model continues each of them. A new line in a prompt may
+    be written as \\n. An empty list makes the model write one text without a given beginning.
     temperature: the number by which the logits are divided before a token is drawn; 0 always takes
     the most probable token.
     """
@@ -177,6 +177,11 @@ class Generation:
     def __post_init__(self) -> None:
         at_least("evaluate.generate.tokens", self.tokens, 0)
         at_least("evaluate.generate.temperature", self.temperature, 0)
+
+    @property
+    def beginnings(self) -> list[str]:
+        """Return the prompts, with new lines; an empty text if there are no prompts."""
+        return [prompt.replace("\\n", "\n") for prompt in self.prompts] or [""]
 
 
 @dataclass(frozen=True)

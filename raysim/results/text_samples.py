@@ -79,7 +79,7 @@ def write_texts(spec: RunSpec, model: nn.Module, generate: Generation) -> list[s
     vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)
     texts = []
     with _torch_threads(spec.threads):
-        for number, prompt in enumerate(generate.prompts or [""]):
+        for number, prompt in enumerate(generate.beginnings):
             rng = stream(spec.settings.seed, "generate", number)
             text = continue_text(model, vocabulary, dataset.shape[0], prompt, generate, rng)
             texts.append(text)
@@ -119,9 +119,11 @@ class TextSamples(Observer):
             return
         loaded = load_shared_model(self._spec, run.folder / "model.safetensors")
         if loaded is None:
+            advice = f"raysim.load({str(run.folder)!r}).text(client=0) returns a text of client 0"
+            if not self._spec.settings.checkpoint.every:
+                advice = "With checkpoint.every above 0, result.text(client=0) returns a text"
             self._note(
-                "samples.txt is not written, because each client has a model of its own. "
-                f"raysim.load({str(run.folder)!r}).text(client=0) returns a text of client 0"
+                f"samples.txt is not written, because each client has a model of its own. {advice}"
             )
             return
         model, _ = loaded

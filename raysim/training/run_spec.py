@@ -447,7 +447,7 @@ def _check_generation(generate: Generation, dataset: Dataset) -> None:
             f"for {dataset.kind}. Set evaluate.generate.prompts=[], or choose data.kind=causal."
         )
     vocabulary = stored_vocabulary(dataset.tokenizer, dataset.class_names)
-    for prompt in generate.prompts:
+    for prompt in generate.beginnings:
         try:
             vocabulary.encode(prompt)
         except ValueError as error:

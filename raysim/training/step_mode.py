@@ -13,6 +13,7 @@ from torch import nn
 from raysim.api.declarations import Local
 from raysim.api.declare import Declarations
 from raysim.models.classifier import is_stochastic
+from raysim.models.lora import find_adapters
 from raysim.models.split import ExternalModel
 from raysim.primitives.kinds import PackedShape
 from raysim.training.batched_lanes import linear_chain, step_methods
@@ -85,6 +86,8 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
     if isinstance(spec.task.shape, PackedShape):
         return "samples have several inputs"
     if linear_chain(declarations.networks, len(spec.task.shape)) is None:
+        if find_adapters(declarations.networks["model"]):
+            return "layers have adapters (model.lora.rank)"
         return "the model is not a chain of linear and pointwise layers, such as model=mlp"
     return ""
 

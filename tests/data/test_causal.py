@@ -485,6 +485,20 @@ def test_repeated_run_writes_the_same_text(tmp_path: Path) -> None:
     assert one in page.read_text()
 
 
+def test_backslash_n_in_a_prompt_is_a_new_line(tmp_path: Path) -> None:
+    data = {
+        "data": "jsonl",
+        "data.root": json_lines(tmp_path / "t.jsonl", QUESTIONS * 4),
+        "data.kind": "causal",
+        "data.prompt": "question",
+        "data.columns": ["answer"],
+        "data.tokenizer": "characters",
+    }
+    others = {"schedule.cohort": 2, "evaluate.generate.prompts": ["3+3\\n"]}
+    raysim.run(out=tmp_path / "run", **{**FAST, **TINY_GPT, **data, **others})
+    assert (tmp_path / "run" / "samples.txt").read_text().startswith("3+3\n")
+
+
 def test_run_with_zero_generated_tokens_writes_no_text(tmp_path: Path) -> None:
     result = run(tmp_path / "run", **{"evaluate.generate.tokens": 0})
     assert not (result.folder / "samples.txt").exists()

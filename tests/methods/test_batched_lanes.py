@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedprox import FedProx
 from raysim.methods.local import LocalTraining
 from raysim.methods.scaffold import Scaffold
-from raysim.models import Mlp
+from raysim.models import Lora, Mlp
 from raysim.models.classifier import Classifier, ModelRecipe, Shape
 from raysim.models.split import WholeNetwork
 from raysim.primitives.errors import RefusedError
@@ -265,6 +266,9 @@ class TestQualification:
     def test_error_of_batched_lanes_names_method_or_device(self) -> None:
         with pytest.raises(RefusedError, match="method 'fedprox'"):
             Worker(study(FedProx(0.1), lanes=2))
+        if find_spec("peft") is not None:
+            with pytest.raises(RefusedError, match=r"adapters \(model\.lora\.rank\)"):
+                Worker(study(model=Mlp((8,), lora=Lora(rank=2)), lanes=2))
         spec = study(lanes=2, device="cuda")
         with pytest.raises(RefusedError, match=r"device=cuda.*runtime\.graph=true"):
             check_step_mode(spec, declare_run(spec))
