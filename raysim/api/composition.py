@@ -146,8 +146,8 @@ def _check_hooks(method: Method) -> None:
 def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
     """Yield warnings about methods that probably do not do what their author wants.
 
-    There is a warning for each public function that nothing calls and whose name is almost the name
-    of a hook, and for each method that overrides no hook.
+    A method that overrides no hook gives a warning. So does a public function that nothing calls,
+    if its name is almost the name of a hook.
     """
     for method in methods:
         empty = [hook for hook in HOOKS if not fills(method, hook)]
@@ -193,8 +193,8 @@ def _uncalled_functions(cls: type[Method]) -> list[str]:
 def check_names(methods: Sequence[Method]) -> None:
     """Raise ValueError if a method of a list has a wrong name or a wrong hook.
 
-    The errors are: a method without a name, two methods with the same name, a hook with an old name
-    or wrong arguments, and two methods that override the hook `model`.
+    Each method must have a name, and no two methods the same name. A hook must not have an old name
+    or wrong arguments. Only one method may override the hook `model`.
     """
     for method in methods:
         check_name(method)

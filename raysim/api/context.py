@@ -106,9 +106,9 @@ class Batch:
     inputs: [B, ...].
     targets: int64 [B], or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
-    pair: the tuple (y1, y2, weight) if a method mixed two samples into each row (Mixup): the labels
-    of the first samples, the labels of the second samples, and the weight of the first samples.
-    None if no method did.
+    pair: the tuple (y1, y2, weight) if a method mixed two samples into each row (Mixup), else None.
+    y1 are the labels of the first samples, y2 those of the second samples, and weight is the weight
+    of the first samples.
     rows: the additional inputs that methods passed to `add_rows`, by the name of the method; None
     if no method added rows.
     """
@@ -165,8 +165,8 @@ class Stage:
 class Context:
     """All data of a job during its training.
 
-    The keys of `download`, `state`, `upload`, `report`, `draws` and `kept` are full names: the name
-    of a method, a dot, and the short name that the method uses.
+    The keys of `download`, `state`, `upload`, `report`, `draws` and `kept` are full names, such as
+    "scaffold.control": a method's name, a dot, and the method's short name for the entry.
 
     trainer: the part of the worker that trains this job.
     seed: the seed of the run.

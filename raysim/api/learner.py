@@ -78,9 +78,10 @@ class EvaluationData:
 class Learner(Method):
     """The base class of a user's model that has its own parameters and its own training.
 
-    Implement `initial`, `fit`, and `predict` or `evaluate`. A learner is an option of the group
-    `learner` or an object, `raysim.run(learner=MyLearner())`: it replaces the run's model and its
-    local training, and it can be combined with schedules, fleets and server-side methods.
+    Implement `initial`, `fit`, and `predict` or `evaluate`. A learner replaces the run's model and
+    local training. Choose it with an option of the group `learner`, or pass an object:
+    `raysim.run(learner=MyLearner())`. It can be combined with schedules, fleets and server-side
+    methods.
 
     Parameters are a nested structure of arrays, or bytes such as serialized trees. The server
     averages arrays of floats. For arrays of integers or booleans, it takes the largest value of all

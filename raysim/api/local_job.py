@@ -203,9 +203,9 @@ class LocalJob:
     def moves(self) -> Iterator[tuple[slice, int, float]]:
         """Yield how much the job has trained each part of the shared parameters so far.
 
-        For each contiguous part that an optimizer trains, yield a tuple: the slice of the flat
-        vector, the number of optimizer steps that the job has made on it, and the mean learning
-        rate of these steps.
+        For each contiguous part that an optimizer trains, yield (slice, steps, rate). The slice is
+        the part's position in the flat vector, steps is the number of optimizer steps on the part
+        so far, and rate is their mean learning rate.
         """
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor

@@ -298,9 +298,9 @@ class ScoringReport:
     client: the number of the client whose model was scored; -1 means the shared model.
     scores: for each function that `metrics.row_functions` returns, an array [n, ...] with a value
     for each sample, such as True for a right prediction.
-    losses: usually the loss of each sample [n], in the dtype of the run. For a task whose samples
-    have several labels, such as tokens, and whose loss is a mean over labels (`Objective.parts` is
-    not None), it is float64 [n, 2]: the sum of the losses of a sample's labels, and their number.
+    losses: usually the loss of each sample [n], in the dtype of the run. For a task whose loss is a
+    mean over labels instead of samples (`Objective.parts` is not None): float64 [n, 2]. A row then
+    has the sum of the losses of a sample's labels, and the number of its labels.
     """
 
     client: int

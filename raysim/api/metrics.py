@@ -335,7 +335,7 @@ def _find_per(metric: Metric, task: ScoredTask) -> Literal["sample", "set"]:
 def example_scores(task: ScoredTask) -> tuple[Tensor, Tensor]:
     """Return random outputs and labels of a few samples, to try a user's metric with.
 
-    If the task has classes, the labels go through the classes in turn.
+    If the task has C classes, the labels are 0, 1, ..., C - 1, 0, 1, and so on.
     """
     generator = torch.Generator().manual_seed(0)
     rows = min(MAX_TRIED_ROWS, 2 * task.num_classes + 3)

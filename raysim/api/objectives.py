@@ -199,9 +199,8 @@ def perplexity(parts: np.ndarray) -> float:
 def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
     """Count positions, such as pixels, of each sample by class: int64 [B, 3, C].
 
-    There are three counts for each class: the positions where label and prediction are the class,
-    where the prediction is the class, and where the label is the class. Ignored positions are not
-    counted.
+    The three counts of class c are: positions where label and prediction are c; positions where the
+    prediction is c; positions where the label is c. Ignored positions are not counted.
 
     outputs: [B, C, ...], the logits at each position.
     labels: [B, ...], the class at each position.

@@ -27,8 +27,10 @@ class ClientFacts:
     samples: the number of training samples.
     participations: the number of jobs dispatched so far.
     accepted: the number of jobs aggregated so far.
-    loss, norm: the mean training loss of the client's last aggregated job, and the norm of its
-    update; nan if the attribute `reports` of the rule does not have "loss" or "norm".
+    loss: the mean training loss of the client's last aggregated job; nan if the rule's attribute
+    `reports` does not have "loss".
+    norm: the Euclidean norm of the client's last aggregated update; nan if `reports` does not have
+    "norm".
     seconds: the duration in virtual seconds, from dispatch to finish, of the client's last job that
     was not lost.
     staleness: the staleness of the last aggregated job.

@@ -88,8 +88,8 @@ class Send:
 class Omission:
     """A declaration that some jobs do not receive or send the whole model, see `Setup.omit`.
 
-    down, up: functions that return the number of floats of the model that the client of a job does
-    not receive (down) and does not send (up).
+    down: a function that returns how many floats of the model the client of a job does not receive.
+    up: a function that returns how many floats of the model the client of a job does not send.
     """
 
     down: Callable[[Participation], int]
@@ -276,22 +276,22 @@ class Setup:
     def excludes(self, other: str, why: str) -> None:
         """Declare that the method cannot be combined with the method `other`.
 
-        why: the reason in the error, in the form "it replaces the labels".
+        why: the reason in the error, such as "it replaces the labels".
         """
         self.declared.excludes[other] = why
 
     def needs_clients(self, why: str) -> None:
         """Declare that the method cannot be combined with a method that pools all clients' data.
 
-        why: the reason in the error, in the form "it compares the updates of clients".
+        why: the reason in the error, such as "it compares the updates of clients".
         """
         self.declared.needs_clients = why
 
     def needs_fixed_clients(self, why: str) -> None:
         """Declare that the method needs a topology in which each client stays with its model.
 
-        why: the reason in the error, in which "them" means the clients: "the server has a row for
-        each of them".
+        why: the reason in the error, such as "the server has a row for each of them"; "them" are
+        the clients.
         """
         self.declared.needs_fixed_clients = why
 
@@ -359,8 +359,8 @@ class Setup:
     ) -> None:
         """Keep tensors on the client instead of sending and averaging them.
 
-        names: full names such as "model.bn1.weight", or a function that returns the names; its
-        argument is a dictionary of all networks of the run, including those of later methods.
+        names: full names such as "model.bn1.weight". Or a function that returns them; its argument
+        is a dictionary of all networks of the run, including networks of later methods.
         """
         if callable(names):
             self.declared.late_private_parameters.append(names)
@@ -534,10 +534,10 @@ class Setup:
     def change_updates(self, change: Callable[[Arrivals, ServerView], Arrivals]) -> None:
         """Replace updates when they reach the server, before they are counted and weighted.
 
-        change(arrivals, server) receives a list with an `Update` for each job of an aggregation, or
-        a `Failure` if the job failed, in the order in which the planner put them into the
-        aggregation. It returns a list of the same length. Workers then send every single update to
-        the coordinator, and not sums of updates.
+        change(arrivals, server) receives a list with an entry for each job of an aggregation: an
+        `Update`, or a `Failure` if the job failed. The entries are in the planner's order. The
+        function returns a list of the same length. Workers then send every single update to the
+        coordinator, and not sums of updates.
         """
         self.declared.change_updates = change
 
@@ -590,9 +590,9 @@ class Setup:
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may do so.
 
-        stages: the stages of every step, one after another. If the steps differ: a function of the
-        job's plan that returns a list with the stages of the first step, of the second step, and so
-        on; the job repeats this list. At most one stage of a step has the task loss.
+        stages: the stages of every step, in order. Or a function of the job's plan, if the steps
+        differ: it returns a list in which entry i has the stages of step i. The job repeats the
+        list. At most one stage of a step has the task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 

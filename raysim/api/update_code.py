@@ -34,7 +34,7 @@ class UpdateCode(Protocol):
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
     ) -> dict[str, Tensor]:
-        """Replace values, in place, by the values that the receiver decodes; return the next state.
+        """Replace `values`, in place, by what the receiver decodes; return the sender's next state.
 
         values: [layout.trained], the vector to send.
         state: the sender's state after its last message, by name.

@@ -88,7 +88,7 @@ class PowerSGD(Compressor):
 
     Each message makes one step of power iteration, which improves on the previous message.
     rank: the rank r of the messages.
-    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 
@@ -131,7 +131,7 @@ class PowerSGD(Compressor):
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
         """Return the message: P and Q of each matrix, and the entries that are sent unchanged.
 
-        The parts of the message have the order of the layout.
+        Matrices and unchanged entries come in the order of the layout.
         values: float32 [layout.trained], the vector to send.
         key: not used, because nothing is random.
         kept: the Q of all matrices from the sender's last message.

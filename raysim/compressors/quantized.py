@@ -209,7 +209,7 @@ class QSGD(_Quantizer):
     levels: the number s of levels.
     bucket: the number of consecutive entries that share a norm. None uses one bucket for all
     entries, as FedPAQ does.
-    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 
@@ -261,7 +261,7 @@ class TernGrad(_Quantizer):
     m is the largest absolute value in the entry's tensor.
     clip: before the rounding, entries are clipped to this number of standard deviations of their
     tensor; 0 does not clip.
-    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 

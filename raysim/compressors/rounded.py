@@ -138,7 +138,7 @@ class Blocks(Compressor):
     A subclass overrides the function `to_numbers` and two attributes: `dtype`, the type of the
     numbers, and `largest`, their largest absolute value.
     block: the number of entries that share a scale, which is a float of 32 bits.
-    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 

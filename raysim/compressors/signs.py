@@ -5,10 +5,10 @@ Non-Convex Problems" (ICML 2018), Algorithm 3; Karimireddy, Rebjock, Stich and J
 Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML 2019), Algorithm 1, for the
 scale:
 
-    C(v) = size sign(v), or (|v|_1 / d) sign(v) if size is None
+    C(v) = size sign(v), or (|v|_1 / d) sign(v) if size is None, for v with d entries
 
-With a fixed `size`, and compression in both directions, this is majority vote: clients send signs,
-and each parameter moves by `size` in the direction for which most clients voted.
+A fixed `size` with compression in both directions is majority vote. Clients send signs, and each
+parameter moves by `size` in the direction for which most clients voted.
 
 Choices where the papers are silent
 - sign(0) is 1.
@@ -55,7 +55,7 @@ class SignSGD(Compressor):
 
     size: the absolute value of each decoded entry. None uses the mean absolute value of the
     entries, which is sent with the signs. Error feedback needs None.
-    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 

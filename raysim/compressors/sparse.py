@@ -87,8 +87,8 @@ def _candidates(bits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] |
     The magnitude of an entry v is an integer: the bits of |v|. A threshold is estimated from a
     sample of the entries. The result has all entries with at least this magnitude, by position.
 
-    Return None if this would not save time or does not work: the vector is short, `count` is large,
-    or the threshold selects too few or too many entries. The caller then compares all entries.
+    Return None if the vector is short, if `count` is large, or if the threshold selects too few or
+    too many entries. The caller then compares all entries.
     bits: uint32 [d], the bits of all entries.
     """
     length = len(bits)
@@ -118,7 +118,7 @@ class _Sparse(Compressor):
     """A compressor that sends only some entries of the vector.
 
     share: the share of the entries that are sent, above 0 and at most 1.
-    direction: "up" compresses clients' updates, "down" the server's steps, "both" both of them.
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """
 

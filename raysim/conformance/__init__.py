@@ -35,7 +35,7 @@ __all__ = ["Check", "Study", "checks"]
 class Check:
     """One check of a part; calling it raises AssertionError if the part fails.
 
-    name: the part, and what the check tests.
+    name: the name of the tested part, and the property that the check tests.
     run: function that makes the check.
     """
 

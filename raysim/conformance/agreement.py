@@ -51,8 +51,8 @@ def check_workers(
 def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
     """Check that checkpoints and resuming change nothing in a run of five rounds.
 
-    Three runs must be bit-identical and have the same history: one without checkpoints, one that
-    writes a checkpoint after round 3, and one that continues from this checkpoint.
+    Three runs must be bit-identical and have the same history. One has no checkpoints, one writes a
+    checkpoint after round 3, and one continues from this checkpoint.
     make: function that returns the run. Each call makes new method objects.
     schedule, fleet: the schedule and the fleet of the run; with None, the fleet is `Lognormal`.
     """
@@ -114,23 +114,24 @@ def _check_close(row: Row, expected: Row) -> None:
             )
 
 
-def check_same(one: FinishedRun, other: FinishedRun, ways: str) -> None:
+def check_same(one: FinishedRun, other: FinishedRun, executions: str) -> None:
     """Check that two finished runs are bit-identical and have the same history.
 
     one, other: the runs.
-    ways: text for errors that says how the two runs differ, such as "on one worker and on two".
+    executions: text for errors that says how the two runs were executed, such as "on one worker and
+    on two".
     """
     for run_ in (one, other):
         assert not run_.failures, run_.failures[0].error
-    assert one.bits[0] == other.bits[0], f"{ways}, the shared models have different bits"
+    assert one.bits[0] == other.bits[0], f"{executions}, the shared models have different bits"
     assert one.bits[1] == other.bits[1], (
-        f"{ways}, client states or server states have different bits"
+        f"{executions}, client states or server states have different bits"
     )
     for row, expected in zip(other.history, one.history, strict=True):
         changed = [
             key for key in {**row, **expected} if not _equal(row.get(key), expected.get(key))
         ]
-        assert not changed, f"{ways}, round {expected['round']} has another {changed[0]}"
+        assert not changed, f"{executions}, round {expected['round']} has another {changed[0]}"
 
 
 def _equal(one: float | None, other: float | None) -> bool:

@@ -35,8 +35,8 @@ class StoredArrays:
     """The n samples of a data set from Python; the training samples come first.
 
     inputs: [n, ...], the inputs of the samples.
-    labels: an array [n, ...]; or a list with a list of labels for each sample; or, for labels that
-    were dictionaries, the `LabelSet` into which they were packed.
+    labels: an array [n, ...], or a list with a list of labels for each sample. Labels that were
+    dictionaries are packed into a `LabelSet`.
     users: [n], integers or text: the person or device to whom each sample belongs; None if the
     samples have no such users.
     is_test: bool [n], True for samples of the central test set.
@@ -309,11 +309,12 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """Return labels that are lists or dictionaries as a list with an entry for each sample.
 
-    Return None for other labels, which the caller turns into an array. Lists of labels are lists of
-    integers or text. Lists of other kinds are rows of an array:
-    - all lists, if `kind` is "positions";
-    - lists with one item each, and lists of integers that have the same length. If `kind` is
-      "multilabel", this is true only if all integers are 0 or 1.
+    Return None for labels that the caller must make an array of: numbers, text, and lists of
+    numbers that are rows of an array. Lists are rows of an array in these cases:
+    - `kind` is "positions".
+    - The lists contain a value that is neither an integer nor text.
+    - Each list has one item, or all lists are lists of integers of the same length. With `kind`
+      "multilabel" all integers must also be 0 or 1.
 
     column: the labels that were passed from Python.
     kind: `data.kind`.

@@ -183,8 +183,9 @@ class InputRows(NamedTuple):
     """The inputs of all samples.
 
     values: an array with a row for each sample.
-    tokens: the number of different tokens and the padding; None if inputs are not tokens.
-    fields: the parts of a row if samples have several inputs, else ().
+    tokens: the number of different tokens and the padding token; None if inputs are not tokens.
+    fields: if samples have several inputs, the description of each input in a row of `values`; else
+    ().
     """
 
     values: NDArray[Any]
@@ -504,7 +505,8 @@ def assemble(
     tokens: the number of different tokens and the padding token; None if inputs are not tokens.
     origin: a description of the columns that were read, for the plan of a run.
     domain_order: the names of all domains in the order of their numbers; None sorts them.
-    fields: the parts of a row of inputs, if samples have several inputs.
+    fields: if samples have several inputs, the description of each input in a row of `inputs`; else
+    ().
     """
     order, train_rows = train_first(is_test)
     domains: Ints | None = None

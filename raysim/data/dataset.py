@@ -52,8 +52,10 @@ class Samples:
     tokens: the number of different tokens, and the number of the token that fills up short
     sequences; None if inputs are not token sequences.
     columns: a text that says which columns are inputs, labels and users, for the plan of a run.
-    fields: the parts of a row of inputs, if samples have several inputs.
-    targets: the parts of a row of labels, if they are structures.
+    fields: if samples have several inputs, the description of each input in a row of `inputs`; else
+    ().
+    targets: if labels are dictionaries or lists of arrays, the description of each array in a row
+    of `labels`; else ().
     tokenizer: the name of the tokenizer that turns tokens of language data into text; else "".
     """
 

@@ -265,8 +265,8 @@ def _name_parts(keys: Sequence[str]) -> dict[str, str]:
     """Map each key to the short text that stands for the key in a run's name.
 
     The text is the last part of the key, or the whole key if several keys have the same last part.
-    A run's name is also the name of its folder, so these texts must stay as they are: otherwise a
-    continued study would not find the folders of its runs.
+    A run's name is also the name of its folder. If these texts changed, a continued study would not
+    find the folders of its runs.
     """
     parts = {}
     for key, short_name in zip(keys, short_names(keys), strict=True):

@@ -126,7 +126,7 @@ def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None
 def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], list[RunScores]]:
     """Read the finished runs; return the names of the metrics, and the scores of all runs.
 
-    metrics: the names; empty takes the usual ones.
+    metrics: the names of the metrics; without names, those of `_usual_metrics` are taken.
     """
     results = []
     for run in study.runs:
@@ -478,7 +478,8 @@ def report(
 ) -> str:
     """Write all results into the study's folder; return the text to print.
 
-    metrics: the compared metrics; the first one is also in the picture. Empty takes the usual ones.
+    metrics: the names of the compared metrics; the first one is also in the picture. Without names,
+    the usual metrics are compared.
     failures: a sentence for each run that failed.
     width: the length of a line in characters; 0 means no limit.
     """

@@ -123,8 +123,8 @@ def make_runs(
     allow: the packages whose classes the options use.
     say: function that gets a line for each run that has ended.
     show: function that displays the progress on the terminal. When a run begins, it gets the text
-    "running: NAMES". If `parallel` is 1, it gets this text again after every round, and as second
-    argument the progress of the run, such as " · round 3/20".
+    "running: NAMES". If `parallel` is 1, it is called after every round, too, with a second text
+    such as " · round 3/20".
 
     Raise `Interrupted` if the user stops the study.
     """

@@ -246,8 +246,9 @@ def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
     """Check a command on this machine, before anything is sent to the cluster.
 
     files: the files that will be sent to the cluster.
-    Raise `RefusedError` if the cluster would refuse the command, if the command needs a file that
-    is not among `files`, or if the results would be written where the cluster deletes them.
+    Raise `RefusedError` if the cluster would refuse the command, or if the command needs a file
+    that is not among `files`. Also raise it if the results would be written into a folder that the
+    cluster deletes.
     """
     _check_out(command)
     _check_packed(command, files)

@@ -81,14 +81,14 @@ def sweep(
         join_ray(runtime, stack)
         with errors_as_refusals():
             options = request.plan.options
-            resources, slots = _trial_capacity(options, runtime, spec.device, spec.threads)
+            resources, capacity = _trial_capacity(options, runtime, spec.device, spec.threads)
             if request.is_new:
                 folder = stack.enter_context(new_folder(folder, request.is_dated))
             else:
                 stack.enter_context(lock_folder(make_folder(folder)))
             store(request, folder)
         plan = _choose_metric(request.plan, experiments, console)
-        session = SweepSession(plan, folder, experiments, resources, slots, console, quiet)
+        session = SweepSession(plan, folder, experiments, resources, capacity, console, quiet)
         return session.run(allow, since)
 
 
@@ -209,8 +209,9 @@ class SweepSession:
     """A sweep in a locked folder, connected to Ray.
 
     experiments: a few built runs of the sweep, the results of `_build_samples`.
-    resources: what a worker reserves; with sweep.workers=0, what a trial reserves.
-    slots: the number of trials that fit on the cluster at once.
+    resources: the resources that a worker reserves; with sweep.workers=0, those that a trial
+    reserves.
+    capacity: the number of trials that fit on the cluster at once.
     console: where to print.
     quiet: True prints no line that shows the state of the trials.
     """
@@ -219,7 +220,7 @@ class SweepSession:
     folder: Path
     experiments: Sequence[Experiment]
     resources: Resources
-    slots: int
+    capacity: int
     console: Console
     quiet: bool
 
@@ -233,9 +234,9 @@ class SweepSession:
         options = self.plan.options
         points = self.plan.points() if options.search != "optuna" else []
         count = len(points) or self.plan.trials
-        slots = max(1, min(self.slots, options.concurrent or self.slots, count))
+        trials_at_once = max(1, min(self.capacity, options.concurrent or self.capacity, count))
         records = self._records(count)
-        self._introduce(records, slots)
+        self._introduce(records, trials_at_once)
         records.begin()
         if options.minutes:
             records.deadline = time.monotonic() + 60 * options.minutes
@@ -261,7 +262,7 @@ class SweepSession:
                 "wall_seconds": time.monotonic() - since,
                 "work_seconds": sum(record.seconds for record in records.all.values()),
                 # Nodes that join during the search can run more trials than fit at its start.
-                "trials_at_once": max(slots, records.most_running),
+                "trials_at_once": max(trials_at_once, records.most_running),
             }
             files = report.write(records, numbers)
             records.finish(numbers, files, status)
@@ -289,12 +290,12 @@ class SweepSession:
             uri=tracking.uri or "",
         )
 
-    def _introduce(self, records: TrialRecords, slots: int) -> None:
+    def _introduce(self, records: TrialRecords, trials_at_once: int) -> None:
         """Print the searched keys, the search algorithm, the resources, and warnings.
 
         records: the trials of the sweep, including those that ended before it was continued.
-        slots: the number of trials that run at once. It is smaller than `self.slots` if the user
-        sets a lower sweep.concurrent, or if the sweep has fewer trials.
+        trials_at_once: the number of trials that run at once. It is smaller than `self.capacity` if
+        the user sets a lower sweep.concurrent, or if the sweep has fewer trials.
         """
         options = self.plan.options
         spec = self.experiments[0].spec
@@ -314,7 +315,7 @@ class SweepSession:
             "space": ", ".join(space),
             "run": f"{format_amount(spec.settings.rounds, 'round')} of {spec.data.title}; "
             f"{options.mode}imum of {records.metric}",
-            "trials": f"{slots} at once, {place} of {reserved}, device {spec.device}",
+            "trials": f"{trials_at_once} at once, {place} of {reserved}, device {spec.device}",
             "folder": str(records.folder),
         }
         for key, text in lines.items():
@@ -359,9 +360,9 @@ def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
     command = rerun_command(records.plan.node(best.point), records.folder / report.BEST)
     equal = records.count_equal(best)
     also = f" ({equal} other{'s' if equal > 1 else ''} scored the same)" if equal else ""
-    slots = int(numbers["trials_at_once"])
+    count = int(numbers["trials_at_once"])
     work, wall = format_duration(numbers["work_seconds"]), format_duration(numbers["wall_seconds"])
     return (
-        f"{work} of work in {wall}, {slots} trial{'s' if slots > 1 else ''} at once; "
+        f"{work} of work in {wall}, {count} trial{'s' if count > 1 else ''} at once; "
         f"{command} trains the best{also}; results are in {records.folder}"
     )

@@ -2,8 +2,8 @@
 
 Tune decides when a trial starts, stops or takes over the state of another trial. The process of the
 sweep keeps the results; Tune's own files are never read again. If a sweep is continued, Tune gets
-the same trials: those that had ended repeat their reports, so that searcher and scheduler learn
-from them, and the others continue from their checkpoints.
+the same trials again. Trials that had ended repeat their reports, so that searcher and scheduler
+learn from them. All other trials continue from their checkpoints.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class TrialTask:
     folder: the sweep's folder.
     metric: the column of the history by which trials are compared.
     device: the device of the workers.
-    resources: what one worker reserves; with sweep.workers=0, what the process of a trial reserves.
+    resources: the resources that one worker reserves; with sweep.workers=0, those that the process
+    of a trial reserves.
     allow: packages whose classes and options the configurations may use.
     packages: names of packages whose installed files must be the same in all processes.
     driver: the versions, code and hardware of the process that runs the sweep. The bits of a
@@ -322,7 +323,8 @@ def trial_task(
     """Return the settings that the processes of all trials need.
 
     experiment: a built run of the sweep, which gives the device and the packages.
-    resources: what one worker reserves; with sweep.workers=0, what the process of a trial reserves.
+    resources: the resources that one worker reserves; with sweep.workers=0, those that the process
+    of a trial reserves.
     allow: packages whose classes and options the configurations may use.
     """
     spec = experiment.spec

@@ -42,16 +42,16 @@ STUDY_PATTERNS = (".", "runs/*")
 WEIGHTS = "model.safetensors"
 
 
-def find_root(place: str) -> Path:
+def find_root(path: str) -> Path:
     """Return the folder that has the MLflow database for the runs in a folder.
 
-    place: a folder that contains runs, the folder of a study, or the folder of one run.
+    path: a folder that contains runs, the folder of a study, or the folder of one run.
     Raise `RefusedError` if the folder has no runs that were stored for MLflow.
     """
-    folder = user_path(place).resolve()
+    folder = user_path(path).resolve()
     if not folder.is_dir():
         raise RefusedError(
-            f"{place} is no folder. Give the folder that runs are in, or the address of a server"
+            f"{path} is no folder. Give the folder that runs are in, or the address of a server"
         )
     for study in (folder, *folder.parents[:2]):
         is_tracked = (study / RECORD).is_file() or (study / DATABASE).is_file()
@@ -61,7 +61,7 @@ def find_root(place: str) -> Path:
         if (root / DATABASE).is_file() or any(_stored_folders(root)):
             return root
     raise RefusedError(
-        f"{place} has no runs for MLflow. Runs with tracking=none store nothing for MLflow, and "
+        f"{path} has no runs for MLflow. Runs with tracking=none store nothing for MLflow, and "
         "runs with tracking.uri send their rows to a server. Give the folder that runs are in, or "
         "the address of a server"
     )

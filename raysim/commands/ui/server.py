@@ -36,22 +36,23 @@ POLL_INTERVAL_S = 0.2
 UPDATE_INTERVAL_S = 5.0  # between two updates of the runs in progress
 
 
-def show_charts(place: str, port: int, opens_browser: bool) -> int:
+def show_charts(folder_or_address: str, port: int, opens_browser: bool) -> int:
     """Show the charts of stored runs in MLflow; return 0.
 
     For a folder, start an MLflow server on this machine, which runs until Ctrl-C. For the address
     of a running MLflow server, only open its page.
-    place: a folder that contains runs, or the address (http:// or https://) of an MLflow server.
+    folder_or_address: a folder that contains runs, or the address of an MLflow server, which begins
+    with http:// or https://.
     port: the port of the server on this machine; not used for an address.
     opens_browser: True opens the page in the browser; False only prints its address.
     Raise `RefusedError` if there is nothing to show.
     """
     set_mlflow_environment()
-    if place.startswith(("http://", "https://")):
-        charts = CHARTS.format(find_experiment_id(place))
-        _open_page(f"{place.rstrip('/')}/{charts}", opens_browser)
+    if folder_or_address.startswith(("http://", "https://")):
+        charts = CHARTS.format(find_experiment_id(folder_or_address))
+        _open_page(f"{folder_or_address.rstrip('/')}/{charts}", opens_browser)
         return 0
-    database = RunDatabase(find_root(place), _print)
+    database = RunDatabase(find_root(folder_or_address), _print)
     charts = CHARTS.format(make_experiment(database.uri))
     if _is_listening(port):
         raise RefusedError(f"--port {port} is taken by another program. Give another one")
@@ -74,18 +75,18 @@ def show_charts(place: str, port: int, opens_browser: bool) -> int:
     return 0
 
 
-def update_database(place: str) -> int:
+def update_database(path: str) -> int:
     """Send the runs in a folder, with their models, to the folder's database; return 0.
 
-    place: a folder that contains runs.
+    path: a folder that contains runs.
     Raise `RefusedError` for a server's address, and for a folder without runs for MLflow.
     """
-    if place.startswith(("http://", "https://")):
+    if path.startswith(("http://", "https://")):
         raise RefusedError(
-            f"--update {place}: this is the address of a server, but only the database of a "
+            f"--update {path}: this is the address of a server, but only the database of a "
             "folder can be updated. Runs write to a server themselves. Give a folder with runs"
         )
-    database = RunDatabase(find_root(place), _print)
+    database = RunDatabase(find_root(path), _print)
     make_experiment(database.uri)
     count = database.update()
     models = sum(1 for _ in database.add_models())
