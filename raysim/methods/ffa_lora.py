@@ -34,7 +34,7 @@ class FFALoRA(Method):
     paper = "Sun et al., ICLR 2024"
 
     def setup(self, run: Setup) -> None:
-        """Freeze A; refuse a model without adapters, and adapters of embeddings."""
+        """Freeze A. Refuse a model that has no adapters, or adapters of embeddings."""
         for adapter in require_adapters(run):
             run.require(
                 not adapter.is_embedding,

@@ -17,7 +17,8 @@ Departures from the paper
   paper's P.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
 - The head is trained and averaged like any other parameter.
-- If P has a rank k below r, rows k + 1 to r of A do not change, and these columns of B become 0.
+- P may have a rank k below r. Then rows k + 1 to r of A do not change, and these columns of B
+  become 0.
 - The entry of largest magnitude in each column of U is positive, so that the result does not depend
   on the library that computes it.
 """
@@ -59,8 +60,8 @@ def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, T
     """Return B [m, r] and A [r, n], whose product is the nearest one to left @ right.
 
     r is the number of rows of `old_a`. Each row of A has length 1, and row i belongs to the i-th
-    largest singular value. If left @ right has a rank k below r, rows k + 1 to r of A are those of
-    `old_a`, and these columns of B are 0.
+    largest singular value. left @ right may have a rank k below r. Then rows k + 1 to r of A are
+    those of `old_a`, and these columns of B are 0.
 
     left: [m, R], with R >= r.
     right: [R, n].
@@ -123,8 +124,7 @@ class FlexLoRA(Method):
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the changes of all trained parameters, [layout.trained].
 
-        The factors change to the split of the mean product P, all other parameters by the mean
-        update.
+        The new factors are the split of P. All other parameters change by the mean update.
         """
         direction = mean_delta(aggregation, server)
         models = _shares_of_models(aggregation, server)

@@ -13,8 +13,8 @@ between its processes. Traffic and virtual time count only what FLoRA sends: a c
 stacked factors of the K clients of an aggregation, and sends its own factors.
 
 Departures from the paper
-- A client is counted as receiving the stack of one aggregation with each job. A client that missed
-  rounds would need more; in the paper all clients take part in each round.
+- With each job, traffic counts the stack of one aggregation. A client that missed rounds would need
+  more stacks; in the paper all clients take part in each round.
 - If the stack of a layer has more floats than its weight, the weight is sent.
 - Nothing is counted for the first version, which all clients know, or for the initial A, which each
   client draws from a seed.
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 
 
 def stack_product(factors: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
-    """Return the sum of the weighted products B A of all clients, [m, n].
+    """Return the sum over clients of weight * B A, [m, n], computed from the stacked factors.
 
-    factors: A [r, n], B [m, r] and the weight of each client, whose rank is r.
+    factors: for each client, A [r, n], B [m, r] and the weight; the rank r may differ.
     """
     a = torch.cat([client_a for client_a, _, _ in factors])
     b = torch.cat([share * client_b for _, client_b, share in factors], 1)
@@ -101,7 +101,7 @@ class FLoRA(Method):
         """Declare how many floats FLoRA sends, so that traffic and virtual time count only these.
 
         ranks: the ranks of all clients.
-        sizes: the number of floats of each weight that has an adapter.
+        sizes: for each layer with an adapter, the number of floats of its weight.
         """
         mean_rank = float(ranks.of_client.mean())
         stack = 0

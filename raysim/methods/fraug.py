@@ -416,8 +416,8 @@ class FRAug(Method):
     def begin(self, job: LocalJob) -> None:
         """Set to 0 the four sums over steps from which `end` computes the reported means.
 
-        They are the sums of the norms of real features, of the norms of generated features, and of
-        the shares of correct predictions, and the number of steps.
+        The sums are: the norms of real features, the norms of generated features, the shares of
+        correct predictions, and the number of steps.
         """
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
 
@@ -432,7 +432,10 @@ class FRAug(Method):
         return [torch.from_numpy(draw(shape, dtype=np.float32)) for shape in shapes]
 
     def draw_labels(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Return the labels of generated features for each batch; all its stages use the same."""
+        """Return, for each batch, the classes of the features that the generator makes.
+
+        All stages of a batch use the same classes.
+        """
         classes, sizes = job.task.num_classes, job.plan.sizes
         first = job.version * len(sizes)
         return [balanced_labels(size, classes, first + step) for step, size in enumerate(sizes)]
@@ -494,9 +497,10 @@ class FRAug(Method):
     def end(self, job: LocalJob) -> None:
         """Report means over the job's steps, which become columns of the history.
 
-        They are the norm of the real features, the norm of the features that the generator makes,
-        and the share of synthetic features that the head classifies correctly. Without a generator,
-        the second mean is left out. A job without a step reports nothing.
+        "real_norm" and "generated_norm" are the norms of real features and of the features that the
+        generator makes. "synthetic_accuracy" is the share of synthetic features that the head
+        classifies correctly. Without a generator, "generated_norm" is left out. A job without a
+        step reports nothing.
         """
         real, generated, correct, steps = job.scratch["sums"].tolist()
         if not steps:
@@ -579,17 +583,17 @@ def _real_features(job: LocalJob, out: Outputs) -> Tensor:
 
 
 def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
-    """Return the head's weight and bias without gradients; the bias is None if it was removed."""
+    """Return the head's weight and bias without gradients; the bias is None if there is none."""
     head = job.model.head
     bias = cast("Tensor | None", head.bias)
     return head.weight.detach(), None if bias is None else bias.detach()
 
 
 def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
-    """Add a step to the job's four sums.
+    """Add the numbers of a step to the job's four sums.
 
-    The step adds the mean norm of its real features, the mean norm of its generated features, its
-    share of correct predictions, and 1, which counts the steps.
+    These are the mean norm of the real features, the mean norm of the generated features, the share
+    of correct predictions, and 1.
     real: [B, D], the real features.
     generated: [2 B, ...], the features from the generator, or the noise if there is no generator.
     is_correct: bool [2 B], True for each synthetic feature whose class the head predicts.

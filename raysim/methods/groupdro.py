@@ -60,7 +60,7 @@ def aggregation_weights(weights: Tensor, indices: Tensor) -> Tensor:
 
 
 def _add_losses(log_weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
-    """Add the losses, times `step_size`, to the logarithms of the participants' weights.
+    """Add step_size * loss to the logarithm of each participant's weight.
 
     log_weights: [N], the logarithms of all clients' weights, changed in place and returned. They
     are not normalised, so that the cost depends on the number of participants only.
@@ -100,7 +100,7 @@ class GroupDRO(Method):
         run.upload("loss", 1)
 
     def _first_log_weights(self, server: ServerView) -> Tensor:
-        """Return the logarithms of all initial weights, up to a constant: float64 [clients]."""
+        """Return the logarithms of all clients' initial weights, float64 [clients]."""
         ones = np.ones(server.clients)
         start = ones if self.prior == "uniform" else np.maximum(server.sample_counts, 1e-9)
         return torch.from_numpy(np.log(start / start.sum()))

@@ -93,14 +93,14 @@ def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
 class HetLoRA(Method):
     """A method for adapters of different ranks, padded with zeros and averaged.
 
-    ranks: the first ranks of the clients. None gives all clients model.lora.rank. From a list, each
-    client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
+    ranks: the initial ranks of the clients. None gives all clients model.lora.rank. From a list,
+    each client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
     {phone_low: 2, tablet: 8}.
     sparsity: True weighs each client by the norm of the product B A of its two factors; False
     leaves the weights as the run and other methods set them.
-    lam: the weight of a term of the loss. It shrinks the last columns of B and the last rows of A,
-    so that a client can drop them and have a lower rank from then on. 0 switches this off.
-    gamma: the share of a client's ranks that the term does not shrink, counted from the first rank.
+    lam: the weight of a penalty that makes the last columns of B and the last rows of A small. A
+    client can then prune them, and has a lower rank from then on. 0 switches this off.
+    gamma: the share of a client's ranks without the penalty, counted from the first rank.
     """
 
     name = "hetlora"

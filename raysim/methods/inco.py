@@ -85,9 +85,10 @@ def cross_layer_gradient(
 
 
 def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
-    """Return a view [n, k] of a tensor whose rows are mixed separately.
+    """Return a view [n, k] of a tensor, each row of which is mixed separately.
 
-    A row is a kernel. With granularity="tensor", or if kernels are 1x1, the only row is the tensor.
+    A row is a kernel. With granularity="tensor", or if kernels are 1x1, there is one row, the whole
+    tensor.
     """
     size = math.prod(values.shape[2:]) if granularity == "kernel" else 1
     if size == 1:
@@ -109,9 +110,10 @@ def _mix(
 ) -> None:
     """Mix each row g of `rows` [n, k] with the same row g0 of `sources` [n, k], in place.
 
-    The new row is m g / (|g| + eps) + theta m g0 / (|g0| + eps), with m = (|g| + |g0|) / 2 and
-    theta = min(|<g, g0>| / (|g0|^2 + eps), clamp_max). The function is compiled. Sums are in
-    float64.
+        g <- m g / (|g| + eps) + theta m g0 / (|g0| + eps),    m = (|g| + |g0|) / 2
+        theta = min(|<g, g0>| / (|g0|^2 + eps), clamp_max)
+
+    The function is compiled. Sums are in float64.
     clamp_max: the largest factor theta.
     clip: the largest absolute value of an entry of the result; inf for no bound.
     eps: a small number that is added to denominators, so that none is 0.

@@ -83,7 +83,7 @@ class Krum(Method):
             self.selected = at_least("method.krum.selected", selected, 1)
 
     def setup(self, run: Setup) -> None:
-        """Warn of aggregations with fewer updates than the paper's guarantee needs."""
+        """Warn about aggregations with fewer updates than the paper's guarantee needs."""
         least = 2 * self.byzantine + 3
         if self.byzantine and run.max_updates < least:
             run.warn(

@@ -287,7 +287,7 @@ def truncate(job: LocalJob, rank: int) -> None:
 
 # --- values of clients on the server --------------------------------------------------------------
 def mean_delta(aggregation: Aggregation, server: ServerView) -> Tensor:
-    """Return the weighted mean [trained] of the updates, bit-identical to FedAvg's."""
+    """Return the weighted mean of the updates, [layout.trained], bit-identical to FedAvg's."""
     rows = parameters_of(aggregation, server)
     total = linear_combination(rows, aggregation.weights)
     return total.div_(aggregation.divisor)

@@ -9,8 +9,8 @@ Source: Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minim
     lam ~ Beta(alpha, alpha), alpha = 0.2
 
 Departures from the paper
-- The partner is a random permutation of the same local batch, as in FedBR; DomainBed pairs batches
-  of different domains.
+- A random permutation of the local batch gives each sample a partner, as in FedBR. DomainBed pairs
+  batches of different domains.
 - There is one lam for a batch, and it is lam itself, not max(lam, 1 - lam).
 - Inputs are mixed after augmentation and normalisation; only the mixed batch is forwarded.
 """

@@ -2,9 +2,9 @@
 
 This limits the drift of local training in the features, not in the parameters.
 
-Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). With
-z, z_g and z_p the features in front of the classifier that the trained, the received and a previous
-local model have for the same inputs:
+Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). For
+the same inputs, z are the features of the trained model, z_g of the received model and z_p of a
+previous local model:
 
     l_con = -log exp(cos(z, z_g) / tau) / (exp(cos(z, z_g) / tau) + sum_p exp(cos(z, z_p) / tau))
     loss  = cross-entropy + mu l_con
@@ -117,7 +117,7 @@ class Moon(Method):
         return FORWARD * job.trained_samples * (1 + previous)
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add the weighted contrastive loss, if the client has a previous model."""
+        """Add mu times the contrastive loss, if the client has a previous model."""
         if not self.mu or not len(job.state["previous"]):
             return loss
         features = [
@@ -130,7 +130,7 @@ class Moon(Method):
         return loss + self.mu * contrast
 
     def end(self, job: LocalJob) -> None:
-        """Keep the trained model as a previous one, and drop the oldest."""
+        """Store the trained model as a previous one; of more than P models, drop the oldest."""
         if self.mu:
             previous = job.state["previous"].to(job.params)
             models = torch.cat([previous, job.params.unsqueeze(0)])

@@ -131,12 +131,12 @@ class PartialFed(Method):
     all but BatchNorm ("no_bn"), the head ("no_classifier") or both ("no_bn_no_classifier"); "all";
     "none"; or those that the client's policy chooses ("adaptive").
     num_loaded: the number of loaded layers, for bottom_up and top_down.
-    max_staleness: all layers are loaded if the current version is more than this number of versions
-    after the base version of the client's last job; None sets no limit.
+    max_staleness: a client loads all layers if the base version of its last job is more than this
+    number of versions old; None sets no limit.
     policy_steps, policy_lr, policy_batch: for strategy=adaptive, the steps of Adam in each job,
     their learning rate and the samples of each step.
-    temperature: the first temperature of the relaxation; it is multiplied by `decay` in each
-    version, down to `floor`.
+    temperature, decay, floor: the relaxation has the temperature
+    max(floor, temperature * decay^v) in version v.
     sample_decision: True adds noise to the logits when the layers to load are chosen.
     """
 
@@ -278,7 +278,10 @@ class PartialFed(Method):
         return torch.tensor([self._loads(path, model) for path in layers], dtype=torch.bool)
 
     def _loads(self, path: str, model: nn.Module) -> bool:
-        """Return True if a strategy that depends on the type of a layer loads this layer."""
+        """Return True if the strategy, which depends on the type of a layer, loads this layer.
+
+        path: the path of the layer in the model.
+        """
         if self.strategy == "none":
             return False
         if "no_bn" in self.strategy and isinstance(model.get_submodule(path), BATCHNORM):

@@ -118,8 +118,8 @@ class PseudoData:
     def _check(self, run: Setup) -> None:
         """Raise ValueError for settings that do not fit the run.
 
-        The means of all clients may be fewer than B; the model may need more than one row in a
-        batch, because of BatchNorm; or the public set may have other images than the data.
+        These are: fewer means of all clients than B, a B of 1 if the model needs more rows in a
+        batch, and a public set with other images than the data.
         """
         check_pseudo_batch(run, self.rows)
         if self.kind == "mixture":

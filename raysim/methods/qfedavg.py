@@ -55,8 +55,8 @@ def divisor(
 ) -> float:
     """Return the number by which the weighted sum of updates is divided.
 
-    It is the sum of w (1 + q c / F) over the clients, or sum_i h_i / L in the formula of the
-    module. Each sequence has one number for each client.
+    It is the sum over clients of w (1 + q c / F). Times L, this is the sum of h_i in the formula of
+    the module. Each sequence has one number for each client.
     weights: w, the client's weight times F^q.
     losses: F, the loss of the received model on the client's data.
     curvatures: c = |D|^2 / learning rate, with D the client's update.

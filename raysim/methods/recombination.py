@@ -17,14 +17,14 @@ from raysim.vectors.gram import Granularity, gram_matrix, linear_combination, st
 
 
 def parameters_of(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
-    """Return the trainable parameters [trained] of each update, as views."""
+    """Return the trainable parameters of each update, [layout.trained], as views."""
     return [delta[: server.layout.trained] for delta in aggregation.deltas]
 
 
 def weighted_rows(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
-    """Return the trainable parameters [trained] of each update whose weight is not 0, as views.
+    """Return the trainable parameters of each update whose weight is not 0, as views.
 
-    Raises ValueError if all weights are 0.
+    Each view is [layout.trained]. Raises ValueError if all weights are 0.
     """
     rows = parameters_of(aggregation, server)
     weighted = [row for row, weight in zip(rows, aggregation.weights, strict=True) if weight]
@@ -39,7 +39,7 @@ def weighted_rows(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
 def combine_by_coordinate(
     rule: Callable[[Tensor], Tensor], aggregation: Aggregation, server: ServerView
 ) -> Tensor:
-    """Combine the updates by a rule for single parameters; return the result, [layout.trained].
+    """Apply a rule to each parameter of the updates; return the result, [layout.trained].
 
     Updates of weight 0 are left out.
     rule: a function from d parameters of m updates, [m, d], to a number for each parameter, [d].

@@ -1,7 +1,7 @@
 """SCAFFOLD: correct each local gradient by the difference of two control variates.
 
-The client's control variate estimates the client's gradient, the server's control variate the mean
-gradient of all clients, so that local steps follow the common direction.
+The client's control variate estimates the client's gradient, and the server's control variate the
+mean gradient of all clients. So local steps follow the common direction.
 
 Source: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Controlled
 Averaging for Federated Learning" (ICML 2020), Algorithm 1:

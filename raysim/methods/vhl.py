@@ -281,7 +281,7 @@ class Vhl(Method):
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
         """Add the step's virtual images to the batch, unless another method changes the inputs.
 
-        In that case the virtual images get a forward pass of their own.
+        In that case, a second forward pass has the virtual images and the unchanged real ones.
         """
         if self._needs_virtual(job) and not self._are_inputs_changed:
             batch.add_rows(self.name, self._images(job))

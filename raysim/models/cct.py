@@ -1,8 +1,8 @@
 """CCT-7/3x1, the compact convolutional transformer that FedBR trains on CIFAR-100.
 
 It follows the code of Hassani et al. (2021). There the output of a block's MLP is added to the
-MLP's normalised input, so a block is neither a usual pre-norm nor a usual post-norm block (see
-`Block`). That code also has an output layer that it does not use, which is left out here.
+MLP's normalised input (see `Block`). So a block is neither a usual pre-norm nor a usual post-norm
+block. That code also has an output layer that it does not use, which is left out here.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Attention(nn.Module):
 
 
 class DropPath(nn.Dropout):
-    """Stochastic depth (Huang et al. 2016): set the branch of random samples to 0 in training."""
+    """Stochastic depth (Huang et al. 2016): in training, skip a branch for random samples."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -106,7 +106,7 @@ class DropPath(nn.Dropout):
 
 
 class Block(nn.Module):
-    """A block: v = norm(u + attention(norm(u))), then v + mlp(v), with stochastic depth."""
+    """A block that returns v + mlp(v) for its input u, with v = norm(u + attention(norm(u)))."""
 
     def __init__(self, attention_dropout: float, drop_path: float) -> None:
         super().__init__()

@@ -49,7 +49,8 @@ class Cnn(ModelRecipe):
     pool: the size of the max-pools; the paper of FedBSS has 3, the workload W1 of `raysim bench` 2.
     padding: the padding of the convolutions.
     stride: the stride of the max-pools. With pool 3, padding 2 and stride 2 the pools are padded by
-    1, so that they halve the maps and the network has as many parameters as papers usually report.
+    1, so that they halve the maps. The network then has the number of parameters that papers
+    usually report.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

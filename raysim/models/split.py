@@ -80,7 +80,7 @@ def original_network(model: nn.Module) -> nn.Module:
 
 
 def original_names(model: nn.Module) -> dict[str, str]:
-    """Map the names of parameters and buffers before `split_network` to those in this model."""
+    """Map each parameter's and buffer's name before `split_network` to its name in this model."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     if isinstance(model, WholeNetwork):
         return {name.removeprefix("net."): name for name in names}

@@ -75,9 +75,9 @@ codecs.register_error(HANDLER, _replace_characters)
 
 @contextmanager
 def lossy_output(*streams: object) -> Iterator[None]:
-    """Let streams write equivalents of characters that their encoding lacks, without an error.
+    """Inside `with`, write ASCII text for characters that a stream's encoding lacks.
 
-    Streams that are no text files stay unchanged.
+    Without this, such characters raise an error. Streams that are no text files stay unchanged.
     """
     with ExitStack() as stack:
         for stream in streams:

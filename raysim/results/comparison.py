@@ -55,8 +55,9 @@ class Report:
         """Return a row for each setting: the mean of each number over the seeds.
 
         The column "final_std" is the standard deviation of "final" over the n seeds, with the
-        denominator n - 1. The column "final_mark" is † if the setting is significantly better than
-        the first setting with the same data and split, and ‡ if it is significantly worse.
+        denominator n - 1. Each setting is compared with the first one that has the same data and
+        split. The column "final_mark" is † for a setting that is significantly better, and ‡ for
+        one that is significantly worse.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 
@@ -66,18 +67,18 @@ class Report:
 
         The columns are rounds, bytes, virtual seconds and wall seconds until the first round with
         this score. They are means over the seeds that reach the score; "rounds_std" and the like
-        are sample deviations.
+        are standard deviations.
         """
         return to_frame(threshold_columns(self.groups, self.view))
 
     @property
     def differences(self) -> pd.DataFrame:
-        """Return a row for each number and setting: the difference from the first setting.
+        """Return a row for each number and setting: the difference from a reference setting.
 
-        The first setting is the first one with the same data and split.
-        The runs of equal seeds are compared in pairs. `low` to `high` is the 95 % interval, `p` the
-        p-value of the paired t-test, `holm` this p-value after Holm's correction, and `wilcoxon`
-        the p-value of the signed-rank test.
+        The reference is the first setting with the same data and split. The runs of equal seeds are
+        compared in pairs. `low` to `high` is the 95 % interval, and `p` the p-value of the paired
+        t-test. `holm` is this p-value after Holm's correction, and `wilcoxon` the p-value of the
+        signed-rank test.
         """
         import pandas as pd
 
@@ -94,8 +95,8 @@ class Report:
     def figures(self) -> dict[str, Figure]:
         """Return a figure for each metric and axis, by a name such as "accuracy_global-round".
 
-        Figures against traffic and virtual time exist if the settings differ in their cost of a
-        round.
+        Figures against traffic or virtual time are left out if a round costs the same in all
+        settings.
         """
         from raysim.results.page import setting_curves
 
@@ -205,8 +206,8 @@ def report(
     percent: True shows shares in percent.
     thresholds: scores between 0 and 1 for the table of costs. () takes them from `rounds_to` in the
     runs' summaries: up to four, the highest ones that any run reached.
-    bold: when the best value of a column is bold. "clear": if it is better than the second-best
-    value by more than the deviation of either; "best": always.
+    bold: when the best value of a column is bold. "clear": if its difference to the second-best
+    value is larger than each of their deviations; "best": always.
     width: the figures' width in inches.
     warn: function that gets a sentence about skipped folders.
 

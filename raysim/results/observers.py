@@ -431,8 +431,8 @@ class ClosingLine(Observer):
 class HistoryFile(Observer):
     """An observer that writes history.parquet at checkpoints and at the end of the run.
 
-    In a long run, a checkpoint writes the file only if the history has grown by a tenth, so that
-    the cost of a round does not grow with the number of rounds. The checkpoint itself has all rows.
+    In a long run, a checkpoint writes the file only if the history has grown by a tenth. So the
+    cost of a round does not grow with the number of rounds. The checkpoint itself has all rows.
     """
 
     LONG_RUN_ROUNDS = 1000

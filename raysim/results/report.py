@@ -660,8 +660,7 @@ def difference_rows(
 ) -> list[dict[str, object]]:
     """Return a row for each comparison of a setting with the first setting on the same data.
 
-    A row has the metric, the labels of both settings, and all numbers of their `Difference`, such
-    as its mean, its confidence interval and its p-values.
+    A row has the metric, the labels of both settings, and all fields of a `Difference`.
     """
     rows: list[dict[str, object]] = []
     for tested in columns:
@@ -688,7 +687,7 @@ def threshold_columns(
     """Return the columns of the table of costs: what each setting needs to reach a score.
 
     The table has a row for each score and setting. The costs are the rounds, bytes, virtual seconds
-    and wall seconds until the first round that reaches the score: means ± sample deviations over
+    and wall seconds until the first round that reaches the score: means ± standard deviations over
     the seeds that reach it. Returns [] if no score was reached.
     view: the choice of columns and units; `view.thresholds` lists the scores of the table.
     limit: if `view.thresholds` is empty, the table has the `limit` highest scores that any run

@@ -53,7 +53,7 @@ class Column:
     tests: for each row, the paired test against the reference row of its group; None for the
     reference.
     bold: the rule by which the best score is marked. "best" always marks it. "clear" marks it only
-    if its difference to the second-best score is larger than the deviations of both scores; without
+    if its difference to the second-best score is larger than each of their deviations; without
     `deviations` the rule is the same as "best".
     incomplete: the numbers of the rows whose mean lacks a seed; they are never marked as the best.
     """

@@ -278,8 +278,8 @@ class Tracker(StoredTracker):
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: function that prints one sentence. It is called from another thread.
     patience: the most seconds to wait for MLflow at the end of the run.
-    command: the start of the command in a message to the user, which tells how to send rows that
-    were not sent.
+    command: the command that has started the run, such as "raysim run". If rows were not sent, a
+    message tells the user to resume the run with it.
     connect: function that returns a connected server, given its address.
 
     No method raises an error because of MLflow, its server or its database.
@@ -474,8 +474,8 @@ def make_tracker(
     uri: the address of MLflow's server or database; None or "" only stores the run.
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: function that prints one sentence.
-    command: the start of the command in a message to the user, which tells how to send rows that
-    were not sent.
+    command: the command that has started the run, such as "raysim run". If rows were not sent, a
+    message tells the user to resume the run with it.
     """
     if not uri:
         return StoredTracker(folder, name=name, say=say)

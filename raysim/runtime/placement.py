@@ -38,8 +38,8 @@ class RayOptions:
     address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins a cluster.
     strategy: PACK fills one node after another, SPREAD alternates between nodes, STRICT_PACK uses
     one node only.
-    wait: the most seconds to wait until other runs release resources, and until more nodes join a
-    cluster that is too small. None waits forever for other runs, and does not wait for nodes.
+    wait: the most seconds to wait for resources: until other runs release them or, if the cluster
+    is too small, until nodes join. None waits forever for other runs, and does not wait for nodes.
     preflight: True measures the memory of one job before the run; False never does. None measures
     it only if raysim must choose how many workers share a GPU.
     combine: True lets each node add up the sums of its workers before it sends them, which changes
@@ -196,7 +196,7 @@ def choose_size(
     """Return the number of workers and their resources.
 
     The number is `runtime.workers`. If that is not set, it is the number of workers that fit on the
-    nodes, but not more than `most`, because further workers would never have work.
+    nodes, but at most `most`, because further workers would never have work.
     options: the settings `runtime.*`.
     per_worker: the resources that a worker reserves.
     nodes: the resources of each node.

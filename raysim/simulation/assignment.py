@@ -106,9 +106,8 @@ def assign_groups(
     """Assign groups of jobs to workers; return the jobs of each worker.
 
     A worker that trains a whole group returns one sum of the group's updates, so groups are split
-    as rarely as possible. They are split in half until no worker's load is above a limit. If jobs
-    were assigned one by one, the busiest worker would have some load; the limit is `MAX_SLOWDOWN`
-    times this load.
+    as rarely as possible. They are split in half until no worker's load is above a limit. This is
+    `MAX_SLOWDOWN` times the load of the busiest worker if jobs were assigned one by one.
     groups: sequences of jobs. The updates of a group are below one part of the summation tree, and
     its jobs are in the order in which they are aggregated.
     loads: for each worker, the number of samples that it must already train.

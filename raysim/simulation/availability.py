@@ -115,8 +115,8 @@ class Availability(ABC):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return all changes of availability up to `horizon`: times, and positions in `clients`.
 
-        If a client has more than `_MAX_CHANGES` changes up to `horizon`, the horizon is moved to an
-        earlier time, and only the changes up to this time are returned.
+        If a client has more than `_MAX_CHANGES` changes up to `horizon`, only the changes up to an
+        earlier time are returned.
         times: float64 [clients], the time of each client's next change, changed in place.
         Afterwards it is the time of the client's first change after the returned ones.
         horizon: a virtual time in seconds.
@@ -230,14 +230,16 @@ class Diurnal(Availability):
 class _StepDraw(NamedTuple):
     """The random numbers of one step of `MarkovAvailability`.
 
-    A step puts the clients in a random order. Client c has the place (c - start) * factor modulo a
-    prime, counted from 0. Conversely, the client at place k is start + k * inverse, modulo the same
-    prime.
-    start: the client at place 0.
+    A step puts the clients in a random order, with positions from 0. Modulo a prime:
+
+        position of client c    (c - start) * factor
+        client at position k    start + k * inverse
+
+    start: the client at position 0.
     factor: the random factor, from 1 to the prime minus 1.
     inverse: the inverse of `factor` modulo the prime.
-    comes: the step makes the clients at places below this number available.
-    goes: the step makes the clients at this place and at higher places unavailable. All other
+    comes: the step makes the clients at positions below this number available.
+    goes: the step makes the clients at this position and at higher ones unavailable. All other
     clients keep their state.
     """
 

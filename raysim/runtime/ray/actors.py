@@ -240,8 +240,8 @@ class RayCoordinator:
         """Yield the events of the run up to `Started`, when all workers are ready.
 
         The method `events` yields the later events. Make the run's folder before you call it.
-        Raises UnequalWorkersError if the results of a worker would not be bit-identical to results
-        that the driver (the process that the user has started) would compute.
+        Raises UnequalWorkersError if results of a worker would not be bit-identical to results of
+        the driver, the process that the user has started.
         """
         for event in self._events:
             if not isinstance(event, Started):
@@ -253,8 +253,8 @@ class RayCoordinator:
     def _meet_workers(self) -> tuple[Identity, ...]:
         """Wait until all workers are ready; return the identities of all processes.
 
-        Raises UnequalWorkersError if the results of a worker would not be bit-identical to results
-        that the driver (the process that the user has started) would compute.
+        Raises UnequalWorkersError if results of a worker would not be bit-identical to results of
+        the driver, the process that the user has started.
         """
         participants = self._runtime.participants
         if participants is None:

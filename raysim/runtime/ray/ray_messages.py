@@ -1,7 +1,7 @@
 """Keep the messages of Ray apart from raysim's output.
 
 When a process or a node is lost, a thread of Ray in the driver prints long messages on the standard
-output, and no setting of Ray turns them off. Here they go to a file in the folder of the run.
+output. No setting of Ray turns them off. Here they go to a file in the folder of the run.
 """
 
 from __future__ import annotations
