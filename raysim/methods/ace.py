@@ -1,7 +1,7 @@
 """ACE and ACED: step along the mean of all clients' latest updates after each arrival.
 
-The server keeps the last update of every client, so that fast clients do not count more than slow
-ones.
+The server stores the last update of every client. Therefore fast clients, which send more updates,
+do not have more influence than slow ones.
 
 Source: Chang, Yao, Krishnamurthy, Shelton, Chakraborty, Swami, Oymak and Roy-Chowdhury, "Mitigating
 Participation Imbalance Bias in Asynchronous Federated Learning" (arXiv 2511.19066). Client j
@@ -23,15 +23,15 @@ Departures from the paper
 - The mean is over A, not over all N clients, and clients have no weights. If A is empty, the
   parameters and BatchNorm's statistics do not change, and t grows.
 - With initialise=true the server makes no step until every client with samples has sent an update
-  of the first model. The paper asks all clients at once. Here the schedule decides when they are
-  dispatched, and a fast client may return several times before the first step.
+  of the initial model. In the paper all clients train at the start. Here the schedule decides when
+  they are dispatched, and a fast client may send several updates before the first step.
 - BatchNorm's statistics are averaged over the clients whose updates arrive, as in FedAvg. The
   server does not keep them for each client.
 - The paper makes one local step. With several local steps, clients also drift apart. SCAFFOLD in
   the same list corrects a similar bias.
 
-The server keeps the sum over A in float64. When an update arrives, the server reads only a few
-stored updates: that of the same client, and those that leave A because they have become too old.
+The server stores the sum over A in float64. When an update arrives, it reads only a few of the
+stored updates: that of the same client, and those that are now too old for A.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def active_clients(
 ) -> Tensor:
     """Return the clients whose cached update is at most `max_staleness` versions old: bool [N].
 
-    dispatch_versions: int64 [N], the version from which each cached update started; -1 for none.
-    max_staleness: None counts all cached updates.
+    dispatch_versions: int64 [N], the base version of each client's cached update; -1 if the client
+    has none.
     version: the current version.
+    max_staleness: None returns all clients with a cached update.
     """
     known = dispatch_versions >= 0
     return (
@@ -119,13 +120,15 @@ def _refresh(
     was_active: Tensor,
     is_active: Tensor,
 ) -> None:
-    """Store new updates in the cache, and make `total` the sum of the active rows, in place.
+    """Store new updates in the cache, and correct the sum of the active rows, in place.
 
+    A row is active if its update counts in the server's step.
     new_updates: the new updates, each [D], by the row of the cache that each one replaces.
-    cache: an update in each of R rows, [R, D].
-    total: float64 [D], the sum of the rows that were active; afterwards, of those that are active.
-    was_active: bool [R], True for the rows of which `total` is the sum before the call.
-    is_active: bool [R], True for the rows of which `total` is the sum after the call.
+    cache: the last update of each of R clients, [R, D].
+    total: float64 [D]. It is the sum of the rows in `was_active` before the call, and of those in
+    `is_active` afterwards.
+    was_active: bool [R], the rows that were active.
+    is_active: bool [R], the rows that are active now.
     """
     changes = torch.zeros_like(is_active)
     changes[list(new_updates)] = True
@@ -144,10 +147,11 @@ def _refresh(
 
 
 def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
-    """Return server_lr times the mean of the active rows, float64 [D]; zeros without any.
+    """Return the server's step, `server_lr` times the mean of the active rows: float64 [D].
 
+    The step is 0 without active rows.
     total: float64 [D], the sum of the active rows.
-    active: bool [R], the rows of the cache that count.
+    active: bool [R], the rows of the cache whose updates count in the step.
     """
     return total * (server_lr / max(1, int(active.sum())))
 
@@ -155,11 +159,11 @@ def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
 class ACE(Method):
     """A server rule that steps along the mean of all clients' latest updates.
 
-    A server optimizer may follow in the list of methods.
+    A method that changes the server's step, such as FedAdam, may follow in the list of methods.
 
     server_lr: the server's learning rate eta.
-    max_staleness: the largest age of a cached update that counts, in versions (ACED); None counts
-    all updates (ACE).
+    max_staleness: the largest age, in versions, of the updates in the mean (ACED). None has no
+    limit (ACE).
     initialise: True makes no step until every client with samples has sent an update.
     cache: where updates are stored, "disk" or "memory".
     budget: the largest size of the cache, in GiB.
@@ -187,7 +191,8 @@ class ACE(Method):
     def setup(self, run: Setup) -> None:
         """Declare the server state: each client's last update, and the sum of the active updates.
 
-        With each update, the server keeps its base version and whether the sum contains it.
+        An update is active if it counts in the server's step. The state also has each update's base
+        version, and which updates were active in the last step.
         """
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
@@ -212,7 +217,7 @@ class ACE(Method):
         return tuple(server.params.shape)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Store the new updates; return server_lr times the mean of cached updates that count."""
+        """Store the new updates; return server_lr times the mean of the active updates."""
         state, trained = server.state, server.layout.trained
         rows = rows_of(aggregation, server, self.cache)
         versions = padded(state["versions"], len(state["clients"]))

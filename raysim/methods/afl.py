@@ -68,7 +68,10 @@ class AFL(Method):
         self.step_size = at_least("method.afl.step_size", step_size, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep a weight per client on the server; each job uploads the received model's loss."""
+        """Declare a weight per client as server state, and the loss that each job uploads.
+
+        It is the loss of the model that the client received.
+        """
         run.needs_fixed_clients("the server has a weight for each of them")
         run.require(
             run.clients_with_samples <= MAX_CLIENTS,
@@ -88,7 +91,10 @@ class AFL(Method):
         return has_samples / has_samples.sum()
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a forward pass over the client's samples: a third of their number."""
+        """Return the cost of a forward pass over the client's samples, in trained samples.
+
+        A forward pass of a sample costs a third of training on it.
+        """
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:
@@ -96,10 +102,10 @@ class AFL(Method):
         job.upload["loss"] = loss_before_training(job)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply the weight of each update by the learnt weight of its client.
+        """Multiply the weight of each update by lambda_i / max_j lambda_j of its client i.
 
-        The learnt weights are first divided by the largest one of the participants, which does not
-        change the weighted mean.
+        lambda are the learnt weights, and the maximum is over the participants. The division does
+        not change the weighted mean.
         """
         chosen = server.state["weights"][torch.tensor(aggregation.clients)]
         largest = float(chosen.max())

@@ -22,9 +22,9 @@ Departures from the paper
   its v_i.
 - f(m) is the task's loss without the terms of other methods. v_i uses the run's optimizer settings
   (momentum, weight decay, clipping), and its optimizer starts again in each job.
-- m uses the BatchNorm statistics of v_i's network, which the training of v_i moves. The gradient
-  for alpha is computed in train mode and without augmentation. The planned cost of a job leaves out
-  this computation, which takes one batch.
+- m has the BatchNorm statistics of the client's own network, which change in the training of v_i.
+- The gradient for alpha is computed in train mode and without augmentation. The planned cost of a
+  job leaves out this computation, which takes one batch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ PERSONAL, SHARED = "apfl.model", "model"
 
 
 def mix(personal: nn.Module, shared: nn.Module, alpha: Tensor | float) -> dict[str, Tensor]:
-    """Return the mixture alpha * personal + (1 - alpha) * shared, by parameter path.
+    """Return the mixture alpha * personal + (1 - alpha) * shared, by the name of the parameter.
 
-    Only the personal parameters get gradients.
+    Gradients reach only the personal parameters.
+    personal, shared: the client's own model and the shared model, with equal layers.
+    alpha: the weight of the personal parameters.
     """
     received = dict(shared.named_parameters())
     return {
@@ -85,7 +87,8 @@ class APFL(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of training the client's own model, in trained samples.
 
-        This is a second forward and backward pass of each batch: as much as the shared model.
+        It is equal to the cost of training the shared model: one more forward and backward pass of
+        each batch.
         """
         return job.trained_samples
 
@@ -96,7 +99,7 @@ class APFL(Method):
         job.scratch["alpha"] = job.params.new_tensor(job.state["alpha"])
 
     def _adapted_alpha(self, job: LocalJob) -> float:
-        """Return the mixing weight alpha, after its step on the job's first batch."""
+        """Return the mixing weight alpha after one gradient step on the job's first batch."""
         personal = job.network("model")
         alpha: float = job.state["alpha"]
         own_params, shared_params = (

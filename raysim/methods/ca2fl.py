@@ -1,7 +1,7 @@
 """CA2FL: correct the mean update of a buffer with the last updates of all clients.
 
-The server keeps each client's last update. A buffer has updates of only some clients; the last
-updates of all other clients stand for them in the server's step.
+A buffer has updates of only some clients. For all other clients, the server's step uses their last
+updates, which the server stores.
 
 Source: Wang, Cao, Wu, Chen and Chen, "Tackling the Data Heterogeneity in Asynchronous Federated
 Learning with Cached Update Calibration" (ICLR 2024), Algorithm 2. h_i is the last update of client
@@ -79,16 +79,16 @@ def _calibrate(
     averaged_clients: int,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return `scale` times the direction v [D]; update the cache and its sum in place.
+    """Return the server's step, `scale` times v [D]; update the cache and its sum in place.
 
-    v is h, the mean of the last updates, plus the mean of Delta - h_i over the buffer: Delta is an
-    update in the buffer, and h_i the last update of its client before.
-    deltas: the updates in the buffer, each [D]; the result has their dtype.
-    rows: for each update, the row of the cache that has the last update of its client.
+    v = h + (1 / K) sum_i (Delta_i - h_i), for the K updates Delta_i in the buffer. h_i is the last
+    update of the same client before, and h the mean of the last updates of all clients.
+    deltas: the updates Delta_i, each [D]; the result has their dtype.
+    rows: for each update, the row of the cache that has h_i.
     cache: the last updates of R clients, [R, D].
     total: float64 [D], the sum of the cache's rows.
     averaged_clients: the number of clients over which h is the mean: h = total / averaged_clients.
-    scale: the factor on the direction.
+    scale: the factor on v.
     """
     into = torch.empty_like(deltas[0])
 
@@ -108,10 +108,11 @@ def _calibrate(
 class CA2FL(Method):
     """A server rule that corrects the mean of a buffer by each client's last update.
 
-    A server optimizer may follow in the list of methods.
+    A method that changes the server's step, such as FedAdam, may follow in the list of methods.
 
     server_lr: the server's learning rate eta.
-    average: the mean of cached updates is over "all" clients, or over those "seen" so far.
+    average: "all" takes the mean of last updates over all clients, and counts clients without an
+    update as 0. "seen" takes it over the clients that have sent an update.
     cache: where updates are stored, "disk" or "memory".
     budget: the largest size of the cache, in GiB.
     """

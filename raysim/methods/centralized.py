@@ -10,9 +10,9 @@ How the run works
   FedAvg.
 - The optimizer, the batch size and the number of rounds are set as in a federated run. The model is
   scored after each round. A round processes as many samples as a cohort of average clients would.
-  With local.epochs=E and a share s of the clients in a cohort, a round is E s passes over all
-  samples. If E s is no whole number, a round has as many batches as are nearest to E s passes.
-  With local.steps=S and m clients in a cohort, a round is S m batches.
+  Let a cohort have m of the N clients. With local.epochs=E, a round makes E m / N passes over all
+  samples. If this is no whole number, it is rounded to whole batches. With local.steps=S, a round
+  has S m batches.
 - The optimizer starts again in each round, as it does in a client.
 
 Departures from the released code

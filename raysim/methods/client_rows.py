@@ -1,7 +1,7 @@
-"""Keep a cache on the server with a row for each client that sent an update so far.
+"""Store on the server a table, called cache, with a row for each client that sent an update.
 
-In CA2FL and ACE a row is the client's last update; in FedCDA it holds the client's last models. The
-rows in use are `server.state["cache"]`; `server.state["clients"]` has the client of each row.
+In CA2FL and ACE, a row is the client's last update. In FedCDA, it has the client's last models. The
+rows are in `server.state["cache"]`, and `server.state["clients"]` has the client of each row.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PLACES = ("disk", "memory")
 
 
 def most_rows(server: ServerView) -> int:
-    """Return the largest number of rows that a cache can need: one for each client with samples."""
+    """Return the largest possible number of rows: the number of clients with training samples."""
     return server.clients_with_samples
 
 
 def refuse_sample_weights(run: Setup) -> None:
-    """Raise ValueError for weighting=samples, which a mean over cached rows cannot use."""
+    """Raise ValueError for weighting=samples: a mean over the rows of a cache has equal weights."""
     run.require(
         run.weighting != "samples",
         f"weighting=samples has no effect on method '{run.method}', which gives all clients the "
@@ -41,7 +41,7 @@ def declare_rows(
     place: CachePlace,
     cache: str = "cache",
 ) -> None:
-    """Declare a cache on the server: no rows at first, at most one row per client.
+    """Declare a cache without rows as server state; it can get one row for each client.
 
     shape: function that returns the shape of a row.
     place: where rows are stored, "disk" or "memory".
@@ -68,8 +68,8 @@ def rows_of(
 
 
 def padded(column: Tensor, rows: int) -> Tensor:
-    """Return a copy of a column [R, ...] with `rows` entries, of which the new ones are 0.
+    """Return a copy of a column [R, ...] to which zeros are added, so that its length is `rows`.
 
-    column: one value, or an array, for each row of a cache.
+    column: a number or an array for each of the R rows of a cache.
     """
     return torch.cat([column, column.new_zeros(rows - len(column), *column.shape[1:])])

@@ -8,8 +8,8 @@ Statistical Rates" (ICML 2018), Definition 1 and Algorithm 1, option I.
 
 Departures from the paper
 - The median of an even number of values is the mean of the two values in the middle.
-- Weights only decide which updates are considered: an update of weight 0 is not. BatchNorm's
-  statistics are averaged with the weights, as in FedAvg, and are not protected.
+- The median ignores weights, except that updates of weight 0 are left out. BatchNorm's statistics
+  are averaged with the weights, as in FedAvg, and are not protected.
 """
 
 from __future__ import annotations

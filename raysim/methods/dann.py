@@ -61,8 +61,9 @@ def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
 def generator_loss(
     class_logits: Tensor, labels: Tensor, domain_logits: Tensor, domain: int | Tensor, weight: float
 ) -> Tensor:
-    """Return the classifier's loss: cross-entropy minus `weight` times the `discriminator_loss`.
+    """Return cross-entropy minus `weight` times the `discriminator_loss`.
 
+    It trains the classifier and its features, which then hide the client from the discriminator.
     class_logits: [B, C], the classifier's outputs.
     labels: int64 [B], or rows of probabilities [B, C].
     domain_logits: [B, N], the discriminator's outputs for N clients.
@@ -82,8 +83,9 @@ def adversary(domain_logits: Tensor, domain: int | Tensor, weight: float) -> Ten
 
 
 def is_discriminator_step(step: int, d_steps_per_g_step: int) -> bool:
-    """Return True if local step `step`, counted from 1, trains the discriminator.
+    """Return True if a step of a job trains the discriminator, not the classifier.
 
+    step: the number of the step in its job, from 1.
     d_steps_per_g_step: the number of discriminator steps for each step of the classifier.
     """
     return step % (1 + d_steps_per_g_step) < d_steps_per_g_step
@@ -142,10 +144,11 @@ class Dann(Method):
         self.mode = one_of("method.dann.mode", mode, ("alternate", "grl"))
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return the setting that DANN needs, by key: local.steps, if the run sets it.
+        """Return the value of local.steps that DANN needs: at least one step of each kind.
 
-        It is the run's value, but at least `discriminator_steps` + 1, so that a job trains the
-        discriminator and the classifier. With local.epochs or mode=grl, the result is empty.
+        This is the run's value, or `discriminator_steps` + 1 if that is larger. The result is empty
+        with local.epochs, and with mode=grl.
+        local: the run's settings of local training.
         """
         if self.mode != "alternate" or local.steps is None:
             return {}
@@ -179,11 +182,11 @@ class Dann(Method):
         run.stages(self._stages)
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return the stages of a cycle of steps: a list for each step, with its one stage.
+        """Return the stages of a cycle of steps, which a job repeats until its end.
 
-        A job repeats this cycle until its end. With mode=alternate, the cycle has
-        `discriminator_steps` steps that train the discriminator, and then one that trains the
-        model. With mode=grl, it has one step, which trains both networks.
+        The result has a list for each step of the cycle, with the one stage of this step. With
+        mode=alternate, `discriminator_steps` steps train the discriminator, and then one step
+        trains the model. With mode=grl, a cycle has one step, which trains both networks.
         plan: has no effect.
         """
         if self.mode == "grl":
@@ -198,11 +201,10 @@ class Dann(Method):
         return turn
 
     def cost(self, job: Participation) -> float:
-        """Return the cost that DANN adds to plain training, as a number of trained samples.
+        """Return the cost of a job minus the cost of plain training, in trained samples.
 
-        It is 0 for mode=grl, and negative for mode=alternate. Plain training counts a forward and a
-        backward pass for each step, but a discriminator step makes no backward pass through the
-        model.
+        With mode=alternate it is negative: a discriminator step has no backward pass through the
+        model, and so costs only a third of a plain step. With mode=grl it is 0.
         """
         if self.mode == "grl":
             return 0.0

@@ -5,8 +5,8 @@ Training for Language Modeling" (2024), the algorithm of the delayed Nesterov up
 DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server)
 asynchronous. D_t is the update t = 1, 2, ..., which points towards improvement. x are the
 parameters, m is the momentum, and b is a sum of updates. eta is the learning rate and beta the
-factor of the old momentum. The momentum changes with every N-th update. The setting `activation`,
-c, spreads the momentum over the steps: the N - 1 steps between two changes add c beta m each:
+factor of the old momentum. The momentum changes with every N-th update. c is the setting
+`activation`: each of the N - 1 steps between two changes also moves x by eta c beta m:
 
     b <- b + D_t
     every N-th t    m <- beta m + b / N    b <- 0
@@ -82,7 +82,7 @@ def _step(
     every: int,
     activation: float,
 ) -> None:
-    """Write the server's step into `arrays[0]`; the momentum and the sum change in place.
+    """Write the server's step into the first array; update the momentum and the sum in place.
 
     arrays: four tensors [D]: the result, the update, the momentum m and the sum b of updates.
     step: the number t of the step, from 1.
@@ -107,29 +107,30 @@ def _delayed_nesterov(
     total: np.ndarray,
     rate: float,
     momentum: float,
-    share: float,
-    part: float,
+    momentum_share: float,
+    update_share: float,
     is_due: bool,
 ) -> None:
-    """Compute the server's step and update the momentum in place (compiled); all arrays are [d].
+    """Compute the server's step, and update the momentum in place; all arrays are [d].
 
+    The step is rate * (momentum_share m + update_share D), where m already has its new value. The
+    letters are those of the formulas at the top of this file. The loop is compiled.
     into: the array to fill with the step.
-    delta: the update.
-    buffer: the momentum.
-    total: the sum of the updates since the last change of the momentum.
-    rate: the server's learning rate eta, a factor on the whole step.
-    momentum: the factor beta of the old momentum, when the momentum changes.
-    share: the factor on the momentum in the step: beta times (1 - c N + c) if `is_due`, else beta
-    times c.
-    part: 1 / N, the factor on the update in the step, and on `total` when the momentum changes.
+    delta: the update D.
+    buffer: the momentum m.
+    total: the sum b of the updates since the last change of the momentum.
+    rate: the server's learning rate eta.
+    momentum: the factor beta of the old momentum.
+    momentum_share: (1 - c N + c) beta if `is_due`, else c beta.
+    update_share: 1 / N.
     is_due: True if the momentum changes in this step.
     """
     for i in range(len(into)):
         total[i] = total[i] + delta[i]
         if is_due:
-            buffer[i] = momentum * buffer[i] + part * total[i]
+            buffer[i] = momentum * buffer[i] + update_share * total[i]
             total[i] = 0.0
-        into[i] = rate * (share * buffer[i] + part * delta[i])
+        into[i] = rate * (momentum_share * buffer[i] + update_share * delta[i])
 
 
 class DelayedNesterov(Method):

@@ -47,9 +47,9 @@ PERSONAL, SHARED = "ditto.model", "model"
 
 
 def _pairs(layout: Layout) -> list[tuple[Entry, Entry]]:
-    """Return each parameter of the personal model with the same parameter of the shared model.
+    """Return the position of each personal parameter and of the same parameter of the shared model.
 
-    layout: the layout with both models.
+    layout: the layout of the vector that contains both models.
     """
     counterparts = {entry.path: entry for entry in layout.entries_in([SHARED])}
     return [(entry, counterparts[entry.path]) for entry in layout.entries_in([PERSONAL])]
@@ -78,7 +78,10 @@ class Ditto(Method):
         run.network("model", copy.deepcopy(run.model), private=True)
 
     def cost(self, job: Participation) -> float:
-        """Return the samples on which the personal model trains: as many as the shared model."""
+        """Return the cost of training the personal model, in trained samples.
+
+        It is equal to the cost of training the shared model.
+        """
         return job.trained_samples
 
     def end(self, job: LocalJob) -> None:

@@ -94,10 +94,11 @@ def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> 
 
 @functools.cache
 def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.ndarray:
-    """Return the Renyi divergence of one round, for each order that the accountant uses.
+    """Return the Renyi divergences of one round, one for each order in `_ORDERS`.
 
-    noise: the noise z: the standard deviation of the noise, divided by the clipping bound.
-    clients, cohort: the number of all clients, and of the clients of a round.
+    noise: z, the standard deviation of the noise divided by the clipping bound.
+    clients: the number of all clients.
+    cohort: the number of clients in a round; with `poisson`, its expected value.
     poisson: True if each client joins a round independently; False if rounds have a fixed size.
     """
     privacy = import_optional("dp_accounting", "method=dp_fedavg")
@@ -135,14 +136,15 @@ def epsilon(
 class DPFedAvg(Method):
     """A server rule with clipped updates and noise, for differential privacy.
 
-    noise: the standard deviation z of the noise, in units of the clipping bound. It is the noise of
-    a sum of updates without clipping bits; with them, the sum gets more (z_D).
+    noise: z, which decides epsilon. If the bound is constant, it is the standard deviation of the
+    noise in the sum of the updates, divided by the bound. If the bound adapts, this noise is larger
+    (z_D).
     clip: the clipping bound C in the first round.
     quantile: the share of updates that the bound should not clip; None keeps the bound constant.
     rate: the speed at which the bound changes.
-    bit_noise: the standard deviation of the noise on the number of updates that are not clipped;
-    None is the larger of m / 20 (m clients) and `noise`.
-    delta: the probability delta of the guarantee; None is clients^-1.1.
+    bit_noise: the standard deviation of the noise on the number of updates that are not clipped.
+    None is m / 20 for m clients in a round, but at least `noise`.
+    delta: the probability delta of the guarantee; None is n^-1.1 for n clients with samples.
     """
 
     name = "dp_fedavg"
@@ -188,10 +190,12 @@ class DPFedAvg(Method):
         run.server_state("releases", lambda server: torch.tensor(0))
 
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
-        """Raise ValueError if clients or methods of a run share more than clipped updates.
+        """Raise ValueError if the server gets other information about clients than clipped updates.
 
+        This information may be BatchNorm statistics, or what another method uploads or reads.
         Return an empty list of warnings, because `run.check` expects a function that returns
         warnings.
+        run: the layout of the vector, and what each method has declared.
         """
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
         for entry in statistics:
@@ -241,7 +245,7 @@ class DPFedAvg(Method):
         return total.div_(cohort)
 
     def _record(self, server: ServerView, bound: float, within: float) -> None:
-        """Report the clipping bound, the share of updates within it, and epsilon in the history.
+        """Write the clipping bound, the share of unclipped updates, and epsilon into the history.
 
         Epsilon is the privacy loss of all rounds so far.
         bound: the clipping bound of this round.

@@ -128,17 +128,18 @@ def _amsgrad(
     growth: float,
     eps: float,
 ) -> None:
-    """Compute the server's step and update the moments in place (compiled); all arrays are [d].
+    """Compute the server's step, and update the moments in place; all arrays are [d].
 
+    The step is rate * first / (sqrt(growth * highest) + eps). The loop is compiled.
     into: the array to fill with the step.
     delta: the mean update.
     first, second: the first and the second moment.
     highest: the largest second moment so far.
-    rate: the learning rate, times the factor that corrects the bias of the first moment.
+    rate: the learning rate; with bias correction, divided by 1 - beta1^n at step n.
     beta1, beta2: the factors of the old first and second moment.
-    weight1, weight2: the factors of the new values, 1 - beta1 and 1 - beta2.
-    growth: the factor that corrects the bias of the second moment; 1 for no correction.
-    eps: the constant that is added to the root of the largest second moment.
+    weight1, weight2: 1 - beta1 and 1 - beta2, the factors of the update and of its square.
+    growth: 1 / (1 - beta2^n) at step n; 1 without bias correction.
+    eps: the constant that is added to the root.
     """
     for i in range(len(into)):
         first[i] = beta1 * first[i] + weight1 * delta[i]

@@ -23,13 +23,12 @@ def mmd(
 ) -> Tensor:
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
-    kernel: "gaussian" or "moments". "gaussian" uses the sum of `kernel_num` Gaussian kernels.
-    Kernel q = 0, 1, ... of two rows a and b is exp(-|a - b|^2 / w_q). The width w_q is
-    kernel_mul^(q - kernel_num // 2) times the mean squared distance of two rows of x and y. No
-    gradient flows through this mean. "moments" uses no kernels. It returns the mean squared
-    difference of the means of x and y, plus that of their unbiased covariances.
+    kernel: "gaussian" is the sum of Q = `kernel_num` Gaussian kernels exp(-|a - b|^2 / w_q), q = 0
+    to Q - 1. The width is w_q = kernel_mul^(q - Q // 2) w. w is the mean squared distance of two
+    rows of x and y, through which no gradient flows. "moments" uses no kernels: it is the mean
+    squared difference of the means of x and y, plus that of their unbiased covariances.
     kernel_mul: the ratio of the widths of two successive kernels.
-    kernel_num: the number of kernels.
+    kernel_num: the number Q of kernels.
     """
     if kernel == "moments":
         return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
@@ -76,10 +75,10 @@ def mmd_of_classes(
     kernel_mul: float = 2.0,
     kernel_num: int = 5,
 ) -> Tensor:
-    """Return the mean over classes of the squared MMD of their rows, a scalar.
+    """Return the mean over classes of the squared MMD between the class's rows in x and in y.
 
-    The mean is over the classes with rows in both x and y. If there is no such class, the value is
-    0. For each class, the width of the middle kernel is the mean squared distance of its rows.
+    Only classes that have rows in both x and y count. The result is 0 if there is no such class.
+    The kernels are those of `mmd`, with the mean squared distance w of the rows of one class.
     x: the first set of features, [n, D].
     y: the second set of features, [k, D].
     x_labels: the class of each row of x, int64 [n].
@@ -120,8 +119,8 @@ def feature_distance(
 
     metric: "mmd" (Gaussian kernels), "mmd_moments" (means and covariances), "mmd_classes" (the mean
     of the MMD over classes), or "mse" (the mean squared difference of row j of x and row j of y).
-    x_labels: the class of each row of x, int64 [n]; may be None except for "mmd_classes".
-    y_labels: the class of each row of y, int64 [k]; None if y has the same labels as x.
+    x_labels: the class of each row of x, int64 [n]. Only "mmd_classes" needs it.
+    y_labels: the class of each row of y, int64 [k]; None if it is equal to `x_labels`.
     Raises ValueError for "mmd_classes" without x_labels.
     """
     if metric != "mmd_classes":

@@ -46,13 +46,13 @@ def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
 def make_rtnet(
     source: int, features: int, hidden: int, num_classes: int, norm: bool
 ) -> Conditional:
-    """Return RTNet, a network from generated features [B, source] to residuals [B, features].
+    """Return RTNet, a network that computes residuals [B, D] from generated features [B, G].
 
-    source: the number of generated features of a row.
-    features: D, the number of the model's features, and of the residuals of a row.
+    source: G, the number of generated features of a row.
+    features: D, the number of the model's features.
     hidden: the width of the hidden layer.
     num_classes: C.
-    norm: True ends with a BatchNorm.
+    norm: True adds a BatchNorm at the end.
     """
     first, second = nn.Linear(source + num_classes, hidden), nn.Linear(hidden, features)
     last = (nn.BatchNorm1d(features),) if norm else ()

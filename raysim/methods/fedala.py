@@ -72,9 +72,9 @@ def updated_weights(
 
 
 def has_converged(losses: Sequence[float]) -> bool:
-    """Return True if the standard deviation of the last ten passes' losses is below 0.1.
+    """Return True if the losses of the last ten passes have a standard deviation below 0.1.
 
-    losses: the loss of each pass so far. With ten or fewer passes the result is False.
+    losses: the loss of each pass so far. At least eleven passes are needed.
     """
     if len(losses) <= COMPARED_PASSES:
         return False
@@ -82,10 +82,10 @@ def has_converged(losses: Sequence[float]) -> bool:
 
 
 def top_entries(layout: Layout, layers: int) -> list[Entry]:
-    """Return the shared parameters of the model's last layers, by position.
+    """Return the positions of the shared parameters in the model's last layers.
 
-    layers: the number of layers, counted from the model's head.
     layout: the positions of all tensors in the vector.
+    layers: the number of last layers; 1 is only the head.
     """
     entries = [entry for entry in layout.entries_in(["model"]) if not entry.personal]
     modules = list(dict.fromkeys(entry.path.rpartition(".")[0] for entry in entries))
@@ -94,18 +94,18 @@ def top_entries(layout: Layout, layers: int) -> list[Entry]:
 
 
 def parts_of(vector: Tensor, entries: Sequence[Entry]) -> Tensor:
-    """Return a copy of some tensors in a vector, as one flat vector.
+    """Return a flat copy of the values that some tensors have in a vector.
 
-    entries: the positions of the tensors.
+    entries: the positions of these tensors.
     """
     parts = [vector[entry.start : entry.stop] for entry in entries]
     return torch.cat(parts) if parts else vector[:0].clone()
 
 
 def write_parts(vector: Tensor, entries: Sequence[Entry], values: Tensor) -> None:
-    """Write values into some tensors of a vector, in place.
+    """Write the values of some tensors into a vector, in place.
 
-    entries: the positions of the tensors.
+    entries: the positions of these tensors.
     values: the values as one flat vector, as `parts_of` returns them.
     """
     sizes = [entry.stop - entry.start for entry in entries]
@@ -136,9 +136,10 @@ class FedALA(Method):
         run.client_state("weights", lambda samples: torch.empty(0))
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of learning the mixing weights in the largest number of passes.
+        """Return the cost of learning the mixing weights, in trained samples.
 
-        A pass is a forward and a backward pass of the samples on which the weights are learnt.
+        Each pass trains on the share of samples that is used for this. The number of passes is 0 in
+        the client's first job, the largest allowed number in its second, and 1 in later ones.
         """
         if not job.earlier_jobs:
             return 0.0
@@ -159,7 +160,7 @@ class FedALA(Method):
         job.state["weights"] = weights
 
     def end(self, job: LocalJob) -> None:
-        """Keep the trained top layers."""
+        """Store the trained top layers as client state."""
         job.state["trained"] = parts_of(job.params, top_entries(job.layout, self.layers))
 
     def personalise(self, client: PersonalModel) -> None:
@@ -178,10 +179,11 @@ class FedALA(Method):
     def _learn_weights(
         self, job: LocalJob, entries: Sequence[Entry], old: Tensor, new: Tensor
     ) -> Tensor:
-        """Train the mixing weights on some of the client's batches; return them.
+        """Train the mixing weights on a part of the client's samples; return the weights.
 
-        old, new: the client's own and the received parameters of the top layers.
-        entries: the parameters of the top layers.
+        entries: the positions of the top layers' parameters.
+        old, new: the values of these parameters: those that the client trained last, and the
+        received ones.
         """
         weights: Tensor = job.state["weights"]
         is_first_time = not len(weights)
@@ -206,11 +208,11 @@ class FedALA(Method):
     def _loss(
         job: LocalJob, entries: Sequence[Entry], top: Tensor, inputs: Tensor, labels: Tensor
     ) -> Tensor:
-        """Return the loss of the received model after replacing its top layers by `top`.
+        """Return the loss of a batch when `top` replaces the top layers of the received model.
 
-        entries: the parameters of the top layers.
+        entries: the positions of the top layers' parameters.
         top: the values of these parameters, as one flat vector in the order of `entries`.
-        inputs, labels: a batch.
+        inputs, labels: the batch.
         """
         parts = top.split([entry.stop - entry.start for entry in entries])
         tensors = {

@@ -48,11 +48,12 @@ KINDS = ("polynomial", "hinge", "constant")
 def staleness_weight(
     *, staleness: int, kind: str = "polynomial", a: float = 0.5, b: float = 4.0
 ) -> float:
-    """Return the weight sigma of an update by its staleness: 1 at staleness 0, never larger.
+    """Return the weight sigma(s) of an update with staleness s, which is at most sigma(0) = 1.
 
-    kind: "constant" is always 1. "polynomial" is (staleness + 1)^-a. "hinge" is 1 up to the
-    staleness b, and then 1 / (a (staleness - b) + 1).
-    a, b: the settings of these formulas.
+    staleness: s.
+    kind: "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for s <= b, else 1 / (a (s - b)
+    + 1).
+    a, b: the constants in `kind`.
     Raises ValueError for a negative staleness.
     """
     if staleness < 0:
@@ -79,17 +80,18 @@ def arrival_rates(
     max_staleness: int | None = None,
     factors: Tensor | None = None,
 ) -> list[float]:
-    """Return the mixing rate of each arriving model: alpha times its weight by staleness.
+    """Return the rate alpha sigma(s) at which each of M arriving models is mixed in.
 
-    The rate is 0 if the model is staler than `max_staleness`.
-    base_versions: int64 [M], the version from which each of M models started.
-    version: the current version when the first of them arrives; each one increases it by 1.
-    alpha: the rate at staleness 0.
-    kind: the form of the weight by staleness s. "constant" is 1, "polynomial" is (s + 1)^-a,
-    "hinge" is 1 up to s = b, and then 1 / (a (s - b) + 1).
-    a, b: the settings of these forms.
+    s is the model's staleness. The rate is 0 if s is above `max_staleness`.
+    base_versions: int64 [M], the version from which each model started.
+    version: the current version when the first model arrives; each model increases it by 1.
+    alpha: the rate for s = 0.
+    kind: the function sigma. "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for s <= b,
+    else 1 / (a (s - b) + 1).
+    a, b: the constants in `kind`.
     max_staleness: the largest staleness of a model that is used; None for no limit.
-    factors: [M], factors on the rates, which are then limited to 1; None for no factors.
+    factors: [M], a factor on the rate of each model; the product is limited to 1. None for no
+    factors.
     """
     rates = []
     for number, base in enumerate(base_versions.tolist()):
@@ -109,7 +111,7 @@ def apply_arrivals(
     params: the shared model, [D].
     client_params: [M, D], the arriving models, in the order in which they are mixed.
     version: the current version before the first model is mixed; each model increases it by 1.
-    arrivals: all arguments of `arrival_rates` except `version`, by name.
+    arrivals: the other arguments of `arrival_rates`, by name.
     """
     rates = arrival_rates(version=version, **arrivals)
     for model, rate in zip(client_params, rates, strict=True):
@@ -126,10 +128,10 @@ _WEIGHS = "it sets weights of a mean, but FedAsync mixes single models one after
 class FedAsync(Method):
     """A server rule that moves the shared model towards each arriving model.
 
-    alpha: the rate at staleness 0.
-    kind: the form of the weight by staleness s. "constant" is 1, "polynomial" is (s + 1)^-a,
-    "hinge" is 1 up to s = b, and then 1 / (a (s - b) + 1).
-    a, b: the settings of these forms.
+    alpha: the rate for a model of staleness s = 0.
+    kind: the weight of a stale model. "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for
+    s <= b, else 1 / (a (s - b) + 1).
+    a, b: the constants in `kind`.
     max_staleness: staler models are left out; None for no limit.
     alpha_decay: factor on alpha for each version.
     """

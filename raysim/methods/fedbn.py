@@ -41,8 +41,9 @@ SCOPES = {"all": AFFINE + STATISTICS, "statistics": STATISTICS, "affine": AFFINE
 def split_parameter_names(
     *, names: list[str], norm_modules: list[str], scope: str = "all"
 ) -> dict[str, list[str]]:
-    """Split tensor names into those that travel ("shared") and that do not ("personal").
+    """Split tensor names into those that are shared and those that stay on the client.
 
+    Return the two lists as "shared" and "personal".
     names: the names of all tensors, such as "bn1.weight".
     norm_modules: the names of the normalisation layers, such as "bn1".
     scope: which tensors of these layers are personal. "statistics" selects the running statistics,
@@ -63,12 +64,12 @@ def reestimate_statistics(
 ) -> None:
     """Replace BatchNorm's running statistics by the mean of the batches' statistics.
 
-    The mean is weighted by batch size.
-    While this runs, the BatchNorm layers normalise with the statistics of each batch; all other
-    layers keep their mode. Afterwards modes and momenta are as before. Batches of one sample have
-    no variance and are left out.
+    The mean is weighted by batch size. Batches of one sample are left out, because they have no
+    variance. During the call, the given layers are in train mode; the modes of all other layers do
+    not change.
     model: the network, which is run on the batches.
     layers: the BatchNorm layers whose statistics change.
+    batches: the inputs and labels of each batch.
     """
     before = [(layer, layer.training, layer.momentum) for layer in layers]
     seen = 0
@@ -168,9 +169,10 @@ class FedBN(Method):
             )
 
     def _private_names(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
-        """Return the names of tensors in normalisation layers, found by type or by name.
+        """Return the names of the tensors that stay on the client.
 
-        networks: the networks of the run, by name; only "model" is searched.
+        networks: the networks of the run, by name; only "model" is searched for normalisation
+        layers.
         """
         model = networks["model"]
         names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]

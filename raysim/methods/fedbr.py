@@ -107,14 +107,15 @@ def pseudo_label_loss(logits: Tensor, targets: Tensor | None = None) -> Tensor:
 def mixture_pseudo_data(
     proxy_means: Tensor, inputs: Tensor, labels: Tensor, indices: Tensor, num_classes: int
 ) -> dict[str, Tensor]:
-    """Mix each proxy mean with K of the client's samples (FedBR: Algorithm 3, eq. 4).
+    """Average each proxy mean with K of the client's samples (FedBR: Algorithm 3, eq. 4).
 
-    Return "inputs" [R, ...] and "targets" [R, C] for R means.
+    Return R pseudo-samples: "inputs" [R, ...] and "targets" [R, C].
 
-    proxy_means: [R, ...], whose targets are uniform.
-    inputs: [n, ...].
-    labels: int64 [n] or float [n, C].
-    indices: int64 [R, K], the samples; K = 0 leaves the means unchanged.
+    proxy_means: [R, ...], means of samples from a public set. The target of a mean is 1 / C for
+    each class.
+    inputs: [n, ...], the client's samples.
+    labels: int64 [n] or probabilities [n, C].
+    indices: int64 [R, K], the samples for each mean; K = 0 leaves the means unchanged.
     num_classes: C.
     """
     parts = indices.shape[1] + 1
@@ -144,27 +145,27 @@ class FedBR(Method):
 
     lam: weight of Component 1 (uniform outputs for pseudo-data); 0 switches it off.
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
-    tau1, tau2: the temperatures of the contrastive loss. It compares the trained model's features
-    of pseudo-data with two others: the received model's features of the same pseudo-data (tau1),
-    and the trained model's features of real samples (tau2).
+    tau1, tau2: the temperatures of the contrastive loss. tau1 is for the similarity to the received
+    model's features of the same pseudo-data, tau2 for the similarity to features of real samples.
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
     F) for F features, and "none" leaves the projector out.
     pseudo: how pseudo-data are made. With "rsm" (the paper's random sample mean), each client sends
-    means of its samples before round 0. With "mixture", at every step, means of a public set are
-    mixed with samples of the batch.
+    means of its samples before round 0. With "mixture", means of a public set are averaged with
+    samples of the batch in each step.
+    pseudo_refresh: "round" draws new pseudo-samples in every round, "once" for the whole run.
     pseudo_batch: B, the number of pseudo-samples in a step.
-    pseudo_refresh: "round" draws B new pseudo-samples in every round, "once" for the whole run.
-    means_per_client: with "rsm", the number of means that a client sends; None is B.
     samples_per_mean: the number of samples in a mean.
-    proxy: with "mixture", the data source of the public set; otherwise None.
-    mix_samples: with "mixture", the number of the batch's samples that are mixed with a mean.
+    means_per_client: with "rsm", the number of means that a client sends; None is B.
     sources: from which clients the samples of means come. "balanced" draws all clients equally
     often. "unbalanced" draws a client in proportion to its number of samples. "classes" draws all
-    clients equally often, and for a client all its classes equally often. From a public set,
-    "balanced" and "classes" draw all classes equally often.
-    fresh: True draws means of the clients' raw data in every round, which only a simulator can do.
+    clients equally often, and all classes of a client equally often. From a public set, "balanced"
+    and "classes" draw all classes equally often.
+    fresh: True draws new means of all clients' raw data in every round. Only a simulator can do
+    this.
+    proxy: with "mixture", the data source of the public set; otherwise None.
+    mix_samples: with "mixture", the number of the batch's samples that are averaged with a mean.
     global_features: when the received model computes the features of pseudo-data: "step" in every
     step, "round" once for a job.
     """
@@ -258,16 +259,16 @@ class FedBR(Method):
 
     # --- a client's job ------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """With `fresh=true`, draw means of all clients' raw data as this job's pseudo-data.
+        """Draw this job's pseudo-data from all clients' raw data, if `fresh` is True.
 
-        All jobs with the same base version get the same means.
+        All jobs with the same base version get the same pseudo-data.
         """
         job.scratch["pseudo"] = self._pseudo_data.draw_fresh(job)
 
     def draw_mixed_samples(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw for each step which samples of its batch each pseudo-sample is mixed with.
+        """Draw the samples of the batch that are averaged with each pseudo-sample.
 
-        Return for each step positions in the batch, int64 [pseudo_batch, mix_samples].
+        Return for each step int64 [pseudo_batch, mix_samples], positions in the step's batch.
         generator: the random generator of the job.
         """
         shape = (self.pseudo_batch, self.mix_samples)
@@ -281,7 +282,10 @@ class FedBR(Method):
         return self.contrast(job, out, self._features(job, out).detach(), out.features.detach())
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add FedBR's two weighted terms; the contrast uses the projector after its own step."""
+        """Add lam times Component 1 and mu times Component 2 to the task loss.
+
+        In each step, the projector is trained before this loss is computed.
+        """
         terms = []
         if self.lam:
             logits = job.model.head(self._features(job, out))
@@ -309,11 +313,11 @@ class FedBR(Method):
         return mixed["inputs"], mixed["targets"]
 
     def contrast(self, job: LocalJob, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
-        """Return the contrastive loss of row j of the pseudo-data with row j of the batch.
+        """Return the contrastive loss, which compares pseudo-sample j with sample j of the batch.
 
-        If the batch is smaller, its rows repeat.
-        pseudo: [B, F], the features of pseudo-data by the trained model.
-        real: the features of the batch.
+        If the batch has fewer samples than pseudo-samples, its samples repeat.
+        pseudo: [B, F], the trained model's features of the pseudo-data.
+        real: the trained model's features of the batch.
         """
         if len(real) != len(pseudo):
             real = real[torch.arange(len(pseudo), device=real.device) % len(real)]

@@ -86,8 +86,8 @@ def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSpli
 def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -> float:
     """Return the share of the biased samples that take part in an epoch (FedBSS: eq. 6).
 
-    epoch: the number e of the epoch, from 1 to E = total_epochs.
-    kind: "cosine" is eq. 6, "linear" is e/E, "filter" is 0, "all" is 1.
+    epoch: the number e of the epoch, from 1 to E = `total_epochs`.
+    kind: "cosine" is (1 - cos(pi e / E)) / 2, "linear" is e / E, "filter" is 0, "all" is 1.
     Raises ValueError for another kind or an epoch outside 1..E.
     """
     if not 1 <= epoch <= total_epochs:
@@ -248,7 +248,10 @@ class FedBSS(Method):
         job.report["uncertainty"] = float(uncertainties.mean())
 
     def draw_weights(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Return the weights of the losses in each batch, [B]; no random numbers are drawn."""
+        """Return the weights of the samples' losses in each batch, [B] for B samples.
+
+        `_` is the random generator of the job, which is not used.
+        """
         steps, dtype = job.plan.steps, job.params.dtype
         if not self._selects(job.version):
             return [torch.ones(size, dtype=dtype) for size in job.plan.sizes]
@@ -275,10 +278,11 @@ class FedBSS(Method):
         return (job.drawn("weights").to(losses.dtype) * losses).mean()
 
     def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
-        """Return the positions of an epoch's samples in the client's samples; None selects all.
+        """Return the client's samples that take part in an epoch, as positions; None means all.
 
         All unbiased samples take part, and a share of the biased ones that grows with the epoch.
-        epoch: from 1 to `epochs`.
+        epoch: the number of the epoch, from 1 to `epochs`.
+        epochs: the number of epochs of the job.
         """
         if not self._selects(job.version):
             return None

@@ -12,10 +12,9 @@ Departures from the paper
   "weights" divides by the sum of w_i. "none" does not divide, which is FLSim's default.
 - Weights are used as they are. FLSim divides all of them by the weight of staleness 1, which
   multiplies them by sqrt(2).
-- The model's floating-point buffers (BatchNorm's statistics) become the weighted mean of the
-  clients' values. Their weights are divided by their sum, and the server's learning rate is not
-  applied. Without the division the statistics would shrink. If changes were
-  averaged instead of values, a stale change could make a variance negative.
+- The model's floating-point buffers (BatchNorm's statistics) become the mean of the clients' values
+  with the weights w_i / sum_j w_j, without the server's learning rate. If changes were averaged
+  instead of values, a stale change could make a variance negative.
 - Updates that are in the buffer when the run ends are not used.
 """
 
@@ -51,11 +50,10 @@ def arrival_weights(
 
 
 def buffer_divisor(*, weights: Tensor, normalization: str = "count") -> float:
-    """Return the number by which the weighted sum of a buffer's updates is divided.
+    """Return the number by which the weighted sum of the updates in a buffer is divided.
 
-    weights: [K], the weights of the updates.
-    normalization: "count" for the number of updates, "weights" for the sum of the weights, "none"
-    for 1.
+    weights: [K], the weight of each update.
+    normalization: "count" returns K, "weights" the sum of the weights, and "none" 1.
     Raises ValueError for another normalization, and for "weights" if the sum is not positive.
     """
     if normalization == "count":
@@ -74,13 +72,14 @@ def buffered_aggregate(
     sample_weights: Tensor | None = None,
     normalization: str = "count",
 ) -> Tensor:
-    """Return the direction [D] of a full buffer: the sum of weighted updates over a divisor.
+    """Return the direction of the server's step: sum_i w_i Delta_i / c, [D].
 
-    deltas: [K, D], the updates in the order of arrival.
-    staleness: int64 [K].
-    exponent: the exponent a of the weight (1 + staleness)^-a.
-    sample_weights: [K], factors on the weights; None for no factors.
-    normalization: the divisor: "count" for K, "weights" for the sum of the weights, "none" for 1.
+    Update i has the weight w_i = q_i (1 + s_i)^-a.
+    deltas: [K, D], the updates Delta_i in the order of arrival.
+    staleness: int64 [K], the staleness s_i of each update.
+    exponent: a.
+    sample_weights: [K], the factors q_i; None means 1.
+    normalization: c is K for "count", the sum of the weights w_i for "weights", and 1 for "none".
     """
     weights = arrival_weights(staleness=staleness, exponent=exponent, sample_weights=sample_weights)
     return weighted_sum(deltas, weights) / buffer_divisor(
@@ -122,9 +121,9 @@ class FedBuff(Method):
     """A server rule that gives stale updates of a buffer less weight.
 
     The schedule decides when to aggregate (`schedule=buffered`).
-    exponent: the exponent a of the weight (1 + staleness)^-a.
-    normalization: the divisor of the weighted sum. "count" is the number of updates, "weights" the
-    sum of their weights, "none" is 1.
+    exponent: a in the weight (1 + s)^-a of an update with staleness s.
+    normalization: the number by which the weighted sum is divided. "count" is the number of
+    updates, "weights" the sum of their weights, "none" is 1.
     """
 
     name = "fedbuff"
@@ -139,10 +138,10 @@ class FedBuff(Method):
         self.normalization = normalization
 
     def setup(self, run: Setup) -> None:
-        """Check that only the staleness changes the length of the server's step.
+        """Refuse settings with which the number of samples would change the length of the step.
 
-        Unless the step is divided by the sum of the weights, refuse `weighting=samples`, and warn
-        if another method changes weights.
+        This is `weighting=samples`, unless the step is divided by the sum of the weights. Also warn
+        if another method changes the weights, and with them the length.
         """
         if self.normalization == "weights":
             return

@@ -5,11 +5,11 @@ close to each other.
 
 Source: Wang, Xu, Li, Xu, Li and Zhang, "FedCDA: Federated Learning with Cross-rounds
 Divergence-aware Aggregation" (ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants of
-an aggregation, in random order, are divided into B batches. One batch after another, the server
-chooses a cached model for each client of the batch. S is the set of all models that are chosen so
-far. It also has the models that earlier aggregations chose for clients that do not participate now.
-With F_n the loss of client n's chosen model w_n, and L the setting `smoothness`, the choice of a
-batch minimises
+an aggregation, in random order, are divided into B groups, called batches. One batch after another,
+the server chooses a cached model for each client of the batch. S is the set of the models chosen so
+far: those of earlier batches, and those of clients that do not participate now, which an earlier
+aggregation chose. With F_n the loss of client n's chosen model w_n, and L the setting `smoothness`,
+the choice of a batch minimises
 
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of S
 
@@ -135,8 +135,8 @@ def greedy_selection(
 ) -> Tensor:
     """Choose one cached model for each of P clients; return the index of each: int64 [P].
 
-    The clients are divided into `num_batches` groups. One group after another, `select_models`
-    chooses the models of the group's clients; the models of earlier groups are then fixed models.
+    The clients are divided into groups, and one group after another chooses its models by
+    `select_models`. The chosen models of earlier groups are then fixed.
     candidates: [P, K, D], the cached models of each client, newest first.
     candidate_losses: [P, K], the losses of these models.
     num_candidates: int64 [P], the number of cached models of each client, at most K.
@@ -157,14 +157,14 @@ def greedy_selection(
 
 
 class _Selection:
-    """The models chosen so far, summarised in float64.
+    """The models that are chosen so far, of which only four sums are stored, in float64.
 
-    The summary is the number of models, and three sums: of their losses, of their differences to a
-    centre, and of the squared norms of these differences.
+    They are the number of models, and the sums of their losses, of their differences to a centre,
+    and of the squared norms of these differences.
 
-    centre: a vector [D] that is subtracted from all models. The objective is the same for any
-    centre, but rounding errors are small only if the centre is near the models.
-    trained: norms use only the first `trained` entries of a model.
+    centre: a vector [D] near the models. The objective is the same for any centre, but a near one
+    makes rounding errors small.
+    trained: the number of first entries of a model that count in norms.
     """
 
     def __init__(self, centre: Tensor, trained: int):
@@ -180,7 +180,7 @@ class _Selection:
         return self.total / self.count
 
     def add(self, model: Tensor, loss: float) -> None:
-        """Add a model [D] and its loss to the set."""
+        """Add a model [D] and its loss to the chosen models."""
         self.count += 1
         self.loss += loss
         for block in split_range(0, self.trained, _BLOCK):
@@ -197,11 +197,11 @@ class _Selection:
         smoothness: float,
         num_batches: int,
     ) -> list[int]:
-        """Choose one model of each client, for a group of clients at a time; add them to the set.
+        """Choose one model for each client, one group of clients after another.
 
-        Return the index of each client's chosen model.
-        models: for each client, the models that may represent it.
-        losses: for each client, the loss of each of these models.
+        Add the chosen models to this selection, and return the index of each client's chosen model.
+        models: for each client, its cached models.
+        losses: for each client, the losses of these models.
         smoothness: the weight L of the divergence in the objective.
         num_batches: the number of groups.
         """
@@ -222,11 +222,11 @@ class _Selection:
         losses: Sequence[Sequence[float]],
         smoothness: float,
     ) -> list[int]:
-        """Return the combination of models with the lowest objective, as an index for each client.
+        """Return the index of each client's model in the combination with the lowest objective.
 
-        Combinations are built client by client; the choice of the first client varies slowest.
-        models: for each client, the models that may represent it.
-        losses: for each client, the loss of each of these models.
+        Of several such combinations, return the lexicographically first one.
+        models: for each client, its cached models.
+        losses: for each client, the losses of these models.
         smoothness: the weight L of the divergence in the objective.
         """
         all_models = [model for candidates in models for model in candidates]
@@ -252,9 +252,11 @@ class _Selection:
         return [int(index) for index in np.unravel_index(first, sizes)]
 
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the inner products of T models, [T, T], and those with the set's sum, [T].
+        """Return the inner products of T models, [T, T], and of each with the chosen sum, [T].
 
-        rows: the models; the centre is subtracted from each.
+        The chosen sum is that of the models in this selection. The centre is first subtracted from
+        all models.
+        rows: the T models.
         """
         gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         products = torch.zeros(len(rows), dtype=torch.float64)
@@ -266,10 +268,10 @@ class _Selection:
 
 
 def _check_search(memory: int, batches: int, participants: int) -> None:
-    """Raise `RefusedError` if a group of clients has too many combinations of models to search.
+    """Raise `RefusedError` if the clients of a group have too many combinations of models.
 
-    The error names a number of groups that is enough.
-    memory: the number of models that are kept for a client.
+    The error names a number of groups that is large enough.
+    memory: the number of cached models of a client.
     batches: the number of groups into which the participants are divided.
     participants: the number of clients of an aggregation.
     """
@@ -374,8 +376,9 @@ class FedCDA(Method):
     def end(self, job: LocalJob) -> None:
         """Upload the mean loss of the last epoch.
 
-        It is the mean over the last 1 / epochs of the steps, even if epochs differ in length
-        (FedBSS). Without local.epochs it is the mean over the last tenth of the steps.
+        With local.epochs=E it is the mean over the last 1 / E of the job's steps, even if another
+        method makes epochs of different lengths. With local.steps it is the mean over the last
+        tenth of the steps.
         """
         losses = job.losses
         if not len(losses):
@@ -414,11 +417,10 @@ class FedCDA(Method):
         return direction
 
     def _push(self, row: int, loss: float, server: ServerView) -> Tensor:
-        """Reserve memory for a client's new model; return this memory, one vector.
+        """Replace a client's oldest cached model; return the memory for the new one, a vector.
 
-        The memory is the place of the client's oldest model in the cache. The caller must write all
-        shared tensors of the new model into it. The new model is recorded as the selected model of
-        the client.
+        The caller must write all shared tensors of the new model into this memory. The new model
+        becomes the chosen model of the client.
         row: the client's row in the cache.
         loss: the loss of the new model.
         """
@@ -431,10 +433,11 @@ class FedCDA(Method):
         return state["models"][row, place]
 
     def _select(self, participants: Sequence[int], server: ServerView) -> Tensor:
-        """Select a model for each participant; return the step to the mean of all selected models.
+        """Choose a model for each participant; return the step to the mean of all chosen models.
 
-        The step is the difference from the current version: float64, for all shared tensors.
-        participants: the rows of the clients that choose a model.
+        The step is the mean minus the current version: float64, for all shared tensors.
+        participants: the cache rows of the clients that choose a model now. All other clients keep
+        their chosen models.
         """
         state = server.state
         models, losses, selected = state["models"], state["losses"], state["selected"]
@@ -471,7 +474,7 @@ def _newest_first(pushes: int, memory: int) -> list[int]:
 
 
 def _mean_movement(aggregation: Aggregation, server: ServerView) -> Tensor:
-    """Return the difference from the current version to the mean of the participants' models.
+    """Return the mean of the participants' models minus the current version.
 
     The result is bit-identical to FedAvg's step with equal weights.
     """

@@ -53,14 +53,13 @@ def update_direction(gradient: Tensor, server_direction: Tensor, alpha: float) -
 def server_direction(
     global_params: Tensor, client_params: Tensor, lr: float, num_steps: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return the weighted mean over clients of the movement per step, divided by the rate: [d].
+    """Return the direction sum_i p_i (x - y_i) / (eta_l K_i), [d].
 
-    The movement of a client is (global_params - client_params) / (lr * num_steps).
-
-    global_params: [d].
-    client_params: [m, d].
-    num_steps: [m], above 0.
-    weights: float64 [m], normalised here.
+    global_params: [d], the model x that the clients received.
+    client_params: [m, d], the trained model y_i of each client.
+    lr: the local learning rate eta_l.
+    num_steps: [m], the number K_i of each client's steps, above 0.
+    weights: float64 [m]; divided by their sum, they are p_i.
     """
     factors = weights / weights.sum() / (num_steps.double() * lr)
     total = torch.zeros_like(global_params)
@@ -97,12 +96,12 @@ class FedCM(Method):
         run.send("direction")
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Replace the gradient by the mixture of `update_direction`, in place.
+        """Replace the gradient by its mixture with the server's direction, in place.
 
-        The optimizer adds the full weight decay later, but the mixture contains only alpha times
-        the weight decay. Therefore (1 - alpha) times the weight decay is subtracted here.
-        grad: the gradient with respect to the parameters at the positions `at`.
-        at: the positions of these parameters in the vector `job.params`.
+        The optimizer later adds the full weight decay, but the mixture should contain only alpha
+        times the weight decay. Therefore (1 - alpha) times the weight decay is subtracted here.
+        grad: the gradient with respect to the parameters `job.params[at]`.
+        at: the positions of these parameters in the vector.
         """
         is_plain_round = self.warm_start and job.version == 0
         if self.alpha == 1 or is_plain_round:
@@ -113,10 +112,11 @@ class FedCM(Method):
             grad.add_(job.params[at], alpha=(self.alpha - 1) * decay)
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Compute the direction of the model's movement, per step and learning rate.
+        """Compute the next direction: the mean movement per step, divided by the learning rate.
 
-        It is the weighted mean over the clients of this round. If stages train parts of the model
-        separately, each part has its own number of steps and its own learning rate.
+        The mean is over the clients of this round, with the weights of their updates. If stages
+        train parts of the model separately, each part has its own number of steps and its own
+        learning rate.
         """
         direction = torch.zeros_like(server.params)
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)

@@ -36,9 +36,10 @@ Variant = Literal["authors", "paper", "fedbr"]
 def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
     """Return the penalty on features [n, D], D >= 2; 0 for a single row.
 
-    variant: the form of the penalty, where K is the correlation matrix [D, D]. "paper" is
-    |K|_F^2 / D^2. "authors" is about n times as large and leaves out the diagonal of K. "fedbr" is
-    |K|_F^2 / D^2, but K is computed with standard deviations that are 1e-4 larger.
+    variant: the form of the penalty, where K is the correlation matrix [D, D] and a sum is over its
+    entries. "paper" is sum_jk K_jk^2 / D^2. "authors" is n sum_{j != k} K_jk^2 / (D (D - 1)).
+    "fedbr" is like "paper", but adds 1e-4 to the standard deviations in K. Only "paper" computes
+    these with n, the others with n - 1.
     Raises ValueError for an unknown variant.
     """
     one_of("method.feddecorr.variant", variant, get_args(Variant))

@@ -63,11 +63,13 @@ def updated_gradient(correction: Tensor, trained: Tensor, received: Tensor, alph
 def updated_drift(
     drift: Tensor, mean_change: Tensor, participants: int, clients: int, alpha: float
 ) -> Tensor:
-    """Return the next drift [d]: drift - alpha * participants / clients * mean_change.
+    """Return the server's next drift h: h - alpha |P| / N d, [d].
 
-    mean_change: [d], the participants' mean update.
-    participants, clients: the numbers of participants and of all clients.
-    drift: [d], the server state h.
+    drift: h, [d].
+    mean_change: d, the mean update of the participants, [d].
+    participants: |P|, the number of participants.
+    clients: N, the number of all clients.
+    alpha: the weight of the regularisation.
     """
     return drift - alpha * participants / clients * mean_change
 

@@ -51,11 +51,12 @@ _BLOCK = 8192
 
 
 def extrapolation(mean_square: float, square: float, epsilon: float, minimum: float = 1.0) -> float:
-    """Return FedExP's step size mean_square / (2 (square + epsilon)), at least `minimum`.
+    """Return FedExP's step size, max(minimum, mean_square / (2 (square + epsilon))).
 
     mean_square: the weighted mean of the squared norms of the updates.
     square: the squared norm of the mean update.
-    epsilon: the number that is added to `square`. If the sum is 0, the result is `minimum`.
+    epsilon: the constant that limits the step size. If square + epsilon is 0, the result is
+    `minimum`.
     minimum: the smallest step size.
     """
     divisor = 2.0 * (square + epsilon)
@@ -116,9 +117,10 @@ def server_step(
 
 
 def _normalised(deltas: Tensor, weights: Tensor | None) -> Tensor:
-    """Return weights that sum to 1, float64 [M]; equal weights if `weights` is None.
+    """Return the weights divided by their sum, float64 [M].
 
     deltas: the M updates.
+    weights: [M]; None means equal weights.
     """
     if weights is None:
         weights = torch.ones(len(deltas))

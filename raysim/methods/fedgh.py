@@ -72,7 +72,7 @@ Pairs: TypeAlias = Iterable[Sequence[int]]
 
 @dataclass
 class _ConflictCounts:
-    """Counts of an aggregation for the history.
+    """The numbers of conflicts and projections in an aggregation, for the history.
 
     conflicts: the number of pairs of updates that are in conflict.
     projections: the number of projections that removed a conflict.
@@ -91,13 +91,12 @@ class _ConflictCounts:
 def _harmonize(
     products: np.ndarray, pairs: Pairs | None, conflict_test: str, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return coefficients, float64 [m, m], that make harmonised updates from the original ones.
+    """Return coefficients c, float64 [m, m], of the harmonised updates g_i = sum_j c_ij G_j.
 
-    Row i has the coefficients of harmonised update i.
-    products: the Gram matrix [m, m] of the m original updates.
-    pairs: the pairs of updates to harmonise; None takes all, in order.
-    conflict_test: "original" looks for conflicts between the original updates, "current" between
-    the updates as they have been changed so far.
+    products: the Gram matrix [m, m] of the original updates G_j.
+    pairs: the pairs (i, j) of updates to harmonise, in order; None takes all pairs.
+    conflict_test: "original" tests whether G_i and G_j are in conflict, "current" whether g_i, as
+    changed so far, is in conflict with G_j.
     counts: the function adds its conflicts and projections to these numbers.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
@@ -210,12 +209,11 @@ class FedGH(Method):
 def _harmonize_in_tree(
     products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return one coefficient for each update: float64 [m].
+    """Return coefficients c, float64 [m]: the tree of pairs ends in sum_i c_i G_i.
 
-    The sum of the updates times these coefficients is the result of the tree.
-    products: the Gram matrix [m + 1, m + 1] of m updates; the last row and column belong to the
-    running mean.
-    factors: [m], the factor by which each update is multiplied before the tree pairs them.
+    products: the Gram matrix [m + 1, m + 1] of the m updates G_i and, at the end, the running mean
+    of past aggregates.
+    factors: [m], the factor on each update before the tree pairs them.
     eps: the constant that is added to squared norms before a division.
     counts: the function adds its conflicts and projections to these numbers.
     """
@@ -227,8 +225,8 @@ def _harmonize_in_tree(
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
         """Return a - overlap / (|direction|^2 + eps) direction.
 
-        a, direction: combinations of the m updates, each as coefficients [m].
-        overlap: the inner product of the pair of combinations before either was changed.
+        a, direction: sums of the m updates, each given by its coefficients [m].
+        overlap: the inner product of the pair before one of the two was changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
@@ -237,10 +235,10 @@ def _harmonize_in_tree(
     def join_pair(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
         """Return the sum of a pair; if the two conflict, first remove projections from both.
 
-        First `a` loses its projection on `b`, then `b` its projection on `a`.
-        a, b: combinations of the m updates, each as coefficients [m].
-        is_last_pair: True subtracts from `b` a multiple of the changed `a`, False of the unchanged
-        `a`.
+        `a` loses its projection on `b`. Then `b` loses its projection on the unchanged `a`, or in
+        the last pair on the changed `a`.
+        a, b: sums of the m updates, each given by its coefficients [m].
+        is_last_pair: True if the tree has no other pair any more.
         """
         overlap = inner(a, b)
         if overlap < 0:
@@ -270,11 +268,11 @@ def _harmonize_in_tree(
 def hierarchical_harmonized_gradient(
     *, gradients: Tensor, reference: Tensor, eps: float = 1e-7
 ) -> Tensor:
-    """Return the harmonised update [d] of one tensor, by the tree of pairs in FedLD's code.
+    """Return one harmonised update [d] for the updates of one tensor, by FedLD's tree of pairs.
 
     gradients: [m, d], the updates.
-    reference: [d], the running mean of past aggregates.
-    eps: the number that is added to squared norms before a division.
+    reference: [d], the running mean of past aggregates, which decides the pairs.
+    eps: the constant that is added to squared norms before a division.
     """
     products = gram_matrix([*gradients.unbind(), reference]).numpy()
     factors = np.ones(len(gradients))
@@ -306,9 +304,9 @@ class HierarchicalFedGH(Method):
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the mean of the harmonised updates; in the first round return the mean update.
+        """Return the harmonised update of all tensors; in the first round, return the mean update.
 
-        The server keeps a running mean of the results, which orders the updates in the trees.
+        The server stores a running mean of the results, which decides the pairs in later rounds.
         """
         counts = _ConflictCounts()
         reference = server.state.get("reference")

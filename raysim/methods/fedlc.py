@@ -54,21 +54,20 @@ def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float 
 
 
 def shifts(margins: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return finite margins in `dtype`, which the caller subtracts from logits.
+    """Return the margins in `dtype`, with a large finite number in place of infinity.
 
-    An infinite margin becomes a large number, which has the same effect in a softmax. Infinity
-    itself would give nan with soft targets, because it would be multiplied by 0.
+    The caller subtracts them from logits. In a softmax the large number has the same effect as
+    infinity, which gives nan with soft targets: it would be multiplied by 0.
     margins: the margin of each class, [C]; infinite for a class that the client lacks.
     """
     return margins.clamp(max=torch.finfo(dtype).max / 4).to(dtype)
 
 
 def others_loss(calibrated: Tensor, labels: Tensor, has_several: Tensor) -> Tensor:
-    """Return the loss as printed in the paper, whose softmax sum leaves out the true class.
+    """Return the loss in the paper's form: mean_b -log(exp(u_by) / sum_{c != y} exp(u_bc)).
 
-    It is a mean over the batch.
-
-    calibrated: logits [B, C] minus their margins.
+    u are the logits minus the margins, and y is the label of sample b.
+    calibrated: u, [B, C].
     labels: int64 [B].
     has_several: a scalar bool tensor, True if two or more margins are finite; else the loss is 0.
     """
@@ -96,7 +95,8 @@ def calibrated_cross_entropy(
     labels: int64 [B], of classes with a finite margin.
     class_counts: [C], the client's samples of each class.
     tau: the scale of the margins.
-    denominator: "all" includes the true class in the softmax's sum, "others" leaves it out.
+    denominator: "all" sums over all classes in the denominator of the softmax, "others" over all
+    but the true class.
     count_floor: counts below this number are replaced by it.
     """
     margins = calibration_margins(class_counts=class_counts, tau=tau, count_floor=count_floor)
@@ -112,7 +112,8 @@ class FedLC(Method):
     It replaces the task loss; the terms of other methods use the logits without margins.
 
     tau: the scale of the margins.
-    denominator: "all" includes the true class in the softmax's sum, "others" leaves it out.
+    denominator: "all" sums over all classes in the denominator of the softmax, "others" over all
+    but the true class.
     count_floor: smaller counts of a class are replaced by this number. With 0, classes that the
     client lacks are left out.
     """

@@ -88,9 +88,9 @@ def margin_control_penalty(
 
     logits: [B, C]; f are the logits of one sample. The margin of a sample is its label's logit
     minus the largest other logit.
-    kind: the form of the penalty. The first three are means over the samples of the batch.
-    "marg_log" is log(1 + |f|^2). "logit_l2" is |f|^2. "threshold" is max(0, margin - threshold)^2.
-    "batch_softmax" is log(1 + S), where S is the sum of p^2 over all softmax probabilities p of the
+    kind: the form of the penalty. "marg_log" is the mean of log(1 + |f|^2) over the batch.
+    "logit_l2" is the mean of |f|^2. "threshold" is the mean of max(0, margin - threshold)^2.
+    "batch_softmax" is log(1 + S) with S the sum of p^2 over all softmax probabilities p of the
     batch.
     labels: int64 [B], needed for kind="threshold" only.
     threshold: with kind="threshold", the largest margin without a penalty.
@@ -143,10 +143,12 @@ class MarginControl(Method):
     """A penalty on large logits in the local loss.
 
     lam: the weight of the penalty.
-    kind: the form of the penalty for logits f of each sample. "marg_log" is eq. (3), the mean of
-    log(1 + |f|^2); "logit_l2" the mean of |f|^2; "batch_softmax" log(1 + the sum of all squared
-    softmax probabilities of the batch); "threshold" the mean squared margin above `threshold`.
-    threshold: with kind="threshold", the margin up to which there is no penalty.
+    kind: the form of the penalty, for the logits f of each sample. "marg_log" (eq. 3) is the mean
+    of log(1 + |f|^2) over the batch. "logit_l2" is the mean of |f|^2. "threshold" is the mean of
+    max(0, margin - threshold)^2. "batch_softmax" is log(1 + S) with S the sum of p^2 over all
+    softmax probabilities p of the batch.
+    threshold: with kind="threshold", the largest margin without a penalty. A margin is the label's
+    logit minus the largest other logit.
     """
 
     name = "fedld_margin"
@@ -211,16 +213,15 @@ def num_principal_components(*, num_clients: int, fraction: float) -> int:
 
 
 def _coefficients(products: Tensor, components: int, normalization: str, tol: float) -> Tensor:
-    """Return coefficients, float64 [m, m], that make revised updates from the original ones.
+    """Return coefficients c, float64 [m, m], of the rebuilt updates g_i' = sum_j c_ij g_j.
 
-    Row i has the coefficients of revised update i.
-    products: the inner products [m, m] of the m original updates.
-    components: the largest number of principal directions that are used.
-    normalization: the weight of a direction. "l2" is its eigenvalue divided by the norm of the used
-    directions' eigenvalues. "sum" is its eigenvalue divided by the sum of all eigenvalues. "none"
+    products: the inner products [m, m] of the original updates g_j.
+    components: the largest number L of principal directions that are used.
+    normalization: the weight w_l of direction l, with its eigenvalue lambda_l. "l2" is lambda_l /
+    sqrt(sum_{k <= L} lambda_k^2). "sum" is lambda_l divided by the sum of all eigenvalues. "none"
     is 1.
-    tol: directions are left out if their eigenvalue is at most `tol` times the largest one. An
-    update's projections are left out if they are at most `tol` times its length.
+    tol: eigenvalues up to tol times the largest one, and projections of g_i up to tol |g_i|, count
+    as 0.
     """
     one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))
     # The eigenvalues of G G^T are m lambda_l, ascending.
@@ -247,12 +248,13 @@ def revise_gradients(
 ) -> Tensor:
     """Return the updates [m, d] rebuilt from their principal directions.
 
-    gradients: [m, d], the original updates.
-    num_components: the largest number of directions.
-    normalization: the weights of the directions: each eigenvalue divided by the norm of the used
-    ones ("l2") or by the sum of all eigenvalues ("sum"), or 1 ("none").
-    tol: eigenvalues below this share of the largest one, and projections below this share of an
-    update's length, count as 0.
+    gradients: [m, d], the original updates g_i.
+    num_components: the largest number L of directions.
+    normalization: the weight w_l of direction l, with its eigenvalue lambda_l. "l2" is lambda_l /
+    sqrt(sum_{k <= L} lambda_k^2). "sum" is lambda_l divided by the sum of all eigenvalues. "none"
+    is 1.
+    tol: eigenvalues up to tol times the largest one, and projections of g_i up to tol |g_i|, count
+    as 0.
     """
     coefficients = _coefficients(
         gram_matrix(gradients.unbind()), num_components, normalization, tol
@@ -271,13 +273,14 @@ def principal_gradient_aggregate(
     """Return the weighted mean [d] of the updates rebuilt from their principal directions.
 
     It is computed as one weighted sum of the original updates.
-    gradients: [m, d], the original updates.
+    gradients: [m, d], the original updates g_i.
     weights: [m], the weight of each rebuilt update.
-    num_components: the largest number of directions.
-    normalization: the weight of a direction. "l2" is its eigenvalue divided by the norm of the used
-    directions' eigenvalues. "sum" is its eigenvalue divided by the sum of all eigenvalues. "none"
+    num_components: the largest number L of directions.
+    normalization: the weight w_l of direction l, with its eigenvalue lambda_l. "l2" is lambda_l /
+    sqrt(sum_{k <= L} lambda_k^2). "sum" is lambda_l divided by the sum of all eigenvalues. "none"
     is 1.
-    tol: the relative size up to which eigenvalues and projections count as 0.
+    tol: eigenvalues up to tol times the largest one, and projections of g_i up to tol |g_i|, count
+    as 0.
     Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
     """
     coefficients = _coefficients(
@@ -289,12 +292,13 @@ def principal_gradient_aggregate(
 class PrincipalGradient(Method):
     """A server rule that rebuilds updates from the principal directions of all updates.
 
-    fraction: the number of principal directions, as a share of the number of updates.
-    normalization: the form of the directions' weights. A weight is the eigenvalue divided by the
-    norm of the used ones ("l2", which keeps the updates' lengths) or by the sum of all eigenvalues
-    ("sum"), or 1 ("none").
-    tol: the relative size below which eigenvalues and projections count as zero.
+    fraction: the number L of principal directions, as a share of the number of updates.
+    normalization: the weight w_l of direction l, with its eigenvalue lambda_l. "l2" is lambda_l /
+    sqrt(sum_{k <= L} lambda_k^2), which keeps the lengths of the updates. "sum" is lambda_l divided
+    by the sum of all eigenvalues. "none" is 1.
     granularity: "model" rebuilds whole updates, "tensor" each tensor separately.
+    tol: eigenvalues up to tol times the largest one count as 0, and so do projections up to tol
+    times the length of an update.
     """
 
     name = "fedld_principal"

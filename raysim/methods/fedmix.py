@@ -74,15 +74,15 @@ def mean_pairs(
 def label_terms(
     logits: Tensor, labels: Tensor, mean_targets: Tensor, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses with the samples' labels and with mean targets (l1 and l2 of FedMix).
+    """Return FedMix's losses l1 (with labels) and l2 (with mean targets), the means over the batch.
 
-    Both are means over the batch, multiplied by their weight.
+    Each loss is already multiplied by its weight.
 
     logits: [B, C], the outputs of the model.
     labels: int64 [B], the labels of the batch's samples.
-    mean_targets: means of one-hot labels: a row for each sample, [B, c], or one row for all,
-    [1, c]. If c < C, because a method has added outputs to the model, the targets of these are 0.
-    lam: the weight of the loss with mean targets; the loss with labels has the weight 1 - lam.
+    mean_targets: means of one-hot labels: a row for each sample, [B, c], or one row for all, [1,
+    c]. If c < C, because a method has added outputs to the model, the added outputs have target 0.
+    lam: the weight of l2; l1 has the weight 1 - lam.
     """
     added_outputs = logits.shape[1] - mean_targets.shape[1]
     targets = F.pad(mean_targets, (0, added_outputs)).expand_as(logits)
@@ -126,11 +126,14 @@ def loss_terms(
 def raw_rows(
     partition: CSR, steps: int, rows: int, samples: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw the samples of means, as row numbers of the data set: int64 [steps, rows, samples].
+    """Draw the samples of which means are made: int64 [steps, rows, samples], rows of the data set.
 
-    For each of `rows` means in each step, a client is drawn, and then `samples` of this client's
-    samples. All draws are uniform and with replacement.
+    All samples of a mean belong to one client. The client and the samples are drawn uniformly and
+    with replacement.
     partition: the rows of each client.
+    steps: the number of steps of the job.
+    rows: the number of means in a step.
+    samples: the number of samples in a mean.
     generator: the random generator of the job.
     """
     clients = generator.choice(_clients_with_samples(partition), size=(steps, rows, 1))
@@ -207,10 +210,11 @@ class FedMix(Method):
         run.draw("chosen", self.draw_pairs)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the second derivative in trained samples: as much as the training.
+        """Return the cost of the second derivative, in trained samples.
 
-        A usual step costs three forward passes: one forward, two for the backward pass. Here the
-        gradient of the inputs costs one more, and its derivative two more.
+        It is equal to the cost of plain training, which makes a forward and a backward pass, as
+        much as three forward passes. FedMix needs three more: one for the gradient of the inputs,
+        and two for its derivative.
         """
         return job.trained_samples if self.lam and not self.naive else 0.0
 
@@ -277,7 +281,7 @@ class FedMix(Method):
         return terms["total"]
 
     def _most_pairs(self, job: LocalJob) -> int:
-        """Return the largest number of pairs (mean input, mean label) that a step mixes in."""
+        """Return the largest number of pairs (mean input, mean label) that one step needs."""
         return max(job.plan.sizes) if self.pairs == "each" else 1
 
     def _received_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:

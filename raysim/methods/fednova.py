@@ -45,10 +45,11 @@ if TYPE_CHECKING:
 def effective_steps(
     steps: int, momentum: float = 0.0, pull: float = 0.0, nesterov: bool = False
 ) -> float:
-    """Return how far `steps` steps of SGD move a parameter, for gradient 1 and learning rate 1.
+    """Return the number of plain SGD steps that have the same effect as the steps of a job.
 
-    This is the number of steps without momentum and without a proximal term that move it equally
-    far.
+    Both move a parameter equally far, under a constant gradient of 1 and a learning rate of 1. A
+    plain step has no momentum and no proximal term.
+    steps: the number of steps of the job.
     momentum: the factor of the momentum; 0 without momentum.
     pull: the learning rate times the weight of a proximal term; 0 without one.
     nesterov: True uses Nesterov's momentum.
@@ -62,12 +63,12 @@ def effective_steps(
 
 
 def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> list[float]:
-    """Return a factor for each update: the mean number of steps / the update's number of steps.
+    """Return the factor (sum_j p_j a_j / sum_j p_j) / a_i for each update i.
 
-    The mean is weighted. The factors are exactly 1 if all updates have equally many steps.
+    The factors are exactly 1 if all a_i are equal.
 
-    weights: the weights of the updates; they need not sum to 1.
-    steps: the number of effective steps of each update.
+    weights: the weight p_i of each update; they need not sum to 1.
+    steps: the number a_i of effective steps of each update.
     """
     total = sum(weights)
     factors = []

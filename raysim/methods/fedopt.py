@@ -157,15 +157,15 @@ def _adapt(
     *,
     yogi: bool = False,
 ) -> None:
-    """Write the change of the parameters into `arrays[0]`; update both moments in place.
+    """Write the change of the parameters into the first array; update both moments in place.
 
     arrays: four tensors [D]: the result, the mean update, the first and the second moment.
-    beta2: the decay of the second moment; None computes FedAdagrad.
-    step: the number of the step, counted from 1; None makes no bias correction.
-    yogi: True computes FedYogi.
     server_lr: the server's learning rate.
-    beta1: the decay of the first moment.
+    beta1: the factor of the old first moment.
     tau: the constant that is added to the root of the second moment.
+    beta2: the factor of the old second moment; None computes FedAdagrad.
+    step: the number of the step, from 1; None makes no bias correction.
+    yogi: True computes FedYogi.
     """
     if step is not None and beta2 is not None:
         server_lr *= math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
@@ -243,8 +243,9 @@ class FedAvgM(Method):
 
 
 class _Adaptive(Method):
-    """The base of FedAdagrad, FedAdam and FedYogi: a server rule with two moments of updates.
+    """The base class of FedAdagrad, FedAdam and FedYogi.
 
+    The server stores two moments: one of the updates, and one of their squares.
     server_lr: the server's learning rate eta.
     tau: the constant that is added to the root of the second moment.
     """

@@ -77,10 +77,10 @@ if TYPE_CHECKING:
 class Statistics(TypedDict):
     """Statistics of the D features of a client's samples.
 
-    variance: how uncertain `weighted_means` is, because the client has few samples: the sum of the
-    variances of its entries. It is V_i in the formulas at the top of this file.
-    weighted_means: [C, D], the mean features of each class times the share of the samples that are
-    in this class. It is h_i in these formulas.
+    variance: V_i in the formulas at the top of this file. It shows how uncertain `weighted_means`
+    is, because the client has few samples: it is the sum of the variances of its entries.
+    weighted_means: h_i in these formulas, [C, D]: the mean features of each class, times the share
+    of the samples that are in this class.
     class_means: the mean features of each class, [C, D]; zeros for a class without samples.
     class_counts: the number of samples of each class, int64 [C].
     """
@@ -103,11 +103,10 @@ def local_statistics(*, features: Tensor, labels: Tensor, num_classes: int) -> S
 
 
 def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Statistics:
-    """Return the statistics of all batches of a client together.
+    """Return the statistics of all of a client's samples, from one pass over its batches.
 
-    Three sums over the samples are enough: the features of each class, the counts, and the squared
-    norms.
     batches: the features [B, D] and the labels int64 [B] of each batch.
+    num_classes: the number C of classes.
     """
     batch_sums = [_sums(features, labels, num_classes) for features, labels in batches]
     sums = torch.stack([row[0] for row in batch_sums]).sum(0)
@@ -188,11 +187,10 @@ def classifier_combination_weights(
 
 
 def _coordinates(weighted_means: Tensor) -> Tensor:
-    """Return a point for each of m participants, float64 [m, k] with k <= m.
+    """Return points p, float64 [m, k] with k <= m, such that |p_i - p_j| = |h_i - h_j|.
 
-    Two points have the same distance as the weighted means of these two participants. A point has
-    only k coordinates, so that computing with points is faster.
-    weighted_means: [m, C, D], the mean features of each class, times the share of the class.
+    Computing with the points is faster, because they have fewer coordinates than h.
+    weighted_means: h, [m, C, D], the weighted means of each of m participants.
     """
     flat = weighted_means.double().flatten(1)
     triangle: Tensor = torch.linalg.qr((flat - flat.mean(0)).T, mode="r").R
@@ -208,15 +206,15 @@ def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) 
 
 
 def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
-    """Return the weights a [m] of m participants that minimise a^T P a, float64.
+    """Return the weights a, float64 [m], that minimise a^T P a, with a_j >= 0 and sum 1.
 
-    The weights are at least 0 and sum to 1. P is diag(variances) + offsets offsets^T. A is a matrix
-    with A^T A = P. Let b >= 0 minimise |A b|^2 + (sum(b) - 1)^2; then a = b / sum(b). A participant
-    whose variance and offsets are all 0 gets the whole weight.
+    P is diag(variances) + offsets offsets^T. A is a matrix with A^T A = P. Let b >= 0 minimise |A
+    b|^2 + (sum(b) - 1)^2; then a = b / sum(b). A participant whose variance and offsets are all 0
+    gets the whole weight.
     variances: [m].
-    offsets: [m, k], the difference of each participant's point to that of the participant for which
-    heads are mixed.
-    preferred: the participant that gets the whole weight if several have only zeros.
+    offsets: [m, k], the point of each of m participants minus the point of the participant for
+    which heads are mixed.
+    preferred: the participant that gets the whole weight if P_jj = 0 for it and for others.
     """
     diagonal = variances + offsets.square().sum(1)
     best = diagonal.min()
@@ -266,23 +264,24 @@ def _load_head(vector: Vector, head: Tensor) -> None:
 
 
 def _has_prototypes(view: Participation | ServerView) -> bool:
-    """Return True if the server has prototypes, which the first aggregation makes.
+    """Return True if prototypes exist in a version, which is the case after the first aggregation.
 
-    view: a job, for which its base version counts; or the server with the current version.
+    view: a job, whose base version counts; or the server with the current version.
     """
     return view.version > 0
 
 
 def _state_reader(name: str) -> Callable[[ServerView], Tensor | None]:
-    """Return a function that reads the server state `name`, so that it can be sent to clients.
+    """Return the function that reads what the server sends to clients: one of its states.
 
-    Before the first aggregation the function returns None: there is nothing to send.
+    The function returns None before the first aggregation, when there is nothing to send.
+    name: the name of the server state.
     """
     return lambda server: server.state[name] if _has_prototypes(server) else None
 
 
 def _local_work(local: Local) -> tuple[str, int]:
-    """Return the setting that says how long a job trains: its key and its value.
+    """Return the key and the value of the run's setting for the length of a job.
 
     The key is "local.epochs", or "local.steps" if the run sets no epochs.
     """
@@ -320,9 +319,11 @@ class FedPAC(Method):
 
     # --- before the run -----------------------------------------------------------------------
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return the setting that FedPAC needs: local.epochs or local.steps, by key.
+        """Return the length of a job that FedPAC needs, as local.epochs or local.steps.
 
-        It is the run's value, but at least head_epochs + 1, so that the extractor is trained, too.
+        This is the run's value, or head_epochs + 1 if that is larger, so that the extractor is
+        trained, too.
+        local: the run's settings of local training.
         """
         key, budget = _local_work(local)
         return {key: max(budget, self.head_epochs + 1)}
@@ -387,11 +388,11 @@ class FedPAC(Method):
         return [[head]] * first + [[extractor]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a job minus the cost of usual training, in trained samples.
+        """Return the cost of a job minus the cost of plain training, in trained samples.
 
-        Statistics are measured in two forward passes over the client's samples. A forward pass of a
-        sample costs a third of a trained sample. A step that trains the head costs only this third,
-        because it makes no backward pass through the extractor.
+        Two forward passes over the client's samples measure statistics; a forward pass of a sample
+        costs a third of a trained sample. A step that trains the head also costs only a third,
+        because it has no backward pass through the extractor.
         """
         most = job.trained_samples * self.head_epochs / (self.head_epochs + 1)
         head = min(self.head_epochs * job.samples, most)

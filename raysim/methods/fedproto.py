@@ -88,8 +88,8 @@ def nearest_prototype_head(
 ) -> tuple[Tensor, Tensor]:
     """Return weight [C, d] and bias [C] of a linear head that predicts the nearest prototype.
 
-    The squared distance of features h to a prototype c is |h|^2 - (2 h.c - |c|^2), and |h|^2 is the
-    same for all classes. Therefore the nearest prototype has the largest logit 2 h.c - |c|^2.
+    For a prototype c and features h, |h - c|^2 = |h|^2 - (2 h.c - |c|^2). So the nearest prototype
+    has the largest logit 2 h.c - |c|^2.
     prototypes: the prototype c [d] of each class; a class without one is never predicted.
     num_classes: the number C of classes.
     """

@@ -75,14 +75,16 @@ class FedRep(Method):
 
     @property
     def _fewest_steps(self) -> int:
-        """Return the smallest local.steps with which the head is trained for at least one step."""
+        """Return the smallest local.steps with which at least one step trains the head."""
         return math.ceil(self._total_epochs / self.head_epochs)
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return the setting that FedRep needs, by key; in mode joint the result is empty.
+        """Return the length of a job that FedRep needs, as local.epochs or local.steps.
 
-        With local.epochs, the setting is local.epochs = head_epochs + body_epochs. With local.steps
-        it is local.steps: the run's value, but at least so large that one step trains the head.
+        With local.epochs it is head_epochs + body_epochs. With local.steps it is the run's value,
+        or more if this value is too small for a step that trains the head. In mode joint the result
+        is empty.
+        local: the run's settings of local training.
         """
         if self.mode == "joint":
             return {}

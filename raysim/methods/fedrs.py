@@ -38,12 +38,13 @@ KINDS = ("binary", "relative")
 
 
 def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") -> Tensor:
-    """Return the factor on each class's logit, from alpha to 1: float64 [C].
+    """Return the factor s_c on the logit of each class c: float64 [C].
 
-    class_counts: [C], the client's samples of each class; at least one is above 0.
+    class_counts: [C], the number n_c of the client's samples of each class; at least one is above
+    0.
     alpha: the factor of a class without samples.
-    kind: "binary" gives all other classes the factor 1; with "relative" the factor grows linearly
-    with the class's samples, from alpha to 1 for the most frequent class.
+    kind: for a class with samples, "binary" is 1, and "relative" is alpha + (1 - alpha) n_c / max
+    n.
     """
     counts = class_counts.double()
     presence = (counts > 0).double() if kind == "binary" else counts / counts.max()

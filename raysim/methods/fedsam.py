@@ -90,8 +90,10 @@ class FedSAM(Method):
     ) -> Tensor:
         """Return the gradient at the point uphill, [n].
 
-        params, grad: [n], the parameters that the step trains, and their gradient.
-        gradient_at(shift): the gradient at params + shift, on the same batch.
+        params: the parameters that the step trains, [n].
+        grad: their gradient, [n].
+        gradient_at: function that returns the gradient at params + shift for a shift [n], on the
+        same batch.
         """
         if self.adaptive:
             return gradient_at(adaptive_shift(params, grad, self.rho, self.eta))

@@ -3,8 +3,8 @@
 Each local step mixes the gradient with the gradient at a point uphill, which prefers flat minima.
 
 Source: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round,
-and Higher Generalization Accuracy" (ICLR 2023), Algorithm 1, for client k with x^t received and K
-local steps:
+and Higher Generalization Accuracy" (ICLR 2023), Algorithm 1. Client k receives x^t and makes K
+local steps. lr is the learning rate, and c_k the client's correction:
 
     g_1 = grad F(theta),  g_2 = grad F(theta + rho g_1),  g = (1 - alpha) g_1 + alpha g_2
     theta <- theta - lr (g - c_k + (theta - x^t) / lam)       g_1 and g_2 on the same batch
@@ -59,9 +59,9 @@ def updated_correction(correction: Tensor, trained: Tensor, received: Tensor, la
 class FedSpeed(Method):
     """A method that pulls local models to the received one and corrects the bias of this pull.
 
-    lam: the divisor of the pull to the received model; a large value makes it weak.
+    lam: the pull is divided by this number, so a large value makes it weak.
     rho: the step uphill, as a factor on the gradient.
-    alpha: the share of the gradient at the point uphill.
+    alpha: the share of the gradient at the point uphill in the mixture of both gradients.
     """
 
     name = "fedspeed"
@@ -96,8 +96,10 @@ class FedSpeed(Method):
     ) -> Tensor:
         """Return the mixture of the gradient and the gradient at the point uphill, [n].
 
-        params, grad: [n], the parameters that the step trains, and their gradient.
-        gradient_at(shift): the gradient at params + shift, on the same batch.
+        params: the parameters that the step trains, [n].
+        grad: their gradient, [n].
+        gradient_at: function that returns the gradient at params + shift for a shift [n], on the
+        same batch.
         """
         return mixed_gradient(grad, gradient_at(self.rho * grad), self.alpha)
 
@@ -110,7 +112,7 @@ class FedSpeed(Method):
         grad -= job.state["correction"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Update the client's correction, and subtract it times lam from the uploaded model."""
+        """Update the client's correction c_k, and subtract lam c_k from the uploaded model."""
         trained = job.params[: job.layout.trained]
         start = job.start[: job.layout.trained]
         correction = updated_correction(job.state["correction"], trained, start, self.lam)

@@ -67,13 +67,14 @@ def conditional_information_penalty(
 ) -> Tensor:
     """Return the mean KL divergence of features from the Gaussian of their class, a scalar.
 
-    The divergence is summed over the Z features, and averaged over the B samples.
+    The divergence is summed over the Z features, and averaged over the B samples. Sample b with
+    label y has the divergence of N((s mu_b), (s sigma_b)^2) from N(r_y, t_y^2).
 
-    mean, std: [B, Z], the features' mean and standard deviation (above 0).
+    mean, std: mu and sigma > 0, the mean and standard deviation of the features, [B, Z].
     labels: int64 [B].
-    reference_mean: [C, Z], the means of the classes' Gaussians.
-    reference_std_raw: [C, Z]; its softplus is the standard deviation of these Gaussians.
-    scale: the factor on the features' mean and deviation; not 0.
+    reference_mean: r, the means of the classes' Gaussians, [C, Z].
+    reference_std_raw: [C, Z]; its softplus is t, the standard deviation of these Gaussians.
+    scale: s, the factor on the features; not 0.
     """
     centre = reference_mean[labels]
     spread = F.softplus(reference_std_raw)[labels]
@@ -227,9 +228,9 @@ class FedSR(Method):
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation of the distribution of features, [B, Z] each.
+    """Return the mean and the standard deviation of the features' distribution, each [B, Z].
 
-    features: [B, Z], the tensor that `Gaussian.features` returned, or its first B rows.
+    features: [B, Z], what `Gaussian.features` returned, or the first B rows of it.
     """
     all_rows = features if hasattr(features, "moments") else features._base
     mean, std = all_rows.moments  # type: ignore[union-attr]
