@@ -337,7 +337,7 @@ class Local:
         self.settings()
 
     def _check_schedule(self) -> None:
-        """Raise ValueError if a setting of the learning rate's schedule is missing."""
+        """Raise ValueError if a setting of the schedule is missing or out of range."""
         one_of("local.schedule", self.schedule, SCHEDULES)
         one_of("local.schedule_over", self.schedule_over, ("rounds", "steps"))
         at_least("local.warmup_rounds", self.warmup_rounds, 0)
@@ -386,16 +386,16 @@ class Local:
         """Return the learning rate of a job that starts from this version.
 
         version: the number of aggregations so far. W is `warmup_rounds` and T is `schedule_rounds`.
-        With t = version - W, not below 0, and T' = T - W:
+        With t = max(0, version - W) and T' = T - W:
 
             constant   lr
             cosine     final_lr + (lr - final_lr) (1 + cos(pi t / T')) / 2
             linear     lr + (final_lr - lr) t / T'
             step       lr drop_factor^floor(version / drop_every)
 
-        Cosine and linear stay at final_lr after version T. All of them are multiplied by
-        lr_decay^version and, in the first W versions, by (version + 1) / (W + 1). The shapes are
-        those of torch.optim.lr_scheduler (CosineAnnealingLR, LinearLR, StepLR).
+        Cosine and linear stay at final_lr after version T. The result is multiplied by
+        lr_decay^version and, if version < W, by (version + 1) / (W + 1). The shapes are those of
+        torch.optim.lr_scheduler (CosineAnnealingLR, LinearLR, StepLR).
         """
         rate = self.lr * self.lr_decay**version
         if self.schedule_over == "rounds":

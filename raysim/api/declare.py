@@ -242,10 +242,10 @@ def declare(
 def _replace_model(
     methods: Sequence[Method], task: Task, model: nn.Module, seed: int
 ) -> tuple[nn.Module, Exception | None]:
-    """Return the model to train, and None or the error of a method's hook `model`.
+    """Return the model to train; also the error if a method's hook `model` failed, else None.
 
-    If the hook fails, the model is the unchanged one, and the caller raises the error later. If the
-    data lack what the method needs, the error about this need is clearer and is raised first.
+    After a failure, the model is the unchanged one. The caller raises the error later: an error
+    about a need that the data do not meet is clearer, and is raised first.
     """
     for method in methods:
         if "model" in filled_hooks(method):

@@ -251,8 +251,8 @@ class TrainingResult:
     """The result of one call to a worker, which may train several jobs.
 
     updates: the update or the failure of each job, in the order of the jobs.
-    sums: weighted sums of the deltas [layout.shared] of several updates, each by the numbers of the
-    jobs in the sum. An update that is part of a sum has `delta=None`.
+    sums: maps the numbers of several jobs to the weighted sum of their deltas, [layout.shared]. The
+    updates of these jobs have `delta=None`.
     worker: the name of the worker.
     busy: the wall seconds that the worker worked since its last result; for reports only.
     states: the size in bytes of each job's final client state.

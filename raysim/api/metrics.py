@@ -219,7 +219,7 @@ def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] |
 
 
 class ScoresOfRows:
-    """Collects, batch by batch, the values of samples from which metrics are computed.
+    """The values of samples from which metrics are computed, collected batch by batch.
 
     Each function of `row_functions(metrics)` computes such values from outputs and labels.
 

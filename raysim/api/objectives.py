@@ -95,11 +95,12 @@ class Objective:
 
 # ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of a batch without ignored labels; 0 if all labels are ignored.
+    """Return the mean loss of a batch, without ignored labels.
 
-    values: losses. In the shape of `labels`, they are the losses of the labels, and the result is
-    the mean over the labels that are not ignored. In another shape [B] or [B, ...], they are the
-    losses of the samples, and samples whose labels are all ignored are left out.
+    Losses of labels, in the shape of `labels`, are averaged over the labels that are not ignored.
+    Losses of samples, [B] or [B, ...], are averaged over the samples that have such a label. The
+    result is 0 if all labels are ignored.
+    values: the losses.
     labels: [B, ...]; an ignored label has the value `IGNORED`.
     """
     is_counted = labels != IGNORED
@@ -112,9 +113,10 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
     """Return the mean loss of each sample, [B], without ignored labels.
 
-    values: losses. In the shape of `labels`, they are the losses of the labels; the mean is 0 for a
-    sample whose labels are all ignored. In another shape [B] or [B, ...], they are the losses of
-    the samples, and the result is the mean over all values of a sample.
+    Losses of labels, in the shape of `labels`, are averaged over a sample's labels that are not
+    ignored. The mean is 0 if all of them are ignored. Losses of samples, [B] or [B, ...], are
+    averaged over all values of a sample.
+    values: the losses.
     labels: [B, ...]; an ignored label has the value `IGNORED`.
     """
     if values.shape != labels.shape:
@@ -127,9 +129,8 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
 def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
     """Return for each sample the sum of its losses and the number of its labels, [B, 2].
 
-    Ignored labels do not count.
-    values: the losses of the labels, in the shape of `labels`. Or the loss of each sample [B],
-    which then counts once for each label of the sample.
+    Ignored labels do not count. A loss of a sample counts once for each label of the sample.
+    values: the losses of labels, in the shape of `labels`, or the losses of samples, [B].
     labels: [B, ...]; an ignored label has the value `IGNORED`.
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
@@ -187,7 +188,7 @@ def ratio_of_sums(parts: np.ndarray) -> float:
 
 
 def perplexity(parts: np.ndarray) -> float:
-    """Return exp(mean cross-entropy of a token); nan if there are no tokens.
+    """Return the exponential of the mean cross-entropy over tokens; nan if there are no tokens.
 
     parts: [n, 2], the results of `token_losses` for n samples.
     If the mean is above 709, the result is infinite.

@@ -286,9 +286,10 @@ def _read_column(
 
 
 def pad_tokens(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> tuple[Ints, Tokens]:
-    """Return token numbers in rows of equal length, padded at the end, and their `Tokens`.
+    """Return token numbers as an array of rows, padded at the end, and `Tokens`.
 
-    Rows are as long as the longest one, but not longer than `length`; further tokens are left out.
+    `Tokens` is the number of different tokens and the padding token. Rows are as long as the
+    longest one, but not longer than `length`; further tokens are left out.
     padding: the number that fills short rows.
     """
     longest = max(map(len, rows), default=1)

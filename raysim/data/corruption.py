@@ -99,12 +99,12 @@ def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
 
 
 def image_angle_numbers(probabilities: Floats, uniforms: Floats) -> Ints:
-    """Return the index of each image's angle in the list of angles.
+    """Draw the angle of each image; return its index in the list of A angles, int64 [n].
 
     It is the first angle whose cumulative probability is above the image's random number. An angle
     of probability 0 is never drawn.
-    probabilities: [A] or [n, A].
-    uniforms: [n], random numbers in [0, 1).
+    probabilities: [A], the probabilities of the angles, or [n, A] with a row for each image.
+    uniforms: [n], a random number in [0, 1) for each image.
     """
     cumulative = np.cumsum(probabilities, axis=-1)
     # the last angle of positive probability, for uniforms above a sum of 0.99...9

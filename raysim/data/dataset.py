@@ -254,7 +254,7 @@ def _view_column(column: pa.Array, dtype: Any, shape: tuple[int, ...]) -> Any:
 def _map_file(path: Path) -> Samples:
     """Return the data set in a file as arrays that share the file's memory.
 
-    Raise an error if the file is damaged; its type can be any.
+    A damaged file raises an error, which can have any type.
     """
     if not path.is_file():
         raise OSError("it is not a file")

@@ -59,9 +59,10 @@ class _DataUnpickler(pickle.Unpickler):
 def convert(capacity: str, behaviour: str, out: Path) -> str:
     """Convert FedScale's two files into a trace; return a sentence with the number of clients.
 
-    capacity, behaviour: the paths of FedScale's files.
+    capacity: the path of FedScale's file `client_device_capacity`.
+    behaviour: the path of FedScale's file `client_behave_trace`.
     out: the path of the trace, which is written.
-    Raise `ValueError` if a file is not such a file of FedScale, or if no client can be converted.
+    Raise `ValueError` if a file has no such data, or if no client can be converted.
     """
     devices = _read_clients(capacity, "computation")
     times = _read_clients(behaviour, "finish_time")

@@ -121,8 +121,8 @@ class SweepTrial(tune.Trainable):
 
         The report has the round, the metric, the new rows of the history and the wall seconds.
         "done" is True if the trial has ended. A failed trial reports its error and the worst
-        possible metric. A trial that had ended before the sweep was continued reports only round,
-        metric and "done" of its next earlier measurement.
+        possible metric. A trial that had ended before the sweep was continued repeats its earlier
+        measurements, one in each call; these reports have only round, metric and "done".
         Raise `RunFailedError` if a process of the run is lost, so that Tune starts the trial again.
         """
         metric = self._task.metric
