@@ -361,7 +361,7 @@ class Local:
                 at_least(f"local.{name}", getattr(self, name), 1)
 
     def _check_warmup(self) -> None:
-        """Raise ValueError if the warm-up of "cosine" or "linear" is as long as the whole schedule."""
+        """Raise ValueError if the warm-up of a falling rate is as long as the schedule."""
         if self.schedule not in ("cosine", "linear"):
             return
         key, end_key = "warmup_rounds", "schedule_rounds"
