@@ -472,7 +472,7 @@ def _argument_names(cls: type) -> list[str]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Convert a value to a form that files can store. Raise `TypeError` if that is impossible."""
+    """Convert a value to one that files can store. Raise `TypeError` if that is impossible."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic):

@@ -349,7 +349,7 @@ class _FinalState:
             self.published = PublishedVersion(0, server.vector.numpy(), server.counters.numpy())
 
     def version_of(self, shared: Mapping[str, Tensor]) -> PublishedVersion:
-        """Return shared tensors in the form in which the coordinator publishes a version.
+        """Return a published version that has the given shared tensors.
 
         shared: the tensors by full name.
         """

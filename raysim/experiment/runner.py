@@ -213,8 +213,8 @@ class SteppedRun:
     def _lock_for_a_call(self) -> Iterator[None]:
         """Lock the run's folder during a `with` block.
 
-        Ray Tune may move a paused trial to another process without notice, so the lock is not kept
-        between calls.
+        The lock is released between calls, because Ray Tune may move a paused trial to another
+        process without notice.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + LOCK_TIMEOUT_S

@@ -71,15 +71,15 @@ class Tracking:
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """The settings of a run's execution, and of the files that it keeps.
+    """The settings of a run's execution, and of the files that it writes.
 
     All other settings are in `RunSettings` and in the classes of the run's parts.
     out: the run's folder; None makes a dated folder in the folder runs.
     resume: "latest", or a checkpoint's folder; None starts a new run.
-    thresholds: values of the main metric. For each of them, `rounds_to` in the summary is the first
-    round with such a score or a better one.
-    profile: True measures how the wall time is spent.
     device: "auto", "cpu", "cuda" or "mps", the device of each worker.
+    profile: True measures how the wall time is spent.
+    thresholds: values of the main metric. For each of them, `rounds_to` in the summary is the first
+    round whose score is equal or better.
     runtime: where the workers run, and their resources.
     tracking: whether and where the run is stored for MLflow.
     """

@@ -23,9 +23,9 @@ _LOSS_TEXTS = {
 
 
 class ScoreHandler(logging.Handler):
-    """A handler of Flower's log that keeps the scores of the ServerApp.
+    """A handler of Flower's log that stores the scores of the ServerApp.
 
-    scores: the last value of each number, by name.
+    scores: the last value of each score, by name.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class ScoreHandler(logging.Handler):
         self.scores: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the numbers of a record that contains scores."""
+        """Store the scores in a log record, if it has any."""
         text = str(record.msg).strip()
         if text in _RECORD_TEXTS and isinstance(record.args, Mapping):
             self._keep(record.args)

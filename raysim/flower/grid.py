@@ -152,9 +152,9 @@ class VirtualGrid(SimpleGrid):
         """Return the ids of the nodes that are available at the current virtual time.
 
         An app that calls this repeatedly, without sending a message, is waiting for clients.
-        Therefore the third such call, and each later one, first advances the clock to the next time
-        at which a client's availability changes. In a thread that Flower started, the clock stands
-        still. Such a thread gets the ids that the last call in the ServerApp's own thread returned.
+        Therefore the third such call, and each later one, first advances the clock to the next
+        change of a client's availability. In a thread that Flower started, the clock does not move;
+        the ids are those of the last call in the ServerApp's own thread.
         """
         if not self.is_owner():
             return list(self._nodes) or self._available_nodes()
@@ -284,12 +284,12 @@ class VirtualGrid(SimpleGrid):
 
     # --- messages of several threads ----------------------------------------------------------
     def end_batch(self) -> dict[int, tuple[float, int]]:
-        """Advance the clock to the time at which the last reply to messages of threads arrived.
+        """Advance the clock to the arrival of the last reply to the messages of threads.
 
         Flower's older `Server` sends messages in several threads at once. While these threads run,
-        the clock stands still, so that all their messages are sent at the same virtual time. The
-        ServerApp's own thread calls this function afterwards; the messages then form a finished
-        batch. Without new messages the clock does not move.
+        the clock does not move, so that all their messages have the same virtual time. Afterwards
+        the ServerApp's own thread calls this function, which ends the batch of these messages.
+        Without new messages the clock does not move.
         Return a dictionary by node id. A value is the virtual time, in seconds, of the node's last
         reply in the last batch, and the number of the node's client.
         Raises ReplayError if a message of a thread differed from the message in the stored run.
@@ -306,8 +306,8 @@ class VirtualGrid(SimpleGrid):
     def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
         """Send messages from a thread that Flower started; return the replies.
 
-        Flower's older `Server` calls its clients in threads. For each message, the thread waits
-        until a worker is free and then until this worker has answered. The clock stands still.
+        For each message, the thread waits for a free worker and then for the worker's answer. The
+        clock does not move.
         """
         with self._lock:
             if self._batch_end is None:

@@ -277,7 +277,7 @@ class _WatchingGrid(VirtualGrid):
         self.model: ArrayRecord | None = None
 
     def on_content(self, content: RecordDict) -> None:
-        """Keep the arrays of a message that is sent."""
+        """Remember the model in the content of a message that is sent."""
         for record in content.array_records.values():
             self.model = record
 

@@ -93,7 +93,7 @@ class APFL(Method):
         return job.trained_samples
 
     def prepare(self, job: LocalJob) -> None:
-        """Adapt the mixing weight alpha on the job's first batch, and keep it for the next job."""
+        """Adapt the mixing weight alpha on the job's first batch; store it for the next job."""
         if self.adaptive:
             job.state["alpha"] = self._adapted_alpha(job)
         job.scratch["alpha"] = job.params.new_tensor(job.state["alpha"])

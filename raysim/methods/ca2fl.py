@@ -135,7 +135,7 @@ class CA2FL(Method):
         self.budget = at_least("method.ca2fl.budget", budget, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep on the server the last update of each client, and the sum of these updates."""
+        """Declare the server state: each client's last update, and the sum of these updates."""
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")
         for other in ("fedbuff", "groupdro"):

@@ -212,7 +212,7 @@ class Dann(Method):
         return (FORWARD - 1) * share * job.trained_samples
 
     def begin(self, job: LocalJob) -> None:
-        """Keep the client's number as a tensor, which a recorded step can read."""
+        """Store the client's number as a tensor, which a recorded step can read."""
         job.scratch["domain"] = torch.tensor(job.client, device=job.params.device)
 
     def discriminator_objective(self, job: LocalJob, out: Outputs) -> Tensor:

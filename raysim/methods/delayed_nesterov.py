@@ -162,7 +162,10 @@ class DelayedNesterov(Method):
         )
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step; keep the momentum, the sum of updates and the step count."""
+        """Declare that this method makes the server's step, and its state on the server.
+
+        The state is the momentum, the sum of updates and the number of steps.
+        """
         run.owns("step")
         run.server_state("momentum", run.zeros)
         run.server_state("sum", run.zeros)

@@ -175,7 +175,10 @@ class DPFedAvg(Method):
         self.delta = delta
 
     def setup(self, run: Setup) -> None:
-        """Keep the clipping bound and the number of rounds; refuse what would not be private."""
+        """Declare the server state, and refuse schedules and methods that would break privacy.
+
+        The state is the clipping bound and the number of rounds.
+        """
         run.excludes("fedexp", "its step depends on single updates, which are not private")
         run.needs_clients("its noise hides a client among others")
         run.require(

@@ -184,7 +184,10 @@ class FADAS(Method):
         self.beta1, self.beta2, self.bias_correction = beta1, beta2, bias_correction
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step; keep the moments, initially zero, and the number of steps."""
+        """Declare that this method makes the server's step, and its state on the server.
+
+        The state is the three moments, initially 0, and the number of steps.
+        """
         run.owns("step")
         for name in MOMENTS:
             run.server_state(name, run.zeros)

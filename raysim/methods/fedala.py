@@ -130,7 +130,10 @@ class FedALA(Method):
         self.rate = above("method.fedala.rate", rate, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep the trained top layers and their mixing weights on the client, empty at first."""
+        """Declare the client state: the trained top layers and their mixing weights.
+
+        Both are empty before the client's first job.
+        """
         run.needs("gradients")
         run.client_state("trained", lambda samples: torch.empty(0))
         run.client_state("weights", lambda samples: torch.empty(0))
@@ -160,7 +163,7 @@ class FedALA(Method):
         job.state["weights"] = weights
 
     def end(self, job: LocalJob) -> None:
-        """Store the trained top layers as client state."""
+        """Store the trained top layers in the client state."""
         job.state["trained"] = parts_of(job.params, top_entries(job.layout, self.layers))
 
     def personalise(self, client: PersonalModel) -> None:

@@ -147,7 +147,7 @@ class FedBN(Method):
         self.name_rule, self.reestimate = name_rule, reestimate
 
     def setup(self, run: Setup) -> None:
-        """Keep the normalisation layers on the client; warn if the model has none."""
+        """Declare the normalisation layers as personal; warn if the model has none."""
         if not self.reestimate:
             run.skip("personalise")
         if self.scope == "none":

@@ -233,7 +233,7 @@ class FedBR(Method):
 
     # --- before the run ------------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Add the projector and the stage that trains it, and collect and send pseudo-data."""
+        """Declare the projector, the stage that trains it, and the exchange of pseudo-data."""
         run.needs("classes", "features", "numbers")
         if self.lam == 0 and self.mu == 0:
             run.skip("begin", "loss")

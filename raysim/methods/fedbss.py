@@ -180,7 +180,7 @@ class FedBSS(Method):
         self.fraction_of = one_of("method.fedbss.fraction_of", fraction_of, FRACTIONS)
 
     def setup(self, run: Setup) -> None:
-        """Require a classification task; declare the client state and the selection of samples."""
+        """Declare the client state and the selection of samples; refuse tasks without classes."""
         run.needs("classes")
         local = run.local
         key, parts = "epochs", local.epochs

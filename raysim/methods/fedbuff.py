@@ -40,10 +40,10 @@ NORMALIZATIONS = ("count", "weights", "none")
 def arrival_weights(
     *, staleness: Tensor, exponent: float = 0.5, sample_weights: Tensor | None = None
 ) -> Tensor:
-    """Return the weight (1 + staleness)^-exponent of each of K updates, float64 [K].
+    """Return the weight q_i (1 + s_i)^-exponent of each of K updates, float64 [K].
 
-    staleness: int64 [K].
-    sample_weights: [K], factors on the weights; None for no factors.
+    staleness: int64 [K], the staleness s_i of each update.
+    sample_weights: [K], the factors q_i; None means 1.
     """
     weights = (1.0 + staleness.double()).pow(-exponent)
     return weights if sample_weights is None else weights * sample_weights.double()
@@ -97,15 +97,13 @@ def buffered_step(
     sample_weights: Tensor | None = None,
     normalization: str = "count",
 ) -> Tensor:
-    """Return the new parameters: params + server_lr times `buffered_aggregate`, [D].
+    """Return params + server_lr d, [D], where d is the direction of `buffered_aggregate`.
 
     params: the parameters of the current version, [D].
     deltas: [K, D], the updates in the order of arrival.
-    staleness: int64 [K].
-    server_lr: the factor on the direction.
-    exponent: the exponent a of the weight (1 + staleness)^-a.
-    sample_weights: [K], factors on the weights; None for no factors.
-    normalization: the divisor: "count" for K, "weights" for the sum of the weights, "none" for 1.
+    staleness: int64 [K], the staleness of each update.
+    server_lr: the server's learning rate.
+    exponent, sample_weights, normalization: the other arguments of `buffered_aggregate`.
     """
     direction = buffered_aggregate(
         deltas=deltas,

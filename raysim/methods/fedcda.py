@@ -333,7 +333,10 @@ class FedCDA(Method):
 
     # --- before the run -----------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Keep each client's last models (a ring buffer), with their losses and rounds."""
+        """Declare the server state: a ring buffer with each client's last models.
+
+        With each model, the server stores its loss and its round.
+        """
         refuse_sample_weights(run)
         for other in (
             "fedavgm",

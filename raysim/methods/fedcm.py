@@ -84,7 +84,7 @@ class FedCM(Method):
         self.warm_start = warm_start
 
     def setup(self, run: Setup) -> None:
-        """Keep the mean direction on the server, initially zero, and send it to clients."""
+        """Declare the mean direction as server state that is sent to clients; it starts at 0."""
         run.require(
             run.local.optimizer == "sgd",
             f"local.optimizer={run.local.optimizer}: method 'fedcm' computes gradients from the "

@@ -65,9 +65,9 @@ class FedDecorr(Method):
     """A method that adds a penalty on the correlation between features.
 
     beta: the weight of the penalty.
-    variant: the form of the penalty for n rows. "paper" is the printed equation. "authors" is the
-    form in the released code, which is about n times as large and leaves out the diagonal. "fedbr"
-    is the form in FedBR's tables.
+    variant: the penalty: "paper" is the printed equation, "authors" that of the released code, and
+    "fedbr" that of FedBR's tables. "authors" is about n times as large for n rows, and leaves out
+    the diagonal. `decorrelation_penalty` has the formulas.
     """
 
     name = "feddecorr"

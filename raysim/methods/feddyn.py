@@ -88,7 +88,7 @@ class FedDyn(Method):
         self.alpha = at_least("method.feddyn.alpha", alpha, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep a correction on each client and the drift on the server, both initially zero."""
+        """Declare the client's correction and the server's drift, which both start at 0."""
         run.needs_fixed_clients("its drift is the mean of their corrections")
         for other in ("fedcda", "fedasync", "ca2fl", "ace"):
             run.excludes(

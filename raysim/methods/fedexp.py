@@ -167,7 +167,10 @@ class FedExP(Method):
         self.minimum = at_least("method.fedexp.minimum", minimum, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step; each job uploads the squared norm of its update."""
+        """Declare that this method makes the server's step, and what each job uploads.
+
+        A job uploads the squared norm of its update.
+        """
         run.warn_if_single("the server's step is FedAvg's")
         run.owns("step")
         run.upload("square", 1)

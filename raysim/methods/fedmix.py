@@ -185,9 +185,9 @@ class FedMix(Method):
         self.fresh = fresh
 
     def setup(self, run: Setup) -> None:
-        """Replace the task loss; collect the clients' pairs of means, and send them to all clients.
+        """Declare the task loss, and the pairs of means that clients send and receive.
 
-        With fresh=true nothing is collected, because each step draws from raw data.
+        With fresh=true clients exchange nothing, because each step draws from raw data.
         """
         run.needs("classes", "numbers")
         run.targets("integer")

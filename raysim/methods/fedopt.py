@@ -230,7 +230,10 @@ class FedAvgM(Method):
         self.nesterov = nesterov
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step; keep the momentum, which starts at 0, on the server."""
+        """Declare that this method makes the server's step, and the momentum as server state.
+
+        The momentum starts at 0.
+        """
         run.owns("step")
         run.server_state("momentum", run.zeros)
 
@@ -261,7 +264,7 @@ class _Adaptive(Method):
             setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
 
     def setup(self, run: Setup) -> None:
-        """Replace the server's step, and declare the two moments as server state.
+        """Declare that this method makes the server's step, and the two moments as server state.
 
         The first moment starts at 0, the second at tau^2.
         """

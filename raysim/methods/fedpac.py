@@ -329,7 +329,7 @@ class FedPAC(Method):
         return {key: max(budget, self.head_epochs + 1)}
 
     def setup(self, run: Setup) -> None:
-        """Keep the head on the client; send and upload it separately from the shared model."""
+        """Declare the head as personal, and what clients and server exchange besides the model."""
         run.needs("classes", "features")
         run.excludes(
             "local",

@@ -118,7 +118,7 @@ class FedProto(Method):
 
     # --- before the run -----------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Keep all networks on the client; exchange class means, counts and prototypes."""
+        """Declare all networks as personal; declare the exchanged class means and prototypes."""
         run.needs("classes", "features")
         run.targets("integer")
         for other in ("fedpac", "ditto"):

@@ -93,7 +93,7 @@ class FedRep(Method):
         return {"local.steps": max(local.steps or 0, self._fewest_steps)}
 
     def setup(self, run: Setup) -> None:
-        """Keep the head on the client; in mode alternate, train it before the extractor."""
+        """Declare the head as personal; in mode alternate, also declare the stages of a job."""
         run.needs("features")
         head = run.model.get_submodule("head")
         run.private_parameters([f"model.head.{name}" for name, _ in head.named_parameters()])

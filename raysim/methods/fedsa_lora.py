@@ -30,7 +30,7 @@ class FedSALoRA(Method):
     paper = "Guo et al., ICLR 2025"
 
     def setup(self, run: Setup) -> None:
-        """Keep B on the client; refuse a model without adapters, and adapters of embeddings."""
+        """Declare B as personal; refuse a model without adapters, and adapters of embeddings."""
         adapters = require_adapters(run)
         for adapter in adapters:
             run.require(

@@ -73,7 +73,7 @@ class FedSAM(Method):
         self.eta = at_least("method.fedsam.eta", eta, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Skip the gradient at the point uphill if rho is 0, because both points are the same."""
+        """Let raysim skip `perturb` if rho is 0: the point uphill is then the model itself."""
         if not self.rho:
             run.skip("perturb", "cost")
 

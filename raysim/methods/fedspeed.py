@@ -74,9 +74,9 @@ class FedSpeed(Method):
         self.alpha = between("method.fedspeed.alpha", alpha, 0.0, 1.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep a correction for each client, zero at first.
+        """Declare the client's correction, which starts at 0.
 
-        Skip the gradient at the point uphill if its share alpha, or the step uphill, is 0.
+        Without a step uphill (alpha or rho is 0), let raysim skip `perturb`.
         """
         run.corrects("shift")
         run.client_state("correction", run.zeros)

@@ -190,7 +190,10 @@ class FedSR(Method):
         return Classifier(extractor, width, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Add class Gaussians and train them with the model; they stay on clients unless shared."""
+        """Declare the Gaussians of the classes as a network that is trained with the model.
+
+        They stay on each client unless `share_reference` is True.
+        """
         run.needs("classes", "features")
         run.needs_clients("each client has its own class Gaussians")
         if self._has_reference:
