@@ -93,7 +93,7 @@ class FedNova(Method):
         self.mu = at_least("method.fednova.mu", mu, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Declare that jobs upload their numbers of effective steps; refuse optimizers except SGD."""
+        """Declare that jobs upload their numbers of effective steps; refuse optimizers but SGD."""
         run.require(
             run.local.optimizer == "sgd",
             f"local.optimizer={run.local.optimizer}: method 'fednova' needs SGD to count "
