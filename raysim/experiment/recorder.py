@@ -272,7 +272,7 @@ def run_observers(
         UndefinedMetrics(print_warning),
         *idleness,
         AbsentClients(
-            functools.partial(_find_presence, experiment),
+            functools.partial(_find_availability, experiment),
             np.flatnonzero(experiment.spec.data.partition.train.counts),
             print_warning,
         ),
@@ -286,7 +286,7 @@ def run_observers(
     ]
 
 
-def _find_presence(experiment: Experiment) -> Availability | None:
+def _find_availability(experiment: Experiment) -> Availability | None:
     """Return the object that knows when each client is available; None if all always are."""
     spec = experiment.spec
     clients = len(spec.data.partition.train.counts)

@@ -240,9 +240,9 @@ class Result:
         best: False uses the model that the run scored last. This is the final version, unless a
         method scores another vector (FedExP: the mean of the last two versions). True uses the
         shared model of the best round, and needs client=None.
-        Raise `RefusedError` if the test set is empty, if there is no such client, for `best=True`
-        with a client, for client=None if clients have personal parameters, and if the run's folder
-        lacks the model or the checkpoint that is needed.
+        Raise `RefusedError` if the client does not exist, the test set is empty, or the run's
+        folder lacks the model or checkpoint. Raise it also for `best=True` with a client, and for
+        client=None if clients have personal parameters.
         """
         if client is None:
             self._refuse_personal()

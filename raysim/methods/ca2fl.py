@@ -157,7 +157,7 @@ class CA2FL(Method):
         return tuple(server.params.shape)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the calibrated direction times the server's learning rate."""
+        """Return the server's step eta v; replace the last updates of the clients in the buffer."""
         state, clients = server.state, most_rows(server)
         seen = len(state["clients"])  # before this aggregation, like the mean of the cache
         rows = rows_of(aggregation, server, self.cache)

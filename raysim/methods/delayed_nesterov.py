@@ -172,7 +172,10 @@ class DelayedNesterov(Method):
         run.server_state("steps", lambda server: torch.zeros(1, dtype=torch.int64))
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the step that `delayed_nesterov_step` makes; update the momentum."""
+        """Return the change of the parameters for an update; change the momentum and the sum b.
+
+        direction: the update D_t.
+        """
         server.state["steps"] += 1
         into = torch.empty_like(direction)
         arrays = [into, direction, server.state["momentum"], server.state["sum"]]

@@ -82,12 +82,12 @@ def noise_of_sum(noise: float, bit_noise: float) -> float:
 
 
 def adapted_bound(bound: float, within: float, quantile: float, rate: float) -> float:
-    """Return the next clipping bound.
+    """Return the next clipping bound, bound * exp(-rate * (within - quantile)).
 
-    within: the (noisy) share of updates that `bound` did not clip.
     bound: the current clipping bound.
+    within: the (noisy) share of updates that `bound` did not clip.
     quantile: the share of updates that should not be clipped.
-    rate: the speed of the change; the logarithm of the bound moves by rate * (quantile - within).
+    rate: the speed of the change.
     """
     return bound * math.exp(-rate * (within - quantile))
 

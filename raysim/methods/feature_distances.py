@@ -117,8 +117,9 @@ def feature_distance(
 ) -> Tensor:
     """Return the distance of x [n, D] and y [k, D], a scalar.
 
-    metric: "mmd" (Gaussian kernels), "mmd_moments" (means and covariances), "mmd_classes" (the mean
-    of the MMD over classes), or "mse" (the mean squared difference of row j of x and row j of y).
+    metric: "mmd" has Gaussian kernels, "mmd_moments" compares means and covariances, and
+    "mmd_classes" is the mean of the MMD over classes. "mse" is the mean squared difference of row j
+    of x and row j of y.
     x_labels: the class of each row of x, int64 [n]. Only "mmd_classes" needs it.
     y_labels: the class of each row of y, int64 [k]; None if it is equal to `x_labels`.
     Raises ValueError for "mmd_classes" without x_labels.

@@ -110,10 +110,10 @@ class FedBN(Method):
     layers: "batch" keeps BatchNorm layers on the client, "all" every normalisation layer.
     scope: the tensors of these layers that stay on the client. "statistics" keeps the running
     statistics, "affine" the scales and offsets, "all" both, and "none" nothing.
-    name_rule: a text; instead of choosing layers by type, keep tensors with this text in their
-    name. None chooses by type.
-    reestimate: if True, a client without training so far is scored with BatchNorm statistics of its
-    own samples, which takes a pass over them in every evaluation.
+    name_rule: a text that decides, in place of `layers`, which tensors stay on the client: those
+    with this text in their name. None chooses layers by type.
+    reestimate: True scores a client that never trained with BatchNorm statistics of its own
+    samples. This takes a pass over them in every evaluation.
     """
 
     name = "fedbn"

@@ -103,7 +103,11 @@ class FedDyn(Method):
         run.server_state("drift", run.zeros)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Replace the gradient by the result of `regularised_gradient`, in place."""
+        """Add the gradients of FedDyn's linear and quadratic terms to `grad`, in place.
+
+        grad: the gradient with respect to the parameters `job.params[at]`.
+        at: the positions of these parameters in the vector.
+        """
         params, received = job.params[at], job.broadcast[at]
         correction = job.state["gradient"][at]
         grad.copy_(regularised_gradient(grad, params, received, correction, self.alpha))

@@ -238,7 +238,10 @@ class FedAvgM(Method):
         run.server_state("momentum", run.zeros)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the change of the parameters that `fedavgm_step` makes; update the momentum."""
+        """Return the change of the parameters for a mean update; change the momentum.
+
+        direction: the mean update D.
+        """
         step = torch.empty_like(direction)
         arrays = [step, direction, server.state["momentum"]]
         run_compiled(_fedavgm, arrays, [self.server_lr, self.momentum], self.nesterov)

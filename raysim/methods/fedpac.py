@@ -400,7 +400,7 @@ class FedPAC(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Load the client's mixture of heads; measure the features of the received extractor."""
+        """Load the client's mixture of heads; measure the statistics of the received extractor."""
         if "head" in job.received:
             _load_head(job.vector, job.received["head"])
         statistics = self._measure(job)
@@ -485,6 +485,6 @@ class FedPAC(Method):
 
 
 def _head_of(client: int, server: ServerView) -> Tensor | None:
-    """Return a copy of a client's mixture of heads, or None before its first update."""
+    """Return a copy of a client's mixture of heads; None before its first update is aggregated."""
     rows = (server.state["clients"] == client).nonzero()
     return server.state["heads"][int(rows)].clone() if len(rows) else None

@@ -59,8 +59,8 @@ class FedProx(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Add the gradient of the proximal term to `grad`, in place.
 
-        grad: the gradient of the task loss with respect to the parameters at the positions `at`.
-        at: the positions of these parameters in the vector `job.params`.
+        grad: the gradient of the task loss with respect to the parameters `job.params[at]`.
+        at: the positions of these parameters in the vector.
         """
         if self.mu and job.stage.has_task_loss:
             grad += proximal_gradient(job.params[at], job.start[at], self.mu)

@@ -59,7 +59,10 @@ def restricted_softmax_cross_entropy(
 
     logits: the outputs of a head without a bias.
     labels: int64 [B].
-    class_counts, alpha, kind: the arguments of `class_scales`, which computes the factors.
+    class_counts: [C], the number of the client's samples of each class.
+    alpha: the scale of a class without samples.
+    kind: "binary" does not scale other classes; "relative" gives rare classes a smaller scale (see
+    `class_scales`).
     """
     scales = class_scales(class_counts=class_counts, alpha=alpha, kind=kind)
     return F.cross_entropy(logits * scales.to(logits.dtype), labels)

@@ -106,7 +106,9 @@ class FedSpeed(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Add the pull to the received model to `grad`, and subtract the client's correction.
 
-        grad: the gradient of the loss by the parameters `job.params[at]`, changed in place.
+        grad: the gradient of the loss with respect to the parameters `job.params[at]`, changed in
+        place.
+        at: the positions of these parameters in the vector.
         """
         grad += proximal_gradient(job.params[at], job.start[at], 1 / self.lam)
         grad -= job.state["correction"][at]
