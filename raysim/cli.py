@@ -867,7 +867,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     command = words[0] if words else "nothing"
     if command not in package.COMMANDS:
         advice = suggest(command, package.COMMANDS, "the commands that can be submitted are")
-        raise RefusedError(f"submit {command}: this cannot be submitted: {advice}")
+        raise RefusedError(f"submit {command}: this command cannot be submitted: {advice}")
     # Where the job will find them.
     sys.path[:0] = [str(Path(path).resolve().parent) for path in arguments.extra]
     inner = _import_packages(parse_arguments(words), are_remote=True)
@@ -976,7 +976,9 @@ def _new(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     if not arguments.runs:
-        raise RefusedError("report: needs the folder of a run. Give one or several")
+        raise RefusedError(
+            "report: no folder is given. Give the folder of a run, or several folders"
+        )
     from raysim.results.comparison import check_formats, report
 
     form, out = arguments.form, arguments.out
@@ -1011,7 +1013,7 @@ def _report(arguments: argparse.Namespace) -> int:
     tables = ", ".join(str(path) for path in files if path.suffix == ".tex")
     print(f"tables for LaTeX: {tables}")
     if figures:
-        print(f"figures as files: {len(figures)}, such as {figures[0]}")
+        print(f"figure files: {len(figures)}, such as {figures[0]}")
     return 0
 
 

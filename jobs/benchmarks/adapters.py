@@ -105,7 +105,11 @@ def measure_steps(blocks: int, jobs: int) -> None:
     dataset = specs["float32"].data.open()
     tokens = torch.from_numpy(dataset.inputs.copy())
     labels = torch.from_numpy(dataset.labels.copy()).long()
-    print(f"CPU seconds of a job of {STEPS} steps; the ratio should be at most {LIMIT}", flush=True)
+    print(
+        f"CPU seconds of a job of {STEPS} steps, for peft with torch and for raysim; the ratio "
+        f"of the two should be at most {LIMIT}",
+        flush=True,
+    )
     for base, spec in specs.items():
         pairs = []
         for _ in range(blocks):

@@ -260,7 +260,7 @@ def read_accuracy(log: str) -> float:
         history = log.rpartition("'accuracy': [")[2].partition("]")[0]
         values = re.findall(r"\(\d+,\s*([-+.\de]+)\)", history)
     if not values:
-        raise RefusedError("the program's log has no 'accuracy'. See above.")
+        raise RefusedError("the program's log has no 'accuracy'. Read the log above.")
     return statistics.fmean(float(value) for value in values[-LAST_ROUNDS:])
 
 
@@ -384,8 +384,8 @@ def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measure
     try:
         if ended.returncode != 0:
             raise RefusedError(
-                f"{command[0]}: status {ended.returncode} (124: not done in {TIMEOUT_S} s). "
-                "See above."
+                f"{command[0]} ended with status {ended.returncode} (status 124: it did not end "
+                f"in {TIMEOUT_S} s). Read its output above."
             )
         return Measured(read_accuracy(ended.stdout), seconds, cpu_seconds)
     except RefusedError:

@@ -115,8 +115,9 @@ def main() -> None:
         beside = cost - copies
         results.append({"arrays": arrays, "floats": floats, "ms": cost, "copies_ms": copies})
         print(
-            f"{arrays:3} arrays, {floats:9,} floats: {cost:6.3f} ms a job, of which copies "
-            f"{copies:6.3f}; the rest {beside:6.3f} ms (at most {LIMIT_MS})",
+            f"{arrays:3} arrays, {floats:9,} floats: a job costs {cost:6.3f} ms, of which copies "
+            f"of the arrays cost {copies:6.3f} ms and everything else {beside:6.3f} ms (at most "
+            f"{LIMIT_MS})",
             flush=True,
         )
     values.out.write_text(json.dumps(results, indent=1))

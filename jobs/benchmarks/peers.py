@@ -108,8 +108,8 @@ def run_processes(command: Sequence[str], environments: Sequence[dict[str, str]]
             if process.returncode != 0:
                 print(output[-4000:], file=sys.stderr)
                 raise RefusedError(
-                    f"{command[0]}: status {process.returncode} (124: not done in {TIMEOUT_S} s). "
-                    "See above."
+                    f"{command[0]} ended with status {process.returncode} (status 124: it did "
+                    f"not end in {TIMEOUT_S} s). Read its output above."
                 )
     finally:
         for process in processes:

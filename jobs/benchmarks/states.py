@@ -240,7 +240,10 @@ def bench(
             f"{FEW:,} clients: CPU time with a tenth of the states in memory, divided by the CPU "
             f"time with all states in memory: {ratios[-1]:.2f}"
         )
-    say(f"median of these ratios: {statistics.median(ratios):.2f}")
+    say(
+        f"{FEW:,} clients: the median of the ratios of all blocks is "
+        f"{statistics.median(ratios):.2f}"
+    )
     runs = [run for pair in pairs for run in pair]
     if clients:
         runs.append(train(clients, clients // (COHORT // 2), BUDGET))

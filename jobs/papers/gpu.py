@@ -155,7 +155,11 @@ def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None
             if not (run_folder / PLAN).is_file():
                 raise RefusedError(f"{run_folder}: this run is not prepared. Run `prepare` first.")
             if monotonic() >= deadline or not _continue_run(folder, run_folder, device, deadline):
-                print("the time is over; run the same command again to continue", flush=True)
+                print(
+                    f"the time limit (--minutes {minutes:g}) has passed; run the same command "
+                    "again to continue",
+                    flush=True,
+                )
                 return
 
 

@@ -287,8 +287,9 @@ def _check_omissions(all_declared: Sequence[MethodDeclaration]) -> None:
     omitting = next((d.method for d in all_declared if d.omissions), None)
     if compressing and omitting:
         raise ValueError(
-            f"method '{omitting}' cannot be combined with method '{compressing}': it sends parts "
-            "of the model, but a compressor encodes the whole model. Keep one of them."
+            f"method '{omitting}' cannot be combined with method '{compressing}': '{omitting}' "
+            f"sends only parts of the model, but '{compressing}' compresses the whole model. "
+            "Keep one of them."
         )
 
 
@@ -324,26 +325,28 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
             )
         if step_parts(declared):
             raise ValueError(
-                f"method '{declared.method}' cannot be combined with method '{owner.method}': it "
-                f"takes part in the training steps ({step_parts(declared)[0]}), which "
-                f"'{owner.method}' replaces. Keep one of them."
+                f"method '{declared.method}' cannot be combined with method '{owner.method}': "
+                f"'{declared.method}' needs raysim's training steps ({step_parts(declared)[0]}), "
+                f"but '{owner.method}' trains without them. Keep one of them."
             )
         if not owner.has_gradients and "gradients" in declared.needs:
             raise ValueError(
-                f"method '{declared.method}' cannot be combined with method '{owner.method}': it "
-                f"differentiates the model, but the model of '{owner.method}' has no gradients. "
-                "Keep one of them."
+                f"method '{declared.method}' cannot be combined with method '{owner.method}': "
+                f"'{declared.method}' differentiates the model, but the model of "
+                f"'{owner.method}' has no gradients. Keep one of them."
             )
         if not owner.has_parameters and declared is not owner and parameter_parts(declared):
             raise ValueError(
-                f"method '{declared.method}' cannot be combined with method '{owner.method}': it "
-                f"reads or changes parameters ({parameter_parts(declared)[0]}), but the model of "
-                f"'{owner.method}' is not stored in parameters. Keep one of them."
+                f"method '{declared.method}' cannot be combined with method '{owner.method}': "
+                f"'{declared.method}' reads or changes parameters "
+                f"({parameter_parts(declared)[0]}), but the model of '{owner.method}' is not "
+                "stored in parameters. Keep one of them."
             )
         if declared.keeps_optimizer:
             raise ValueError(
-                f"method '{declared.method}' cannot be combined with method '{owner.method}': it "
-                f"keeps raysim's optimizer, which '{owner.method}' does not use. Keep one of them."
+                f"method '{declared.method}' cannot be combined with method '{owner.method}': "
+                f"'{declared.method}' continues raysim's optimizer of a client in the client's "
+                f"next job, but '{owner.method}' does not use this optimizer. Keep one of them."
             )
 
 
@@ -354,8 +357,9 @@ def _check_pooling(all_declared: Sequence[MethodDeclaration]) -> None:
     for declared in all_declared:
         if declared.needs_clients:
             raise ValueError(
-                f"method '{declared.method}' cannot be combined with method '{pooling}', which "
-                f"pools the data of all clients: {declared.needs_clients}. Keep one of them."
+                f"method '{declared.method}' cannot be combined with method '{pooling}': "
+                f"{declared.needs_clients}, but '{pooling}' pools the data of all clients. Keep "
+                "one of them."
             )
         keeps_a_model = declared.keeps_parameters or declared.has_hook("personalise")
         if keeps_a_model or declared.finetune is not None:

@@ -347,14 +347,14 @@ class Local:
         needs_rounds = self.schedule in ("cosine", "linear") and self.schedule_over == "rounds"
         if needs_rounds and self.schedule_rounds is None:
             raise ValueError(
-                f"local.schedule={self.schedule} needs the number of rounds in which the rate "
-                "falls. Set local.schedule_rounds."
+                f"local.schedule={self.schedule} needs the number of rounds over which the "
+                "learning rate decreases. Set local.schedule_rounds."
             )
         self._check_warmup()
         if self.schedule == "step" and self.drop_every is None:
             raise ValueError(
-                "local.schedule=step needs the number of rounds between two drops of the rate. Set "
-                "local.drop_every."
+                "local.schedule=step needs the number of rounds between two decreases of the "
+                "learning rate. Set local.drop_every."
             )
         for name in ("schedule_rounds", "drop_every"):
             if getattr(self, name) is not None:

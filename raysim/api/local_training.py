@@ -42,6 +42,6 @@ class LocalResult:
                 is_finite = False
             if not is_finite:
                 raise ValueError(
-                    f"LocalResult.metrics[{name!r}]={value!r}: must be a finite number. "
-                    "Leave it out."
+                    f"LocalResult.metrics[{name!r}]={value!r} must be a finite number. Return a "
+                    "finite number, or leave this metric out."
                 )

@@ -358,8 +358,9 @@ def _torch_rule(name: str, task: ScoredTask, key: str) -> MetricRule:
     usual = [metric.name for metric in task.objective.metrics]
     if task.kind == "structure":
         raise ValueError(
-            f"{key}={name} cannot score targets with several named parts. Give your own metric, or "
-            "leave it out."
+            f"{key}={name} cannot score the targets of this data, because each target is a "
+            "dictionary or list of values. Give your own metric function, or leave this metric "
+            "out."
         )
     classes = _torch_classes(task.kind, f"{key}={name} is none of {', '.join(usual)}, and")
     wanted = _SHORT_NAMES.get(name, name).replace("_", "").lower()

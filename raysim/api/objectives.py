@@ -473,9 +473,9 @@ def structure_objective(loss: RowLoss | None, targets: tuple[TargetField, ...]) 
     """
     if loss is None:
         raise ValueError(
-            "loss=usual cannot be used, because the targets of this data have several named parts "
-            f"({', '.join(field.name for field in targets)}). Give your own loss: a function of "
-            "outputs and a list of targets that returns a value for each sample."
+            "loss=usual cannot be used, because each target of this data is a dictionary or list "
+            f"of values ({', '.join(field.name for field in targets)}). Give your own loss: a "
+            "function of outputs and a list of targets that returns a value for each sample."
         )
     empty = Objective(mse_loss, squared_error, ())
     objective = empty.with_loss(OnStructures(loss, targets))

@@ -290,8 +290,7 @@ class Setup:
     def needs_fixed_clients(self, why: str) -> None:
         """Declare that the method needs a topology in which each client stays with its model.
 
-        why: the reason in the error, such as "the server has a row for each of them"; "them" are
-        the clients.
+        why: the reason in the error, such as "the server has a row for each client".
         """
         self.declared.needs_fixed_clients = why
 
@@ -338,8 +337,9 @@ class Setup:
         """
         if other in self.methods:
             self.warn(
-                f"methods '{other}' and '{self.method}' correct the same bias, so it is corrected "
-                "twice. Leave one of them out."
+                f"methods '{other}' and '{self.method}' both correct the differences between the "
+                "updates of clients, so the correction is applied twice. Leave one of the "
+                "methods out."
             )
 
     def warn_when(self, text: Callable[[Mapping[str, Any]], str]) -> None:
@@ -434,9 +434,9 @@ class Setup:
         """
         if varies and (once or when is not always):
             raise ValueError(
-                f"method '{self.method}': run.send('{name}', varies=True) goes to every job, with "
-                "every version, so the arguments `once` and `when` cannot be used with it. Leave "
-                "them out."
+                f"method '{self.method}': run.send('{name}', varies=True) sends the tensor with "
+                "every job, so the arguments `once` and `when` cannot be used with it. Leave "
+                "`once` and `when` out."
             )
         to: Literal["all", "once"] = "once" if once else "all"
         self.declared.sends.append(Send(name, value, floats, to, when, varies))

@@ -80,8 +80,8 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
         else:
             valid = suggest(root, (*OWN_KEYS, *RUN_KEYS), "raysim flower run has")
             raise RefusedError(
-                f"{key}: is not a key of raysim flower run. {valid}. Values of the app's own run "
-                f"config go into --run-config '{word}'"
+                f"{key} is not a key of raysim flower run. {valid}. Write settings of the app's "
+                f"own run config as --run-config '{word}'"
             )
     configs = [to_dict(compose([*overrides, seed])) for seed in seeds]
     changed: dict[str, Any] = {}
@@ -97,7 +97,9 @@ def _read_count(word: str) -> int:
     override = read_override(word)
     is_number = isinstance(override.value, int) and not isinstance(override.value, bool)
     if not is_number or override.value < 0:
-        raise RefusedError(f"{word}: is not a number. Write {override.key}=NUMBER.")
+        raise RefusedError(
+            f"{word} is not a whole number of at least 0. Write {override.key}=NUMBER."
+        )
     return int(override.value)
 
 
@@ -146,8 +148,8 @@ def run_flower(words: Sequence[str], run_configs: Sequence[str]) -> int:
     for name, reference in (("clientapp", project.client_app), ("serverapp", project.server_app)):
         if not reference:
             raise RefusedError(
-                f"{project.file}: does not name a {name}. Add it to [tool.flwr.app.components], or "
-                "go to the folder of a Flower app."
+                f"{project.file} does not name a {name}. Add the key {name} to "
+                "[tool.flwr.app.components], or go to the folder of a Flower app."
             )
     with errors_as_refusals():
         _, execution = build_settings(config)
@@ -188,7 +190,7 @@ def _load_server_app(project: Project) -> Any:
     server_app = load_object(project.server_app, project.folder, "serverapp")
     if not isinstance(server_app, ServerApp):
         raise RefusedError(
-            f"serverapp={project.server_app}: is a {type(server_app).__name__}. Give a ServerApp."
+            f"serverapp={project.server_app} is a {type(server_app).__name__}. Give a ServerApp."
         )
     return server_app
 

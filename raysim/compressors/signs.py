@@ -74,9 +74,10 @@ class SignSGD(Compressor):
             above("compression.size", size, 0)
             if feedback != "none":
                 raise ValueError(
-                    f"compression.size={size} cannot be used with compression.feedback={feedback}: "
-                    "error feedback needs decoded values with the mean absolute value of the "
-                    "original ones, not with a fixed one. Set compression.size=null."
+                    f"compression.size={size} cannot be used with "
+                    f"compression.feedback={feedback}: error feedback needs decoded values whose "
+                    "size is the mean absolute value of the originals, but compression.size "
+                    "fixes this size. Set compression.size=null."
                 )
 
     def words(self, layout: Layout) -> int:

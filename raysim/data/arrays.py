@@ -68,8 +68,9 @@ class Arrays(Source):
         arrays = _arrays_by_digest.get(self.digest)
         if arrays is None:
             raise ValueError(
-                f"data.digest={self.digest}: these arrays came from Python, but this machine's "
-                "cache does not have them. Pass them again with raysim.run(data=...)."
+                f"data.digest={self.digest}: the data of this run were passed from Python as "
+                "arrays, but the cache of this machine does not have them. Pass the arrays again "
+                "with raysim.run(data=...)."
             )
         if isinstance(arrays.labels, LabelSet):
             labels, label_type = arrays.labels, "dictionaries"
@@ -199,8 +200,8 @@ def _read_half(
         part = _read_dataset(part, name)
     if not isinstance(part, (tuple, list)) or len(part) not in (2, 3):
         raise ValueError(
-            f"data: the {name} half is a {type(part).__name__}. Give (inputs, labels) or (inputs, "
-            "labels, users)."
+            f"data: the part for {name} has the type {type(part).__name__}. Give (inputs, "
+            "labels) or (inputs, labels, users)."
         )
     inputs, parts = _read_inputs(part[0], f"data: the inputs for {name}")
     fields.append(parts)
@@ -377,8 +378,8 @@ def _concatenate(
         return rows
     if len(arrays) < len(parts):
         raise ValueError(
-            f"data: {name} are lists in one half (training or test) and an array in the other. "
-            "Give lists for both, or an array for both."
+            f"data: {name} are lists in one of the two parts (training and test data) and an "
+            "array in the other part. Give lists for both, or an array for both."
         )
     shapes = [array.shape[1:] for array in arrays]
     if len(set(shapes)) > 1:

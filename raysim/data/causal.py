@@ -97,8 +97,8 @@ def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Voc
         unknown = sorted(set(text) - token_of.keys())
         if unknown and not has_other:
             raise ValueError(
-                "the vocabulary has only the characters of the data, and "
-                f"{unknown[0]!r} is not one of them; leave it out"
+                f"the vocabulary has only the characters of the data, and {unknown[0]!r} is not "
+                "one of them; remove this character from the text"
             )
         return np.array([token_of.get(letter, other) for letter in text], np.int64)
 
@@ -121,8 +121,8 @@ def number_vocabulary(size: int, end: int = 0) -> Vocabulary:
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < size:
             wrong = numbers.min() if numbers.min() < 0 else numbers.max()
             raise ValueError(
-                f"the data has only the tokens 0 to {size - 1}, and {wrong} is none of them; leave "
-                "it out"
+                f"the tokens of the data are 0 to {size - 1}, and {wrong} is not one of them; "
+                "remove this token from the text"
             )
         return numbers
 
@@ -353,8 +353,9 @@ def read_documents(
         prompts = read_sequences(table, settings.prompt, "data.prompt", place)
         if isinstance(prompts[0], str) != isinstance(answers[0], str):
             raise ValueError(
-                f"data.prompt={settings.prompt} and data.columns={columns[0]}: one holds text, the "
-                "other token numbers. Use text in both, or token numbers in both."
+                f"data.prompt={settings.prompt} and data.columns={columns[0]}: one of these "
+                "columns holds text, and the other column holds token numbers. Use text in both "
+                "columns, or token numbers in both."
             )
     vocabulary = _table_vocabulary([*answers, *(prompts or ())], settings, place)
     documents = []

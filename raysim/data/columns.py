@@ -278,8 +278,8 @@ def _read_column(
         return pad_tokens(column.to_pylist(), settings.length, settings.padding)
     if not pa.types.is_floating(item_type):
         raise ValueError(
-            f"{place}: column {name} holds {column.type}. Give lists of integers (tokens) or of "
-            "numbers."
+            f"{place}: column {name} holds {column.type}, which cannot be an input. Convert the "
+            "column to lists of integers (token numbers) or lists of floats."
         )
     vectors = stack_lists(column.to_pylist(), f"{place}: column {name}")
     return as_float32(vectors, f"{place}: the values of column {name}"), None
@@ -376,8 +376,9 @@ def read_label_column(
     if isinstance(values, list) and values and isinstance(values[0], Mapping):
         if kind not in (None, "structure"):
             raise ValueError(
-                f"data.kind={kind}: each label of {place} has several named parts (data.targets or "
-                "a struct). Set data.kind=null, which recognises such labels."
+                f"data.kind={kind}: each label of {place} is a dictionary of several values "
+                "(from data.targets or a struct). Set data.kind=null, which recognises such "
+                "labels."
             )
         return pack_targets(values, place)
     return read_labels(values, kind, names, place, ignore)

@@ -45,8 +45,9 @@ def pack_fields(
         has_tokens = values.dtype.kind in "iu" and values.dtype != np.uint8
         if has_tokens and values.size and not 0 <= values.min() <= values.max() < LARGEST_TOKEN:
             raise ValueError(
-                f"{key}: integers are token numbers and must be from 0 to {LARGEST_TOKEN - 1}, but "
-                f"these are from {values.min()} to {values.max()}. Store measurements as floats."
+                f"{key}: integers are read as token numbers and must be from 0 to "
+                f"{LARGEST_TOKEN - 1}, but these are from {values.min()} to {values.max()}. If "
+                "they are measurements, store them as floats."
             )
         if values.dtype.kind not in "iufb":
             raise ValueError(f"{key}: inputs have the type {values.dtype}. Give numbers.")

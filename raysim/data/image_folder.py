@@ -100,7 +100,7 @@ def _read_split_file(path: Path) -> list[PictureFile]:
             reader = csv.DictReader(file)
             missing = sorted(set(CSV_COLUMNS) - set(reader.fieldnames or ()))
             if missing:
-                raise ValueError(f"it does not have the column {missing[0]}")
+                raise ValueError(f"the column {missing[0]} is missing")
             rows = []
             for values in reader:
                 rows.append([values[column] for column in CSV_COLUMNS])
@@ -170,6 +170,7 @@ def _search_split(root: Path, folder: Path, split: str) -> list[PictureFile]:
         )
     if len(depths) > 1:
         raise ValueError(
-            f"data.root={folder} mixes class/ and domain/class/. Use one of them for all pictures."
+            f"data.root={folder} has some pictures in class/ and others in domain/class/. Use "
+            "one of these two folder structures for all pictures."
         )
     return pictures

@@ -429,8 +429,8 @@ def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
         if are_compatible(one, other, separate_floats=False):
             hint = ", or set data.kind=regression"
         raise ValueError(
-            f"{path}: column {name} holds {other}, but {earlier} holds {one}. Use one type for all "
-            f"files{hint}."
+            f"{path}: column {name} holds {other}, but the same column of {earlier} holds {one}. "
+            f"Use one type in all files{hint}."
         )
 
 

@@ -320,9 +320,9 @@ class DirichletClient(Partitioner):
         one_of("partition.turns", self.turns, ("rotating", "sequential"))
         if self.remaining and (self.concentration, self.turns) != ("prior_scaled", "sequential"):
             raise ValueError(
-                f"partition.remaining=true cannot be combined with partition.concentration="
-                f"{self.concentration} and partition.turns={self.turns}. Set "
-                "partition.concentration=prior_scaled and partition.turns=sequential."
+                "partition.remaining=true needs partition.concentration=prior_scaled and "
+                f"partition.turns=sequential, but here they are {self.concentration} and "
+                f"{self.turns}. Set both to these values, or set partition.remaining=false."
             )
 
     def assign(self, draws: Draws) -> CSR:
@@ -517,8 +517,9 @@ class Natural(Partitioner):
         order, users = draws.order(), np.flatnonzero(sizes >= self.minimum)
         if not len(users):
             raise ValueError(
-                f"partition.minimum={self.minimum}: no user has so many training samples; the "
-                f"largest number is {sizes.max()}. Set partition.minimum={sizes.max()} or less."
+                f"partition.minimum={self.minimum}: no user has that many training samples; the "
+                f"user with the most has {sizes.max()}. Set partition.minimum={sizes.max()} or "
+                "less."
             )
         if self.clients is not None and len(users) < self.clients:
             raise ValueError(
@@ -565,8 +566,9 @@ class DomainClass(Partitioner):
         is_valid = bool(classes) and all(self.groups) and min(classes) >= 0
         if not is_valid or len(set(classes)) < len(classes):
             raise ValueError(
-                f"partition.groups={self.groups} must be lists of class numbers from 0, none empty "
-                "and no class twice, such as [[0,1,2,3],[4,5,6]]."
+                f"partition.groups={self.groups} must be lists of class numbers from 0 on. Each "
+                "list needs at least one class, and no class may appear twice. Write, for "
+                "example, partition.groups=[[0,1,2,3],[4,5,6]]."
             )
 
     def assign(self, draws: Draws) -> CSR:
@@ -574,7 +576,7 @@ class DomainClass(Partitioner):
         if largest >= draws.num_classes:
             raise ValueError(
                 f"partition.groups names class {largest}, but the data has the classes 0 to "
-                f"{draws.num_classes - 1}. Leave it out."
+                f"{draws.num_classes - 1}. Remove class {largest} from partition.groups."
             )
         return domain_class_split(
             domains=draws.domains,

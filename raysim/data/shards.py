@@ -281,9 +281,9 @@ def _check_parts(sample: Mapping[str, Part], endings: Sequence[str]) -> None:
         if ending not in sample:
             other = next(iter(sample.values()))
             raise ValueError(
-                f"{other.place}: this sample has no file that ends in .{ending}; it has "
-                f"{', '.join(sample)}. Write this file, or set data.columns, data.label and "
-                "data.user."
+                f"{other.place}: this sample has no file that ends in .{ending}; its files end "
+                f"in {', '.join(sample)}. Write the missing file, or set data.columns, "
+                "data.label and data.user to endings that every sample has."
             )
 
 
@@ -335,7 +335,7 @@ def _stack(arrays: Sequence[NDArray[Any]], place: str) -> NDArray[Any]:
     if len(shapes) > 1:
         described = " and ".join(map(str, sorted(shapes)[:2]))
         raise ValueError(
-            f"{place}: the arrays have different shapes: {described}. Give all the same shape, or "
-            "set data.size for pictures."
+            f"{place}: the arrays have different shapes: {described}. Give all arrays the same "
+            "shape, or set data.size to resize pictures."
         )
     return np.stack(arrays)

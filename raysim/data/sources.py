@@ -274,8 +274,8 @@ def _download(folder: Path, set_name: str, missing: str) -> None:
     if set_name in IDX_SETS and processed.is_dir():
         raise ValueError(
             f"data.root={folder} does not hold {set_name}: {missing} is missing, and torchvision "
-            f"cannot download it because of {processed}, which an old version wrote. Remove that "
-            "folder."
+            f"cannot download it because an old version of torchvision wrote {processed}. Remove "
+            "this folder."
         )
     try:
         for split in ("train", "test"):

@@ -230,6 +230,6 @@ def _concatenate(tables: list[pa.Table], paths: list[Path]) -> pa.Table:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise ValueError(
-            f"{paths[-1]} does not fit {paths[0]} ({first_line(error)}). Use the same column types "
-            "in both."
+            f"{paths[-1]} cannot be joined with {paths[0]} ({first_line(error)}). Use the same "
+            "column types in both files."
         ) from error

@@ -258,8 +258,9 @@ def _read_targets(arrays: Mapping[str, NDArray[Any]], place: str) -> list[dict[s
             are_counts = rows.ndim == 1 and rows.dtype.kind in "iu" and rows.min(initial=0) >= 0
             if not are_counts or int(rows.sum()) != len(values):
                 raise ValueError(
-                    f"{place}: {key}{ROWS} must give the number of rows of {key} that each sample "
-                    f"has. Write integers whose sum is {len(values)}."
+                    f"{place}: {key}{ROWS} must hold an integer for each sample: the number of "
+                    f"rows of {key} that belong to the sample. Write integers whose sum is "
+                    f"{len(values)}, the number of rows of {key}."
                 )
             parts[key.removeprefix(TARGET)] = np.split(values, np.cumsum(rows)[:-1])
         else:
@@ -281,8 +282,8 @@ def _concatenate(
         for key in first:
             if key not in archive:
                 raise ValueError(
-                    f"{place}: {first_name} has the array {key}, but {name} does not. Write it to "
-                    "both."
+                    f"{place}: {first_name} has the array {key}, but {name} does not. Write this "
+                    "array to both files."
                 )
             if _value_kind(key, first[key].dtype) != _value_kind(key, archive[key].dtype):
                 raise ValueError(

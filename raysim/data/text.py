@@ -178,8 +178,8 @@ class Leaf(Source):
     def _read_numbers(self, inputs: list[Any], rows: _LeafRows) -> Raw:
         if self.images is not None:
             raise ValueError(
-                f"data.images={self.images}: the inputs x are not names of picture files. Set it "
-                "to null."
+                f"data.images={self.images} is for inputs x that are names of picture files, but "
+                "these inputs are not. Set data.images=null."
             )
         _refuse_fields(inputs, rows.place)
         place = f"{rows.place}: the inputs x"
@@ -194,7 +194,7 @@ class Leaf(Source):
             size = int(np.prod(values.shape[1:]))
             raise ValueError(
                 f"data.shape={self.shape} does not fit the {size} numbers of an input in "
-                f"{rows.place}. Correct it."
+                f"{rows.place}. Set a shape of {size} numbers, or data.shape=null."
             ) from error
         floats = as_float32(values, place)
         labels = read_labels(rows.labels, self.kind, None, rows.place, self.ignore)

@@ -115,7 +115,8 @@ def _read_tensor(tensor: torch.Tensor, place: str) -> NDArray[Any]:
         values: NDArray[Any] = tensor.resolve_conj().resolve_neg().numpy()
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"{place} are a tensor of {tensor.dtype}, which NumPy does not have. Convert it."
+            f"{place} are a tensor of {tensor.dtype}, a type that NumPy does not have. Convert "
+            "the tensor to float32 or int64."
         ) from error
     return values
 

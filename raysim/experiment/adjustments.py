@@ -81,8 +81,9 @@ def drop_untrainable_clients(
         )
     if single == np.count_nonzero(counts):
         raise ValueError(
-            "partition: no client has two training samples, but the model cannot train on one, "
-            f"because of its {layer}. Split the data over fewer clients, or {other_model}."
+            "partition: no client has more than one training sample, but the model cannot train "
+            f"on a batch of one sample, because of the model's {layer}. Split the data over "
+            f"fewer clients, or {other_model}."
         )
     larger_clients = "give each client two samples or more"
     if hasattr(partitioner, "minimum"):

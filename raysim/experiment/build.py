@@ -166,8 +166,8 @@ def _compose_node(
         node |= {"method": {}, "choices": node["choices"] | {"method": []}}
     if settings:
         raise RefusedError(
-            f"{next(iter(settings))}=... has no effect, because config is already a complete "
-            "configuration. Set it in that configuration."
+            f"{next(iter(settings))}=... has no effect, because the argument config is already a "
+            f"complete configuration. Set {next(iter(settings))} in config instead."
         )
     return node
 

@@ -217,7 +217,8 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
         references = [f"{key}={value}" for key, value in values.items() if "${" in str(value)]
         reference = references[0] if references else "a ${...} in the configuration"
         raise RefusedError(
-            f"{reference} refers to a key that does not exist. Write the value itself."
+            f"{reference} refers to a key that does not exist in the configuration. Write the "
+            "value itself in place of the reference."
         ) from error
     return config
 
@@ -280,7 +281,7 @@ def _load_stored(path: str | Path | None) -> Node | None:
     with store.local(name) as copy:
         node = load_yaml(copy)
     if not _is_complete(node):
-        raise RefusedError(f"{path} is not a complete configuration. {advice}")
+        raise RefusedError(f"{path} is not the complete configuration of a run. {advice}")
     return node | {"out": None, "resume": None}
 
 

@@ -76,8 +76,8 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
             name = "/".join(inner)
             if group in NONE and path.stem == NONE[group]:
                 raise RefusedError(
-                    f"{path}: {group}={NONE[group]} means an empty list, so no option can have "
-                    "this name. Give the file another name."
+                    f"{path}: no option of the group {group} can have this name, because "
+                    f"{group}={NONE[group]} means an empty list. Rename the file."
                 )
             if path.name.startswith("_"):
                 common[f"{group}/{name}"] = path
@@ -137,8 +137,9 @@ def load_option(path: Path, group: str) -> Node:
         raise RefusedError(f"{path} is empty. Name a class in it (_target_), or remove the file.")
     if group in LISTS and TARGET in node:
         raise RefusedError(
-            f"{path} begins with {TARGET}. Begin it with a name, such as {path.stem}:, "
-            f"as all files of the group {group} do, and indent the rest below."
+            f"{path} has {TARGET} as a key of the top level. All files of the group {group} "
+            f"begin with a name: write {path.stem}: as the first line, and indent all other "
+            "lines below it."
         )
     return node
 
@@ -199,8 +200,8 @@ def check_options(group: str, value: object, groups: Groups) -> list[str]:
     for name in values:
         if group in NONE and name == NONE[group]:
             raise RefusedError(
-                f"{group}={join_options(values)} adds options to {name}, which means an empty "
-                f"list. Leave {name} out."
+                f"{group}={join_options(values)} combines options with {name}, which means an "
+                f"empty list. Leave {name} out."
             )
         if not isinstance(name, str) or name not in options:
             raise RefusedError(_unknown_option(group, name, options))

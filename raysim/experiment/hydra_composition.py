@@ -357,6 +357,6 @@ def _check_preset_options(config: DictConfig, group: str, groups: Groups, preset
             continue
         if not any(name in load_option(path, group) for path in files.values()):
             raise RefusedError(
-                f"experiment={preset} gives values to {group}.{name}, which does not exist: "
-                f"{suggest(name, files)}"
+                f"experiment={preset} sets values of {group}.{name}, but there is no such "
+                f"option: {suggest(name, files)}"
             )

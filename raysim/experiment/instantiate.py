@@ -221,8 +221,8 @@ def _build_dataclass(kind: type, value: Mapping[str, Any], path: str) -> Any:
     cls = resolve(value[TARGET], path) if TARGET in value else kind
     if not issubclass(cls, kind):
         raise RefusedError(
-            f"{path}.{TARGET}={format_value(value[TARGET])} is not a {kind.__name__}. Give this "
-            "class or a subclass."
+            f"{path}.{TARGET}={format_value(value[TARGET])} is not a {kind.__name__}. Give "
+            f"{kind.__name__} or a subclass of it."
         )
     return build_object(cls, value, path)
 

@@ -118,8 +118,8 @@ def _check_text(text: str) -> None:
     """
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise RefusedError(
-            f"{text!r} is not text in UTF-8. Rename the file that it names, or set the shell's "
-            "encoding (LANG)."
+            f"{text!r} is not text in UTF-8. If a file's name causes this, rename the file. "
+            "Otherwise set the shell's encoding (the variable LANG) to UTF-8."
         )
     call = _TUNE_CALL.match(text)
     if call and call[2] in TUNE_FUNCTIONS:
@@ -130,8 +130,8 @@ def _check_text(text: str) -> None:
     words = text.split()
     if len(words) > 1 and all(map(_SETTING.match, words)):
         raise RefusedError(
-            f"'{text}' cannot be read as key=value: these are {len(words)} settings. Give each as "
-            "a separate argument, without quotes around all."
+            f"'{text}' cannot be read as key=value, because it has {len(words)} settings. Write "
+            "each setting as an argument of its own: quotes must not enclose several settings."
         )
 
 

@@ -68,8 +68,8 @@ def build_part(
     cls = resolve(node[TARGET], group, allow)
     if not hasattr(cls, PARTS[group]):
         raise RefusedError(
-            f"{group}.{TARGET}={node[TARGET]} is not a {group}, because it has no method "
-            f"'{PARTS[group]}'. Give a class that has it."
+            f"{group}.{TARGET}={node[TARGET]} is not a {group}, because it has no function "
+            f"'{PARTS[group]}'. Give a class that has this function."
         )
     return build_object(cls, node, group)
 

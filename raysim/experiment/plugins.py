@@ -101,8 +101,9 @@ def conf_folders_of(packages: Sequence[str]) -> list[Path]:
             inner = location / name
             if not (location / "__init__.py").exists() and (inner / "__init__.py").is_file():
                 raise RefusedError(
-                    f"allow={name}: the package is one folder further in, {inner}. "
-                    f"Go to {location} first."
+                    f"allow={name}: Python would import the folder {location} in place of the "
+                    f"package {inner}, because both have the same name. Go to the folder "
+                    f"{location}, and start raysim there."
                 )
             folders.append(location / "conf")
     return [folder for folder in folders if folder.is_dir()]

@@ -193,8 +193,9 @@ def record(
         if last_checkpoint(folder, experiment.spec.settings.checkpoint):
             start = "the last checkpoint"
         raise Interrupted(
-            f"stopped after round {len(run.rows)}. To continue from {start}, run it again with the "
-            f"same settings, out={address} and resume=latest."
+            f"stopped after round {len(run.rows)}. A continued run starts from {start}. To "
+            f"continue, start this run again with the same settings, out={address} and "
+            "resume=latest."
         ) from None
     summary = json.loads((folder / SUMMARY).read_text())
     return Result(folder, summary, run.rows, experiment, experiment.url)

@@ -199,8 +199,9 @@ class Result:
                 raise RefusedError("this run has no learner: use result.model()")
             if network.content is not None and not final.path:
                 raise RefusedError(
-                    "checkpoint.every: there is no checkpoint of the last round, which would have "
-                    "the parameters. Set it above 0, and run again."
+                    "checkpoint.every: the run wrote no checkpoint of its last round, and only "
+                    "such a checkpoint has these parameters. Set checkpoint.every above 0, and "
+                    "start the run again."
                 )
             worker.scored_tensors(task, published, state)
             return network.parameters_as_arrays()
@@ -374,8 +375,9 @@ class _FinalState:
         has_states = client_states.stateful or self.worker.personalises
         if not self.path and (has_states or not replicas.is_single):
             raise RefusedError(
-                "checkpoint.every: there is no checkpoint of the last round, which would have "
-                "client states and replicas. Set it above 0, and run again."
+                "checkpoint.every: the run wrote no checkpoint of its last round, and only such "
+                "a checkpoint has client states and replicas. Set checkpoint.every above 0, and "
+                "start the run again."
             )
         server = self._server_of(client)
         if not replicas.is_single:

@@ -201,7 +201,8 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
     if folder.exists() and not is_same_run:
         raise RefusedError(
             f"out={folder} exists already, but {address} is not one of its checkpoints. Choose "
-            "another folder, or omit out."
+            "another folder, or set no out: the run then continues in the folder of the "
+            "checkpoint's run."
         )
     settings = experiment.spec.settings
     check_writable(folder, settings.checkpoint)
@@ -290,13 +291,14 @@ def _check_same_run(stored: Node, config: Node, store: Store) -> None:
         if key not in stored_values:
             raise RefusedError(
                 f"{key}={format_value(values[key])} is set, but the run in {store} has no such "
-                f"key: it is another run, or a version of raysim before {__version__} wrote it. "
-                "Choose another folder with out=DIR."
+                "key. Either the folder belongs to another run, or a version of raysim before "
+                f"{__version__} wrote it. Choose another folder with out=DIR."
             )
         value = format_value(values[key]) if key in values else "absent"
         raise RefusedError(
-            f"{key}={value} differs from {key}={format_value(stored_values[key])} of the run "
-            f"in {store}. Set it back, or choose another folder with out=DIR."
+            f"{key}={value} differs from {key}={format_value(stored_values[key])} of the run in "
+            f"{store}, and a continued run cannot change this setting. Set the stored value "
+            "again, or choose another folder with out=DIR."
         )
 
 
@@ -315,8 +317,9 @@ def _check_same_option(group: str, stored: Node, config: Node, store: Store) -> 
     options = [_format_choice(group, of_run.get(group)) for of_run in (choices, stored_choices)]
     if options[0] != options[1]:
         raise RefusedError(
-            f"{group}={options[0]} differs from {group}={options[1]} of the run in {store}. Set it "
-            "back, or choose another folder with out=DIR."
+            f"{group}={options[0]} differs from {group}={options[1]} of the run in {store}, and "
+            "a continued run cannot change this option. Choose the stored option again, or "
+            "another folder with out=DIR."
         )
 
 

@@ -209,6 +209,6 @@ def _add_to_place(
     if inner in by_place[place]:
         earlier = by_place[place][inner]
         raise RefusedError(
-            f"{key}: is given twice, as '{earlier.text}' and as '{value.text}'. Keep one of them."
+            f"{key} is given twice, as '{earlier.text}' and as '{value.text}'. Keep one of them."
         )
     by_place[place][inner] = value

@@ -104,8 +104,8 @@ class AppRunner:
         if returned.has_error():
             error = returned.error
             raise AppError(
-                f"the app replied with an error, code {error.code}: {error.reason}. "
-                "Correct the app's function for this message."
+                f"the app replied with an error, code {error.code}: {error.reason}. Correct the "
+                "function of the app that handles this type of message."
             )
         try:
             check_records(returned.content, "the content of the reply")

@@ -445,7 +445,10 @@ class VirtualGrid(SimpleGrid):
                 if attempt == MAX_ATTEMPTS - 1:
                     raise _describe_deaths(requests) from None
                 self.runtime.revive(worker)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        raise AssertionError(
+            "the last attempt neither returned nor raised an error. This is a bug in raysim; "
+            "please report it."
+        )
 
     def _with_state(self, pending: _Pending) -> Request:
         return self._request_with_state(pending.request)

@@ -67,7 +67,7 @@ def make_initial(
             setting = f"learner.parameters={function}"
             maker = load_object(function, folder, "learner.parameters")
             if not callable(maker):
-                raise RefusedError(f"{setting}: cannot be called. Give a function.")
+                raise RefusedError(f"{setting} cannot be called. Give a function.")
             return from_object(maker(), setting)
         if server_app:
             return from_server_app(server_app, runner, folder)
@@ -171,14 +171,14 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
         if grid.first is None:
             place = users_line(error, folder)
             raise RefusedError(
-                f"{key}: fails before its first message: {type(error).__name__}: {error}{place}. "
-                "Correct it, or set learner.parameters=module:function, a function that returns "
-                "the model."
+                f"{key} fails before its first message with {type(error).__name__}: "
+                f"{error}{place}. Correct the ServerApp, or set "
+                "learner.parameters=module:function, a function that returns the model."
             ) from error
     if grid.first is None:
         raise RefusedError(
-            f"{key}: sends no message for training. "
-            "Set learner.parameters=module:function, a function that returns the model."
+            f"{key} sends no message for training, so raysim cannot read the initial parameters "
+            "from it. Set learner.parameters=module:function, a function that returns the model."
         )
     content = grid.first.content
     return InitialModel(_only_arrays(content, key), _config_of(content))

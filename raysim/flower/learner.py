@@ -77,7 +77,8 @@ class FlowerLearner(Learner):
         self._reference = app or project.client_app
         if not self._reference:
             raise RefusedError(
-                f"{KEY}: no app is set, and {project.file} names none. Set {KEY}=module:object."
+                f"{KEY} is not set, and {project.file} does not name a ClientApp. Set "
+                f"{KEY}=module:object."
             )
         loaded = self._load()
         if not loaded.can_train:

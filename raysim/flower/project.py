@@ -52,7 +52,7 @@ class Project:
         for name in changed:
             if self.config and name not in self.config:
                 valid = suggest(name, self.config, "the app's run config has")
-                raise RefusedError(f"{key}.{name}: does not exist in {self.file}. {valid}")
+                raise RefusedError(f"{key}.{name} does not exist in {self.file}. {valid}")
         return {**self.config, **changed}
 
     @property
@@ -75,7 +75,7 @@ def read_project(folder: str | Path) -> Project:
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RefusedError(f"{file}: is no valid TOML ({error}). Correct the file.") from error
+        raise RefusedError(f"{file} is not valid TOML ({error}). Correct the file.") from error
     flower = values.get("tool", {}).get("flwr", {})
     app = flower.get("app", {})
     components = app.get("components", {})
@@ -115,8 +115,8 @@ def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig
             flat[path] = value
         else:
             raise RefusedError(
-                f"{key}.{path}={value!r}: is a {type(value).__name__}. "
-                "Use a number, a text, true or false."
+                f"{key}.{path}={value!r} is a {type(value).__name__}. Use a number, a text, true "
+                "or false."
             )
     return flat
 
@@ -133,8 +133,8 @@ def load_object(reference: str, folder: Path, key: str) -> Any:
     module_name, _, path = reference.partition(":")
     if not module_name or not path:
         raise RefusedError(
-            f"{key}={reference}: is no reference to an object. Write module:object, "
-            "such as mypackage.client_app:app."
+            f"{key}={reference} is not a reference to an object. Write module:object, such as "
+            "mypackage.client_app:app."
         )
     target: Any = import_module(module_name, folder, f"{key}={reference}")
     for name in path.split("."):
@@ -165,7 +165,7 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError):
             advice = "Install the missing package, or give the folder that contains the module."
         raise RefusedError(
-            f"{setting}: cannot be imported: {type(error).__name__}: {error}{place}. {advice}"
+            f"{setting} cannot be imported ({type(error).__name__}: {error}{place}). {advice}"
         ) from error
 
 
@@ -214,8 +214,8 @@ def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
         target = ClientApp(client_fn=with_one_argument(target, setting))
     if not isinstance(target, ClientApp):
         raise RefusedError(
-            f"{setting}: is a {type(target).__name__}. Give a ClientApp, a client_fn, "
-            "or a class of clients."
+            f"{setting} is a {type(target).__name__}. Give a ClientApp, a client_fn, or a class "
+            "of clients."
         )
     return _inspect_once(target)
 

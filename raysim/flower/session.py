@@ -247,8 +247,8 @@ def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredRepl
         replies = StoredReplies(run.out / REPLIES)
         if replies.count:
             say(
-                f"{run.out} has {replies.count} stored replies: the ServerApp gets these first, "
-                "and no client trains again for them"
+                f"{run.out} has {replies.count} stored replies: the ServerApp receives these "
+                "replies first, and the clients that sent them do not train again"
             )
         try:
             yield replies

@@ -58,14 +58,20 @@ class SimpleGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Raise NotImplementedError; a subclass must override this function."""
-        raise NotImplementedError(f"{type(self).__name__} needs a function 'push_messages'")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a function 'push_messages'. Define it."
+        )
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Raise NotImplementedError; a subclass must override this function."""
-        raise NotImplementedError(f"{type(self).__name__} needs a function 'pull_messages'")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a function 'pull_messages'. Define it."
+        )
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Raise NotImplementedError; a subclass must override this function."""
-        raise NotImplementedError(f"{type(self).__name__} needs a function 'send_and_receive'")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a function 'send_and_receive'. Define it."
+        )

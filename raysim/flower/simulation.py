@@ -80,7 +80,7 @@ def start_simulation(
     if clients_ids is not None:
         raise RefusedError("clients_ids: Flower no longer supports it. Set num_clients instead.")
     if runtime not in ("local", "inprocess"):
-        raise RefusedError(f"runtime={runtime!r}: is no runtime here. Use 'local' or 'inprocess'.")
+        raise RefusedError(f"runtime={runtime!r} does not exist. Use 'local' or 'inprocess'.")
     resources = client_resources or {}
     options = RuntimeOptions(
         name="local" if runtime == "local" else "inprocess",

@@ -65,8 +65,8 @@ class LightningTrainer(Method):
         """
         run.require(
             run.local.optimizer in OPTIMIZERS,
-            f"local.optimizer={run.local.optimizer}: learner=lightning has "
-            f"{', '.join(OPTIMIZERS)}. Set one of them.",
+            f"local.optimizer={run.local.optimizer}: learner=lightning supports only "
+            f"{', '.join(OPTIMIZERS)}. Set local.optimizer to one of these.",
         )
         run.train(self.train_client)
 

@@ -93,8 +93,8 @@ class SklearnLinear(Learner):
             ) from None
         if not (hasattr(model, "coef_") and hasattr(model, "intercept_")):
             raise ValueError(
-                f"learner.estimator={self.estimator}: has no coef_ after training. Use a linear "
-                "model, or a learner of your own."
+                f"learner.estimator={self.estimator} has no coef_ or no intercept_ after "
+                "training. Use a linear model, or a learner of your own."
             )
 
     @property
@@ -115,8 +115,9 @@ class SklearnLinear(Learner):
         kind = "classification" if self.is_classifier else "regression"
         if task.kind != kind or (kind == "regression" and task.num_classes != 1):
             raise ValueError(
-                f"learner.estimator={self.estimator}: needs data for {kind} with "
-                f"one target, and this data is for {task.kind}. Choose another estimator."
+                f"learner.estimator={self.estimator} needs data for {kind} with one target, but "
+                f"this data is for {task.kind} with {task.num_classes} outputs. Choose another "
+                "estimator."
             )
         rows = task.num_classes if task.num_classes > 2 else 1
         features = int(np.prod(task.shape))

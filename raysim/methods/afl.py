@@ -72,7 +72,7 @@ class AFL(Method):
 
         It is the loss of the model that the client received.
         """
-        run.needs_fixed_clients("the server has a weight for each of them")
+        run.needs_fixed_clients("the server has a weight for each client")
         run.require(
             run.clients_with_samples <= MAX_CLIENTS,
             f"method.afl: {run.clients_with_samples} clients have training samples, but method "

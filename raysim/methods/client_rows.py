@@ -51,7 +51,7 @@ def declare_rows(
     def room(server: ServerView) -> Tensor:
         return reserve((most_rows(server), *shape(server)), server.params.dtype, place)
 
-    run.needs_fixed_clients("the server has a row for each of them")
+    run.needs_fixed_clients("the server has a row for each client")
     run.server_state("clients", lambda server: torch.empty(0, dtype=torch.int64))
     run.server_state(cache, room)
 

@@ -44,8 +44,9 @@ class CoordinateMedian(Method):
         """Warn about aggregations of one or two updates, whose median is their mean."""
         if run.max_updates <= 2:
             run.warn(
-                "method 'coordinate_median' gives the mean, because an aggregation has at most "
-                f"{run.max_updates} updates. Aggregate three or more at once."
+                "method 'coordinate_median' computes the mean in this run, because an "
+                f"aggregation has at most {run.max_updates} updates. Change the schedule so that "
+                "each aggregation has three or more updates."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

@@ -136,9 +136,10 @@ class Dann(Method):
         above("method.dann.rate", rate, 0.0)
         if mode == "grl" and (rate != 1 or discriminator_steps != 1):
             raise ValueError(
-                f"method.dann.mode=grl trains both networks in one step, so rate={rate} and "
-                f"discriminator_steps={discriminator_steps} have no effect. Set both to 1, or "
-                "mode=alternate."
+                "method.dann.mode=grl trains both networks in one step, so "
+                f"method.dann.rate={rate} and "
+                f"method.dann.discriminator_steps={discriminator_steps} have no effect. Set both "
+                "to 1, or set method.dann.mode=alternate."
             )
         self.rate = rate
         self.mode = one_of("method.dann.mode", mode, ("alternate", "grl"))
@@ -160,15 +161,15 @@ class Dann(Method):
         clients, period = run.task.clients, 1 + self.discriminator_steps
         run.require(
             clients > 1,
-            f"partition.clients={clients}: method 'dann' needs at least 2 clients to distinguish. "
-            "Increase it.",
+            f"partition.clients={clients}: the discriminator of method 'dann' distinguishes "
+            "clients, so it needs at least 2. Set partition.clients=2 or more.",
         )
         steps = run.local.steps
         run.require(
             self.mode == "grl" or steps is None or steps >= period,
-            f"local.steps={steps} is less than a turn of discriminator and classifier, which has "
-            f"{period} steps with method.dann.discriminator_steps={self.discriminator_steps}. Set "
-            f"local.steps={period} or more.",
+            f"local.steps={steps}: method 'dann' repeats {self.discriminator_steps} steps of the "
+            "discriminator (method.dann.discriminator_steps) and one step of the classifier, "
+            f"which are {period} steps. Set local.steps={period} or more.",
         )
         size, width = run.model.feature_dim, self.width
         layers = (

@@ -211,16 +211,17 @@ class DPFedAvg(Method):
                 )
         if statistics:
             raise ValueError(
-                "model: method 'dp_fedavg' adds noise only to parameters, but this model shares "
-                "statistics of BatchNorm. Choose a model without BatchNorm, or keep it on the "
-                "clients with method=dp_fedavg+fedbn."
+                "model: method 'dp_fedavg' adds noise only to parameters, but clients of this "
+                "run also send statistics of BatchNorm. Choose a model without BatchNorm, or "
+                "keep BatchNorm on the clients with method=dp_fedavg+fedbn."
             )
         for other in run.methods:
             if other.method != self.name and other.sees_updates():
                 raise ValueError(
-                    f"method '{other.method}' sends the server more than clipped updates, or reads "
-                    "single updates there, but method 'dp_fedavg' adds noise only to the sum of "
-                    "clipped updates. Remove one of the two methods."
+                    f"method '{other.method}' sends the server more than clipped updates, or "
+                    "reads the update of a single client on the server, but method 'dp_fedavg' "
+                    "adds noise only to the sum of clipped updates. Remove one of the two "
+                    "methods."
                 )
         return ()
 

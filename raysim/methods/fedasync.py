@@ -179,9 +179,10 @@ class FedAsync(Method):
             run.excludes(other, _WEIGHS)
         if not run.has_stale_updates and run.max_updates > 1:
             run.warn(
-                f"method 'fedasync' mixes the models of a round (at most {run.max_updates}) one "
-                "after the other, so that the last one counts most. Choose a schedule that "
-                "aggregates each update when it arrives, such as schedule=immediate."
+                f"method 'fedasync' mixes the models of a round (at most {run.max_updates}) into "
+                "the server's model one after the other, so that the last model counts most. "
+                "Choose a schedule that aggregates each update when it arrives, such as "
+                "schedule=immediate."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

@@ -55,8 +55,8 @@ def weight_total(weights: Tensor) -> float:
     total = math.fsum(values)
     if not (math.isfinite(total) and min(values, default=0.0) >= 0.0 and total > 0.0):
         raise ValueError(
-            f"the clients' weights {values} give no mean. Give every client a finite weight of at "
-            "least 0, and one client a positive weight; with weighting=samples, a client needs "
-            "training samples."
+            f"the weights of the clients, {values}, must be finite and at least 0, and one of "
+            "them must be positive. Change the method that sets these weights; with "
+            "weighting=samples, at least one client needs training samples."
         )
     return total

@@ -139,8 +139,9 @@ class FedBN(Method):
             )
         if reestimate and scope not in ("all", "statistics"):
             raise ValueError(
-                "method.fedbn.reestimate=true needs statistics that stay on clients, but "
-                f"scope={scope} shares them. Set scope=all or scope=statistics."
+                "method.fedbn.reestimate=true needs statistics that stay on the clients, but "
+                f"with method.fedbn.scope={scope} clients share them. Set method.fedbn.scope=all "
+                "or method.fedbn.scope=statistics."
             )
         self.scope = scope
         self.layers = one_of("method.fedbn.layers", layers, ("batch", "all"))

@@ -90,8 +90,9 @@ def _similarity_scale(tau: float, temperature_mode: str) -> float:
         )
     if tau <= 0.0:
         raise ValueError(
-            f"method.fedbr.temperature_mode=divide cannot divide by a temperature of {tau}. Set "
-            "positive temperatures, or temperature_mode=multiply."
+            f"method.fedbr.temperature_mode=divide cannot divide by the temperature {tau} "
+            "(method.fedbr.tau1 or method.fedbr.tau2). Set all temperatures above 0, or set "
+            "method.fedbr.temperature_mode=multiply."
         )
     return 1.0 / tau
 

@@ -226,8 +226,8 @@ class FedBSS(Method):
             losses, uncertainties = (torch.cat(column) for column in zip(*ranked, strict=True))
             if not bool(losses.isfinite().any()):
                 raise FloatingPointError(
-                    "fedbss: the received model has no finite loss on any sample of the client. "
-                    "Decrease local.lr."
+                    "method 'fedbss': on every sample of the client, the loss of the received "
+                    "model is nan or infinite. Decrease local.lr."
                 )
             job.state["losses"], job.state["uncertainties"] = losses, uncertainties
             job.state["version"] = torch.full((1,), job.version)

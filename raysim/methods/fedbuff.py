@@ -145,16 +145,17 @@ class FedBuff(Method):
             return
         run.require(
             run.weighting != "samples",
-            "weighting=samples multiplies FedBuff's step by the clients' samples under "
-            f"method.fedbuff.normalization={self.normalization}. Set weighting=uniform, or "
+            f"weighting=samples: with method.fedbuff.normalization={self.normalization}, a "
+            "larger number of samples makes the server's step longer. Set weighting=uniform, or "
             "method.fedbuff.normalization=weights.",
         )
         weighers = run.others_fill("weigh")
         if weighers:
             run.warn(
-                f"method '{weighers[0]}' changes the weights, but method 'fedbuff' does not divide "
-                f"by their sum (method.fedbuff.normalization={self.normalization}), so the length "
-                "of the server's step changes, too. Set method.fedbuff.normalization=weights."
+                f"method '{weighers[0]}' changes the weights of updates, but with "
+                f"method.fedbuff.normalization={self.normalization} method 'fedbuff' does not "
+                "divide by the sum of weights, so the server's step becomes longer or shorter. "
+                "Set method.fedbuff.normalization=weights."
             )
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:

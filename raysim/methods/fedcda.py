@@ -283,9 +283,9 @@ def _check_search(memory: int, batches: int, participants: int) -> None:
     while memory ** (largest_batch + 1) <= MAX_COMBINATIONS:
         largest_batch += 1
     raise RefusedError(
-        f"method.fedcda.batches={batches}: {clients} clients with {memory} models each have "
-        f"{combinations:.2g} combinations, more than {MAX_COMBINATIONS}. Set "
-        f"method.fedcda.batches={-(-participants // largest_batch)}."
+        f"method.fedcda.batches={batches}: the {clients} clients of a batch have {memory} stored "
+        f"models each, which makes {combinations:.2g} combinations of models, more than "
+        f"{MAX_COMBINATIONS}. Set method.fedcda.batches={-(-participants // largest_batch)}."
     )
 
 

@@ -88,7 +88,8 @@ class FedCM(Method):
         run.require(
             run.local.optimizer == "sgd",
             f"local.optimizer={run.local.optimizer}: method 'fedcm' computes gradients from the "
-            "movement of the parameters, which only SGD allows. Set local.optimizer=sgd.",
+            "difference between the received and the trained parameters, which is possible only "
+            "with SGD. Set local.optimizer=sgd.",
         )
         run.corrects("mix")
         run.read_updates()

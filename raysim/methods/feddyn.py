@@ -89,7 +89,7 @@ class FedDyn(Method):
 
     def setup(self, run: Setup) -> None:
         """Declare the client's correction and the server's drift, which both start at 0."""
-        run.needs_fixed_clients("its drift is the mean of their corrections")
+        run.needs_fixed_clients("its drift is the mean of the clients' corrections")
         for other in ("fedcda", "fedasync", "ca2fl", "ace"):
             run.excludes(
                 other, "it takes another step, but FedDyn needs the plain mean of the updates"

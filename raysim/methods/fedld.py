@@ -159,8 +159,9 @@ class MarginControl(Method):
         self.kind = one_of("method.fedld_margin.kind", kind, get_args(PenaltyKind))
         if threshold and kind != "threshold":
             raise ValueError(
-                f"method.fedld_margin.threshold={threshold} has no effect with kind={kind}. Set "
-                "kind=threshold, or threshold=0."
+                f"method.fedld_margin.threshold={threshold} has no effect with "
+                f"method.fedld_margin.kind={kind}. Set method.fedld_margin.kind=threshold, or "
+                "method.fedld_margin.threshold=0."
             )
         self.threshold = threshold
 

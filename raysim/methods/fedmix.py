@@ -200,9 +200,11 @@ class FedMix(Method):
         pairs = self.means * run.clients_with_samples
         run.require(
             self.pairs == "one" or run.local.batch <= pairs,
-            f"method.fedmix.means={self.means}: {run.clients_with_samples} clients make {pairs} "
-            f"pairs, fewer than local.batch={run.local.batch}. Set method.fedmix.means="
-            f"{-(-run.local.batch // max(1, run.clients_with_samples))} or more.",
+            f"method.fedmix.means={self.means}: the {run.clients_with_samples} clients with "
+            f"samples send {pairs} pairs of a mean input and a mean label, fewer than "
+            f"local.batch={run.local.batch}. Set "
+            f"method.fedmix.means={-(-run.local.batch // max(1, run.clients_with_samples))} or "
+            "more.",
         )
         run.gather(self.own_means, self.join_means)
         run.send("inputs", floats=pairs * math.prod(run.task.shape), once=True)

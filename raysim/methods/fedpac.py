@@ -341,7 +341,8 @@ class FedPAC(Method):
         key, budget = _local_work(run.local)
         run.require(
             budget > self.head_epochs,
-            f"{key}={budget}: method.fedpac.head_epochs={self.head_epochs} leaves nothing for the "
+            f"{key}={budget}: the head trains first, for "
+            f"method.fedpac.head_epochs={self.head_epochs} of these, so none is left for the "
             f"extractor. Set {key}={self.head_epochs + 1} or more.",
         )
         run.private_parameters(
@@ -371,8 +372,9 @@ class FedPAC(Method):
         kind = type(parts.get("head")).__name__
         run.require(
             isinstance(parts.get("head"), nn.Linear) and "extractor" in parts,
-            "model: method 'fedpac' needs an extractor and a linear head, but this model has a "
-            f"{kind} as its head and the parts {', '.join(parts)}. Choose another model.",
+            "model: method 'fedpac' needs a model with an extractor and a linear head, but this "
+            f"model has the parts {', '.join(parts)}, and its head has the type {kind}. Choose "
+            "another model.",
         )
 
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:

@@ -322,12 +322,14 @@ class FRAug(Method):
         has_end = self.ramp in ("exp", "laine_aila") or self.prototype_ramp
         run.require(
             self.rounds is not None or not (has_end or self.ramp_rounds),
-            "method.fraug.rounds=null: each of ramp=exp, ramp=laine_aila, prototype_ramp=true and "
-            "ramp_rounds needs the number of rounds. Set method.fraug.rounds.",
+            "method.fraug.rounds=null: the settings method.fraug.ramp=exp, "
+            "method.fraug.ramp=laine_aila, method.fraug.prototype_ramp=true and "
+            "method.fraug.ramp_rounds need the number of rounds. Set method.fraug.rounds.",
         )
         run.require(
             run.local.batch > 1,
-            "local.batch=1: method 'fraug' leaves out batches of one sample. Set local.batch=2.",
+            "local.batch=1: method 'fraug' does not train on batches of one sample. Set "
+            "local.batch=2 or more.",
         )
         head = run.model.head
         run.require(

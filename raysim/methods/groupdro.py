@@ -94,7 +94,7 @@ class GroupDRO(Method):
 
     def setup(self, run: Setup) -> None:
         """Keep the logarithm of each client's weight on the server; each job uploads its loss."""
-        run.needs_fixed_clients("the server has a weight for each of them")
+        run.needs_fixed_clients("the server has a weight for each client")
         run.warn_if_single("its weights change nothing")
         run.server_state("log_weights", self._first_log_weights)
         run.upload("loss", 1)

@@ -223,8 +223,8 @@ class InCo(Method):
         shapes = [list(parameter.shape) for parameter in parameters.values()]
         if not source_parameters(names=list(parameters), shapes=shapes):
             run.warn(
-                "model: method 'inco' finds no two blocks to mix, so that the run is FedAvg with "
-                "weighting=uniform. Set model=resnet18 or model=resnet50."
+                "model: method 'inco' finds no two layers whose updates it can mix, so the run "
+                "is FedAvg with weighting=uniform. Set model=resnet18 or model=resnet50."
             )
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:

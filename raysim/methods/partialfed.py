@@ -186,18 +186,20 @@ class PartialFed(Method):
         """Raise ValueError if a setting is missing, or is set but not used by the strategy."""
         if self.strategy in COUNTED and self.num_loaded is None:
             raise ValueError(
-                f"method.partialfed.num_loaded=null: strategy={self.strategy} needs the number of "
-                "layers to load. Set method.partialfed.num_loaded=1 or more."
+                f"method.partialfed.num_loaded=null: method.partialfed.strategy={self.strategy} "
+                "needs the number of layers to load. Set method.partialfed.num_loaded=1 or more."
             )
         if self.strategy not in COUNTED and self.num_loaded is not None:
             raise ValueError(
                 f"method.partialfed.num_loaded={self.num_loaded} has no effect with "
-                f"strategy={self.strategy}. Set it to null."
+                f"method.partialfed.strategy={self.strategy}. Set "
+                "method.partialfed.num_loaded=null."
             )
         if self.sample_decision and self.strategy != "adaptive":
             raise ValueError(
                 "method.partialfed.sample_decision=true has no effect with "
-                f"strategy={self.strategy}. Set strategy=adaptive."
+                f"method.partialfed.strategy={self.strategy}. Set "
+                "method.partialfed.strategy=adaptive."
             )
 
     def setup(self, run: Setup) -> None:
@@ -214,8 +216,9 @@ class PartialFed(Method):
         run.skip("cost")
         if self.strategy != "all" and bool(self._fixed_mask(layers, run.model).all()):
             run.warn(
-                f"method.partialfed.strategy={self.strategy}: no layer of this model stays on the "
-                "client, so the run is FedAvg. Choose another strategy or model."
+                f"method.partialfed.strategy={self.strategy}: with this strategy clients load "
+                "every layer of this model from the server, so the run is FedAvg. Choose another "
+                "strategy or model."
             )
 
     def cost(self, job: Participation) -> float:

@@ -58,8 +58,9 @@ class PFedAvg(Method):
         one_of("method.pfedavg.mode", mode, MODES)
         if head_only and mode == "after_local":
             raise ValueError(
-                "method.pfedavg.head_only=true has no effect with mode=after_local, which does "
-                "not fine-tune. Set mode=finetune."
+                "method.pfedavg.head_only=true has no effect with "
+                "method.pfedavg.mode=after_local, which does not fine-tune. Set "
+                "method.pfedavg.mode=finetune."
             )
         self.mode, self.head_only = mode, head_only
         self.adapt_epochs = int(at_least("method.pfedavg.adapt_epochs", adapt_epochs, 0))

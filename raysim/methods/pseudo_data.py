@@ -75,13 +75,15 @@ class PseudoData:
         is_mixture = self.kind == "mixture"
         if is_mixture and (self.proxy is None or type(self.proxy) is Source):
             raise ValueError(
-                "method.fedbr.pseudo=mixture needs a public set. Set method.fedbr.proxy to a data "
-                "source, such as '{_target_: raysim.data.sources.Cifar100}', or pseudo=rsm."
+                "method.fedbr.pseudo=mixture needs a public data set. Set method.fedbr.proxy to "
+                "a data source, such as '{_target_: raysim.data.sources.Cifar100}', or set "
+                "method.fedbr.pseudo=rsm."
             )
         if self.fresh and (is_mixture or self.refresh == "once"):
             raise ValueError(
-                "method.fedbr.fresh=true draws means of clients' data every round and cannot be "
-                f"combined with pseudo={self.kind} and pseudo_refresh={self.refresh}. Set "
+                "method.fedbr.fresh=true draws new means of the clients' data in every round, "
+                "which is impossible with method.fedbr.pseudo=mixture or "
+                f"method.fedbr.pseudo_refresh=once (here {self.kind} and {self.refresh}). Set "
                 "method.fedbr.fresh=false."
             )
 
@@ -130,9 +132,9 @@ class PseudoData:
         pool = self.means_per_client * clients
         run.require(
             self.fresh or self.rows <= pool,
-            f"method.fedbr.pseudo_batch={self.rows} is more than the pool of {pool} means from "
-            f"{clients} clients with samples. Set method.fedbr.pseudo_batch={pool} or less, or "
-            "increase method.fedbr.means_per_client.",
+            f"method.fedbr.pseudo_batch={self.rows} is more than the {pool} means that the "
+            f"{clients} clients with samples send. Set method.fedbr.pseudo_batch={pool} or less, "
+            "or increase method.fedbr.means_per_client.",
         )
 
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:

@@ -54,9 +54,9 @@ def effective_steps(num_steps: int, momentum: float) -> float:
     """
     if num_steps < 1 or not 0.0 <= momentum < 1.0:
         raise ValueError(
-            f"local.momentum={momentum}: method 'scaffold' needs a momentum below 1 and at least "
-            f"one local step, but there are {num_steps} steps. Set local.momentum below 1, and "
-            "local.epochs or local.steps to 1 or more."
+            "method 'scaffold' needs local.momentum from 0 to below 1 and at least one local "
+            f"step, but local.momentum={momentum} and the job has {num_steps} steps. Set "
+            "local.momentum below 1, and local.epochs or local.steps to 1 or more."
         )
     geometric = momentum * (1.0 - momentum**num_steps) / (1.0 - momentum)
     return (num_steps - geometric) / (1.0 - momentum)
@@ -83,8 +83,8 @@ def updated_control_variate(
     """
     if lr <= 0.0:
         raise ValueError(
-            f"local.lr={lr}: method 'scaffold' divides by the learning rate. Set local.lr and its "
-            "schedule above 0."
+            f"local.lr={lr}: method 'scaffold' divides by the mean learning rate of a job, which "
+            "must be above 0. Increase local.lr, or change local.schedule."
         )
     scale = 1.0 / (effective_steps(num_steps, momentum) * lr)
     return client_control - server_control + scale * (global_params - local_params)
@@ -118,11 +118,14 @@ class Scaffold(Method):
 
     def setup(self, run: Setup) -> None:
         """Keep a control variate per client and one on the server, zero at first; exchange both."""
-        run.needs_fixed_clients("the server's control variate is the mean of theirs")
+        run.needs_fixed_clients(
+            "the server's control variate is the mean of the clients' control variates"
+        )
         run.require(
             run.local.optimizer == "sgd",
-            f"local.optimizer={run.local.optimizer}: method 'scaffold' computes gradients from the "
-            "movement of the parameters, which only SGD allows. Set local.optimizer=sgd.",
+            f"local.optimizer={run.local.optimizer}: method 'scaffold' computes gradients from "
+            "the difference between the received and the trained parameters, which is possible "
+            "only with SGD. Set local.optimizer=sgd.",
         )
         run.corrects("shift")
         run.client_state("control", run.zeros)

@@ -65,9 +65,9 @@ class TrimmedMean(Method):
         """Warn if aggregations have so few updates that none is left out."""
         if self.share and not num_trimmed(run.max_updates, self.share):
             run.warn(
-                f"method.trimmed_mean.share={self.share:g}: no update is left out, because that "
-                f"share of the {run.max_updates} updates of an aggregation is less than one. "
-                "Increase method.trimmed_mean.share, or aggregate more updates."
+                f"method.trimmed_mean.share={self.share:g}: no update is left out, because this "
+                f"share of an aggregation's updates (at most {run.max_updates}) is less than one "
+                "update. Increase method.trimmed_mean.share, or aggregate more updates."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

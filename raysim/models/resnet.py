@@ -57,7 +57,8 @@ class ResNet(ModelRecipe):
         channels = input_shape[0]
         if self.pretrained and channels != 3:
             raise ValueError(
-                f"model.pretrained=true needs 3 channels, the data has {channels}. Set it to false."
+                f"model.pretrained=true needs images of 3 channels, but the data has {channels}. "
+                "Set model.pretrained=false."
             )
         norm = nn.BatchNorm2d if self.norm == "batch" else partial(nn.GroupNorm, self.groups)
         make_network = resnet18 if self.depth == 18 else resnet50

@@ -137,9 +137,10 @@ def split_network(
         net = model.whole()
     if head is not None:
         raise ValueError(
-            f"model.head={head} does not compute the outputs of {type(net).__name__}. Set "
-            "model.head to the linear layer that does. model.head=null finds it, or runs the model "
-            "without a head if there is none."
+            f"model.head={head} names a layer that does not compute the outputs of "
+            f"{type(net).__name__}. Name the linear layer that computes them, or set "
+            "model.head=null: raysim then searches for this layer, and uses the model without a "
+            "head if there is none."
         )
     return WholeNetwork(net, num_classes).train(training)
 

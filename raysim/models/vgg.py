@@ -29,8 +29,8 @@ class Vgg11(ModelRecipe):
         channels, height, width = input_shape
         if min(height, width) < 32:
             raise ValueError(
-                "model=vgg11 needs images of at least 32x32 pixels, the data has "
-                f"{height}x{width}. Use model=cnn."
+                "model=vgg11 needs images of at least 32x32 pixels, but the data has images of "
+                f"{height}x{width}. Set model=cnn."
             )
         layers: list[nn.Module] = []
         for width in CHANNELS:

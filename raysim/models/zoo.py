@@ -162,8 +162,8 @@ class HuggingFaceModel(ExternalModel):
         vocabulary_size = getattr(net.config, "vocab_size", None)
         if vocabulary_size is not None and vocabulary_size < tokens.size:
             raise ValueError(
-                f"model.name={self.name} has {vocabulary_size} tokens, the data has {tokens.size}. "
-                "Set data.tokenizer to the model's tokenizer."
+                f"model.name={self.name} has {vocabulary_size} tokens, but the data has "
+                f"{tokens.size}. Set data.tokenizer to the model's tokenizer."
             )
         if self.task == "causal":
             return _NextTokenLogits(net, random, num_classes)

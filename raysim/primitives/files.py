@@ -134,7 +134,7 @@ def user_path(text: str | Path) -> Path:
         return path
     except OSError as error:  # a name that is too long
         raise RefusedError(
-            f"{str(text)[:60]}... cannot be used as a path ({error.strerror}). Give another one."
+            f"{str(text)[:60]}... cannot be used as a path ({error.strerror}). Give another path."
         ) from None
     except RuntimeError:
         raise RefusedError(
@@ -145,7 +145,7 @@ def user_path(text: str | Path) -> Path:
 def make_folder(path: Path) -> Path:
     """Return the folder at a path, after making it if it is missing, or raise `RefusedError`."""
     if path.exists() and not path.is_dir():
-        raise RefusedError(f"{path} is not a folder. Choose another place.")
+        raise RefusedError(f"{path} is not a folder. Choose another path.")
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -96,7 +96,7 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
         table = pq.read_table(pa.BufferReader(regular_file(Path(path)).read_bytes()))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path} is not a readable history; restore the file or make the run again."
+            f"{path} is not a readable history; restore the file or start the run again."
         ) from error
     if "round" not in table.column_names:
         raise ValueError(
@@ -112,7 +112,7 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
             )
     if not pa.types.is_integer(table.schema.field("round").type) or table["round"].null_count:
         raise ValueError(
-            f"{path} has rows without a round, so it is not a history; restore the file or make "
+            f"{path} has rows without a round, so it is not a history; restore the file or start "
             "the run again."
         )
     rows: list[dict[str, int | float | None]] = table.to_pylist()

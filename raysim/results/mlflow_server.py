@@ -206,8 +206,8 @@ class Mlflow:
             if not parent_id:
                 # The tracker tries again with the next row.
                 raise ConnectionError(
-                    f"MLflow does not have the study or sweep {parent} yet, to which this run "
-                    "belongs. raysim sends this run after the study or sweep"
+                    f"MLflow does not yet have the study or sweep of this run, {parent}. raysim "
+                    "sends the run to MLflow after its study or sweep"
                 )
             tags["mlflow.parentRunId"] = parent_id
         named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}
@@ -414,8 +414,8 @@ def find_experiment_id(uri: str) -> str:
         ) from error
     if experiment is None:
         raise RefusedError(
-            f"{uri} has no experiment {EXPERIMENT!r}. Send a run there first, with "
-            f"tracking.uri={uri}."
+            f"{uri} has no experiment {EXPERIMENT!r}. Start a run with tracking.uri={uri}, which "
+            "creates this experiment."
         )
     return str(experiment.experiment_id)
 

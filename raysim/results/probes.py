@@ -71,6 +71,6 @@ def load_probes(path: Path) -> list[Probe]:
             probes.append(probe)
     except (SafetensorError, KeyError, IndexError) as error:
         raise ValueError(
-            f"{path} is not a readable file of probes; restore it or make the run again."
+            f"{path} is not a readable file of probes; restore the file or start the run again."
         ) from error
     return probes

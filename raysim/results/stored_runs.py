@@ -162,11 +162,13 @@ def _read_mapping(path: Path, parse: Callable[[str], object]) -> dict[str, objec
         content = parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"{path} is damaged and cannot be read; restore it or make the run again."
+            f"{path} is damaged and cannot be read; restore the file or start the run again."
         ) from error
     mapping = as_mapping(content)
     if not mapping:
-        raise ValueError(f"{path} has no keys with values; restore it or make the run again.")
+        raise ValueError(
+            f"{path} contains no keys with values; restore the file or start the run again."
+        )
     return dict(mapping)
 
 

@@ -303,8 +303,9 @@ def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str
     least = {name: min(bundle.get(name, 0.0) for bundle in worker_bundles) for name in names}
     if device == "cuda" and not least.get("GPU"):
         raise ValueError(
-            "device=cuda: every bundle of this process's placement group, except the first, needs "
-            "a GPU, but at least one has none. Add one to each, or set device=cpu."
+            "device=cuda: every bundle of this process's placement group, except the first, "
+            "needs a GPU, but at least one has none. Give each of these bundles a GPU, or set "
+            "device=cpu."
         )
     requested = {"CPU": options.cpus or 0.0, "GPU": options.gpus or 0.0, **options.resources}
     for name, amount in requested.items():

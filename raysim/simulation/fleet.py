@@ -160,9 +160,9 @@ class Fleet:
         """
         if seconds > self.patience:
             raise ValueError(
-                f"fleet.off={self.off:g} makes a run wait {seconds:,.0f} s on average for an "
-                f"available client, but fleet.patience={self.patience:g}. Decrease fleet.off, or "
-                "increase fleet.patience."
+                f"fleet.off={self.off:g}: a run would wait {seconds:,.0f} virtual seconds on "
+                f"average for an available client, more than fleet.patience={self.patience:g} s. "
+                "Decrease fleet.off, or increase fleet.patience."
             )
 
     def regions(self, seed: int, clients: int) -> np.ndarray | None:

@@ -108,7 +108,8 @@ def _check_compression(network: Network, declarations: Declarations) -> None:
     if network.on_clients:
         raise ValueError(
             f"compression={name} compresses messages between clients and a server, but in this "
-            "topology clients exchange models. Set compression=none or topology=star."
+            "topology clients exchange models without a server. Set compression=none or "
+            "topology=star."
         )
     if compressor.compresses_down and network.replicas > 1:
         raise ValueError(
@@ -141,9 +142,9 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
             )
         if network.moves_clients and declared.needs_fixed_clients:
             raise ValueError(
-                f"topology: method '{declared.method}' needs the same clients for each model "
-                f"({declared.needs_fixed_clients}), and clients change between the models of the "
-                "topology. Set topology=star, or leave the method out."
+                f"topology: method '{declared.method}' needs clients that stay with one model, "
+                f"because {declared.needs_fixed_clients}. In this topology clients change "
+                "between models. Set topology=star, or leave the method out."
             )
         if network.chosen_by_loss and any(send.to == "client" for send in declared.sends):
             raise ValueError(
@@ -266,9 +267,10 @@ def draw_again(model: nn.Module) -> nn.Module:
             continue
         if not hasattr(layer, "reset_parameters"):
             raise ValueError(
-                "topology.rule=loss needs models with different initial values, but "
-                f"{name or 'the model'} ({type(layer).__name__}) cannot draw them, because it has "
-                "no reset_parameters. Choose another model, or set topology.rule=updates."
+                "topology.rule=loss needs models with different initial values, but raysim "
+                f"cannot draw new values for {name or 'the model'} ({type(layer).__name__}), "
+                "because this layer has no function reset_parameters. Choose another model, or "
+                "set topology.rule=updates."
             )
         layer.reset_parameters()
     return model

@@ -460,9 +460,10 @@ def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> N
     able = int(np.count_nonzero(counts))
     if isinstance(schedule, Buffered) and schedule.size > schedule.concurrency:
         raise ValueError(
-            f"schedule.size={schedule.size} is more than the {schedule.concurrency} clients in "
-            f"flight, so the buffer could not fill up. Set schedule.size={schedule.concurrency} or "
-            "less, or increase schedule.concurrency."
+            f"schedule.size={schedule.size} is more than "
+            f"schedule.concurrency={schedule.concurrency}, the number of clients in flight, so "
+            f"the buffer could never fill up. Set schedule.size={schedule.concurrency} or less, "
+            "or increase schedule.concurrency."
         )
     if schedule.concurrency <= able:
         return

@@ -89,7 +89,7 @@ class PowerOfChoice(Selection):
         if self.loss == "last":
             raise ValueError(
                 f"selection.samples={self.samples} has no effect with selection.loss=last, which "
-                "measures no losses. Leave one of them out."
+                "measures no losses. Set selection.samples=null, or selection.loss=measured."
             )
 
     @property

@@ -319,8 +319,9 @@ class Selector:
         """
         if not self.rule.measures or self.loss_pass is not None:
             raise SelectionError(
-                f"{self.name}: select may call view.measure once in each decision, and only if "
-                "the rule declares measures = True. Declare it, and call view.measure only once."
+                f"{self.name}: select called view.measure for the second time in one decision, "
+                "or its class does not declare measures = True. Write measures = True in the "
+                "class, and call view.measure only once."
             )
         facts = self._facts
         most = math.inf if samples is None else samples

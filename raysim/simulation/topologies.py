@@ -270,14 +270,14 @@ class Gossip(Topology):
         at_least("topology.degree", self.degree, 2)
         if self.degree % 2:
             raise ValueError(
-                f"topology.degree={self.degree} must be even, because an expander is made of "
-                "rings. Set an even number."
+                f"topology.degree={self.degree} must be even, because an expander consists of "
+                "rings, and each ring gives a client two neighbours. Set an even number."
             )
         if (self.edges is None) == (self.graph == "edges"):
             raise ValueError(
-                f"topology.graph={self.graph}: topology.graph=edges needs topology.edges, and no "
-                "other graph uses them. Set both topology.graph=edges and topology.edges, or "
-                "neither of them."
+                f"topology.graph={self.graph}: topology.edges must be set with "
+                "topology.graph=edges, and with no other graph. Set both topology.graph=edges "
+                "and topology.edges, or choose another graph with topology.edges=null."
             )
 
     def connect(self, federation: Federation) -> Network:
@@ -420,8 +420,8 @@ def _torus(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pair
     if rows == 1 and clients > 2:
         raise ValueError(
             f"topology.graph=torus arranges clients in a grid of several rows, but {clients} "
-            "clients cannot fill one, because their number is prime. Change partition.clients, or "
-            "set topology.graph=ring."
+            f"clients fit only in a single row, because {clients} is a prime number. Change "
+            "partition.clients, or set topology.graph=ring."
         )
     pairs: list[tuple[int, int]] = []
     for row in range(rows):

@@ -198,7 +198,9 @@ def _check_columns(file: str, schema: pa.Schema) -> str:
     rates = [name for name in RATES if name in schema.names]
     if len(rates) != 1:
         found = "both columns speed and flops" if rates else "neither speed nor flops as a column"
-        raise ValueError(f"{file} has {found}, but needs exactly one of them. {HELP}")
+        raise ValueError(
+            f"{file} has {found}, but a trace needs exactly one of these two columns. {HELP}"
+        )
     expected: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
         "client": (_is_name, "integers or strings"),
         **dict.fromkeys(LISTS, (_is_list, "a list of numbers in each row")),

@@ -149,7 +149,8 @@ class Attackers(Method):
         attack = self.attack
         run.require(
             len(self.clients),
-            f"attack.share={attack.share:g} selects 0 of {len(self.train)} clients. Increase it.",
+            f"attack.share={attack.share:g} selects 0 of {len(self.train)} clients. Increase "
+            "attack.share.",
         )
         run.count_clients("attackers", self._members)
         if attack.kind == "label_flip":
@@ -259,9 +260,11 @@ class Attackers(Method):
 def check_norm(norm: float, max_norm: float | None) -> None:
     """Raise ValueError if an update's norm is not finite, or above what `faults.norm` allows."""
     if not math.isfinite(norm):
-        raise ValueError("the update has no finite norm. Lower local.lr, or set local.clip.")
+        raise ValueError(
+            "the norm of the update is nan or infinite. Decrease local.lr, or set local.clip."
+        )
     if max_norm is not None and norm > max_norm:
         raise ValueError(
-            f"faults.norm={max_norm:g}: the update has the norm {norm:g}. Lower local.lr, or "
+            f"faults.norm={max_norm:g}: the update has the norm {norm:g}. Decrease local.lr, or "
             "increase faults.norm."
         )

@@ -105,9 +105,9 @@ class InitialWeights:
         takes_adapters = any(f"{MODEL}{name}" not in drawn for name in names)
         if takes_adapters and base_sha256(networks["model"]) != self.base:
             raise ValueError(
-                f"init.file={self.init.file}: its adapters belong to other frozen weights than "
-                "this run has. Set seed, model and data as in the run that wrote it, or draw the "
-                "adapters with init.redraw."
+                f"init.file={self.init.file}: its adapters were trained with other frozen "
+                "weights than this run has. Set seed, model and data as in the run that wrote "
+                "the file, or draw new adapters with init.redraw."
             )
 
     def _select(self, targets: _Targets) -> dict[str, np.ndarray]:
@@ -121,9 +121,10 @@ class InitialWeights:
         }
         if not chosen:
             raise ValueError(
-                f"init.file={self.init.file}: this run needs {_format_names(sorted(used))}, but "
-                f"the file has only {_format_names(self.tensors)}. Choose another file, or other "
-                "parts with init.only and init.redraw."
+                f"init.file={self.init.file} has none of the tensors that this run loads: the "
+                f"run needs {_format_names(sorted(used))}, but the file has only "
+                f"{_format_names(self.tensors)}. Choose another file, or choose other parts of "
+                "the model with init.only and init.redraw."
             )
         self._check_complete(targets, used, chosen, only is not None)
         for name, array in chosen.items():
@@ -199,7 +200,8 @@ class InitialWeights:
         if array.shape != tuple(target.shape):
             raise ValueError(
                 f"{where} has the shape {list(array.shape)}, but the run needs "
-                f"{list(target.shape)}. Draw it with init.redraw, or choose another model or file."
+                f"{list(target.shape)}. Draw new values for this tensor with init.redraw, or "
+                "choose another model or file."
             )
         value = torch.from_numpy(np.asarray(array))
         if value.is_floating_point() != target.is_floating_point():

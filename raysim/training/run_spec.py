@@ -280,8 +280,8 @@ def build_model(spec: RunSpec) -> nn.Module:
         model = split_network(model, task.num_classes, task.example(2))
     if task.kind == "structure" and is_split(model):
         raise ValueError(
-            f"the model {type(spec.model).__name__} makes outputs for classes or values, but the "
-            "targets of this data have several named parts. Give your own network."
+            f"the model {type(spec.model).__name__} makes outputs for classes or values, but "
+            "each target of this data is a dictionary or list of values. Give your own network."
         )
     if task.kind != "structure" and (len(task.output_shape) > 1 or not is_split(model)):
         author = model.net if isinstance(model, WholeNetwork) else spec.model
@@ -420,9 +420,9 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, poolin
         )
     if evaluation.finetune.head and not has_head:
         raise ValueError(
-            "evaluate.finetune.head=true, or a method that declares it, fine-tunes only the head, "
-            "but the head of this model is unknown. Set model.head to the name of its last linear "
-            "layer, or fine-tune the whole model."
+            "evaluate.finetune.head=true (set by you or by a method) fine-tunes only the head, "
+            "but raysim does not know which layer of this model is the head. Set model.head to "
+            "the name of the model's last linear layer, or fine-tune the whole model."
         )
     has_classes = task.kind == "classification" and not task.has_unlabelled
     if evaluation.probe and not (has_head and has_classes):
@@ -491,8 +491,8 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
     for key, value, needed in needs:
         if value:
             raise ValueError(
-                f"{key}={value} needs {needed}, and '{declared.method}' does not have them. "
-                f"Leave {key} out."
+                f"{key}={value} needs {needed}, which '{declared.method}' does not have. Leave "
+                f"{key} out."
             )
 
 

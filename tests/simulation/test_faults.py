@@ -581,7 +581,7 @@ def test_error_of_diverged_server_names_the_longest_updates() -> None:
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize(
     ("length", "norm", "sentence"),
-    [(1e5, 1e3, "faults.norm=1000"), (1e20, None, "no finite norm")],
+    [(1e5, 1e3, "faults.norm=1000"), (1e20, None, "nan or infinite")],
 )
 def test_update_above_the_largest_norm_is_a_failure(
     single: bool, length: float, norm: float | None, sentence: str

@@ -709,8 +709,9 @@ def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any
     for part in options.parts:
         if not has_time():
             say(
-                f"{part}: skipped with all later parts, because --minutes {options.minutes:g} are "
-                f"over. To measure it, run the command again with --parts {part}"
+                f"{part}: skipped with all later parts, because the time limit (--minutes "
+                f"{options.minutes:g}) has passed. To measure this part, run the command again "
+                f"with --parts {part}"
             )
             break
         since = time.monotonic()

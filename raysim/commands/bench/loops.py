@@ -428,8 +428,8 @@ def main(
         cluster.disconnect()
     processes = f"{options.workers} processes of one thread"
     print(
-        f"seconds per round with {processes}: medians of {blocks} blocks of rounds; raysim and the "
-        "plain loops took turns"
+        f"seconds per round with {processes}: medians of {blocks} blocks of rounds; raysim and "
+        "the loops in plain PyTorch were measured in turns"
     )
     print(_table(results, options.floor))
     settings = {

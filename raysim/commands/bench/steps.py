@@ -227,7 +227,9 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
         texts = [f"{value:.3f}" for value in ratios]
         rows.append((result.method, f"{result.seconds * 1000:.1f}", *texts, promised))
     head = ("method", "ms", "ratio", "lowest", "highest", "promised")
-    print(f"{title}; medians of {blocks} blocks, each of which measures both variants")
+    print(
+        f"{title}; medians of {blocks} blocks; each block measures every method and its reference"
+    )
     print(format_table(text_columns(head, rows), terminal_width()))
 
     capability = torch.backends.cpu.get_cpu_capability()

@@ -51,7 +51,7 @@ class _DataUnpickler(pickle.Unpickler):
         """
         if (module, name) not in _ALLOWED_TYPES:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, but only containers and numbers are allowed"
+                f"the pickle names {module}.{name}, but only containers and numbers are allowed"
             )
         return _ALLOWED_TYPES[module, name]
 
@@ -105,19 +105,21 @@ def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
         raise
     except Exception as error:  # a damaged pickle fails in many ways
         raise ValueError(
-            f"{file} is not a pickle of FedScale ({first_line(error)}). Give "
-            "client_device_capacity and client_behave_trace"
+            f"{file} is not a pickle of FedScale ({first_line(error)}). Give FedScale's file "
+            "client_device_capacity first, and its file client_behave_trace second"
         ) from error
     if not isinstance(clients, dict) or not clients:
         raise ValueError(
-            f"{file} is not a pickle of FedScale: it holds no dictionary of clients. Give "
-            "client_device_capacity and client_behave_trace"
+            f"{file} is not a pickle of FedScale, because it holds no dictionary of clients. "
+            "Give FedScale's file client_device_capacity first, and its file client_behave_trace "
+            "second"
         )
     for client, values in clients.items():
         if not isinstance(values, dict) or key not in values:
             raise ValueError(
-                f"{file} is not a pickle of FedScale: client {client} has no {key!r}. "
-                "Check the order of the files"
+                f"{file} is not the right pickle of FedScale, because client {client} has no "
+                f"{key!r}. Give the file client_device_capacity first, and the file "
+                "client_behave_trace second"
             )
     return clients
 

@@ -51,7 +51,7 @@ def _check_name(folder: Path) -> None:
         )
     if folder.exists() or folder.is_symlink():
         raise RefusedError(
-            f"new {name}: {folder} exists already. Choose another name, or remove it"
+            f"new {name}: {folder} exists already. Choose another name, or remove {folder}"
         )
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
         raise RefusedError(

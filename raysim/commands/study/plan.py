@@ -178,8 +178,9 @@ def _merge_stored_plan(study: StudyPlan) -> StudyPlan:
         if key not in ALWAYS_NAMED and varies_now != varied_before:
             values = "several values" if varies_now else "one value"
             raise RefusedError(
-                f"{key}: a study that continues cannot give this key {values}, because the names "
-                f"of the runs in {study.folder} would change. Start another study in a new folder"
+                f"{key}: with {values} for this key, the names of the runs in {study.folder} "
+                "would change, so a study that continues cannot change this. Start another study "
+                "in a new folder"
             )
     return merged
 

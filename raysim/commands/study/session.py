@@ -51,8 +51,9 @@ class StudyResult:
         path = self.folder / name
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} does not exist: too few runs of the study have finished for this table. "
-                f"Continue it with out={self.folder} resume=latest, or start one with more seeds"
+                f"{path} does not exist, because too few runs of the study have finished. "
+                f"Continue the study with out={self.folder} resume=latest, or start a study with "
+                "more seeds"
             )
         return pd.read_csv(path)
 

@@ -161,7 +161,8 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise RefusedError(
             f"{client.get_address()} did not accept the job that packs the results "
-            f"({first_line(error)}). Correct the cause, or copy the folder from its node"
+            f"({first_line(error)}). Correct the cause, or copy the results folder from the node "
+            "that wrote it"
         ) from error
     output: list[str] = []
     connection = job_server.ConnectionToJob(client, job, output.append, _say)
@@ -195,8 +196,8 @@ def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
     if BEGIN not in lines or END not in lines:
         reason = lines[-1] if lines else "it printed nothing"
         raise RefusedError(
-            f"job {job}: the results could not be packed on its node ({reason}). Correct the "
-            "cause, or copy the folder from its node"
+            f"job {job}: the node that ran this job could not pack the results ({reason}). "
+            "Correct the cause, or copy the results folder from that node"
         )
     encoded = lines[lines.index(BEGIN) + 1 : lines.index(END)]
     return b"".join(map(base64.b64decode, encoded))

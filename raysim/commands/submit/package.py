@@ -89,8 +89,9 @@ def _files_below(root: Path) -> list[PackedFile]:
         for name in folders:
             if Path(folder, name).is_symlink():
                 raise RefusedError(
-                    f"{Path(folder, name)} is a link to a folder. "
-                    "Put the folder there, or name it with --with"
+                    f"{Path(folder, name)} is a link to a folder, and links to folders are not "
+                    "packed. Replace the link by the folder, or remove the link and name the "
+                    "folder with --with"
                 )
         for name in sorted(files):
             path = Path(folder, name)
@@ -98,8 +99,8 @@ def _files_below(root: Path) -> list[PackedFile]:
                 continue
             if not path.resolve().is_relative_to(root):
                 raise RefusedError(
-                    f"{path} is a link to {path.resolve()}, outside of {root}. "
-                    "Put the file there, or leave it out"
+                    f"{path} is a link to {path.resolve()}, outside of {root}, and such links "
+                    "are not packed. Replace the link by the file, or remove the link"
                 )
             packed.append(_packed_file(path, str(path.relative_to(root.parent))))
     return packed

@@ -117,8 +117,8 @@ class SweepOptions:
             above("sweep.minutes", self.minutes, 0)
         if self.scheduler == "pbt" and self.search == "optuna":
             raise ValueError(
-                "sweep.search=optuna: sweep.scheduler=pbt changes the values itself. "
-                "Set sweep.search=random"
+                "sweep.search=optuna cannot be used with sweep.scheduler=pbt, because pbt "
+                "changes the values itself. Set sweep.search=random"
             )
 
 
@@ -255,8 +255,9 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepPlan:
     options = build_object(SweepOptions, parsed.options, "sweep")
     if not space:
         raise RefusedError(
-            "sweep: no key has several values. Choose a space with sweep=NAME, or give values, "
-            "such as method.fedprox.mu=0.01,0.1,1 or local.lr='tag(log, interval(1e-3, 1))'"
+            "sweep: no key has several values, so there is nothing to search. Choose a search "
+            "space with sweep=NAME, or give a key several values, such as "
+            "method.fedprox.mu=0.01,0.1,1 or local.lr='tag(log, interval(1e-3, 1))'"
         )
     group_names = find_groups([user_path(folder).absolute() for folder in conf]).files
     _check_space(space, set(group_names))

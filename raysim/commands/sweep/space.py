@@ -101,7 +101,7 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
     if isinstance(values, Choice):
         if not values.values:
             raise RefusedError(
-                f"{key}: it has no values to choose from. Give values, such as {key}=a,b"
+                f"{key} has no values to choose from. Give values, such as {key}=a,b"
             )
         return values
     low, high = values.low, values.high

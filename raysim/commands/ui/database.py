@@ -61,9 +61,9 @@ def find_root(path: str) -> Path:
         if (root / DATABASE).is_file() or any(_stored_folders(root)):
             return root
     raise RefusedError(
-        f"{path} has no runs for MLflow. Runs with tracking=none store nothing for MLflow, and "
-        "runs with tracking.uri send their rows to a server. Give the folder that runs are in, or "
-        "the address of a server"
+        f"{path} contains no runs that MLflow can show. Runs with tracking=none store nothing "
+        "for MLflow, and runs with tracking.uri store their rows on an MLflow server. Give the "
+        "folder of other runs, or the address of that server"
     )
 
 

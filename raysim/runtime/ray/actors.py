@@ -411,7 +411,7 @@ class RayRuntime:
                 unreachable = self._unreachable_workers()
                 if unreachable:
                     workers = ", ".join(map(str, unreachable))
-                    raise WorkerDiedError(f"the node of worker {workers} is lost")
+                    raise WorkerDiedError(f"the nodes of these workers are lost: {workers}")
             return ray.get(ref)
         except LOSSES as error:
             raise WorkerDiedError(first_line(error)) from None
@@ -713,7 +713,7 @@ class RayRuntime:
         except UnequalWorkersError as error:
             raise RunStoppedError(
                 f"worker {worker} died, and the results of its replacement would differ in the "
-                f"last bits. {error} After that, continue the run with resume=latest."
+                f"last bits. {error} When this is done, continue the run with resume=latest."
             ) from None
 
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:

@@ -234,9 +234,9 @@ def _check_capacity(bundles: Sequence[Mapping[str, float]], options: RayOptions)
     capacity = worker_capacity(node_resources(), worker, options.strategy)
     if capacity is not None and capacity < workers:
         raise NoRoomError(
-            f"runtime.workers={workers} needs {workers} x {format_resources(worker)}, but only "
-            f"{capacity} fit after the cluster lost a node. Start a node, or decrease "
-            "runtime.workers."
+            f"runtime.workers={workers}: each worker needs {format_resources(worker)}, and since "
+            f"the cluster lost a node, it has room for only {capacity} workers. Start a node, or "
+            "decrease runtime.workers."
         )
 
 

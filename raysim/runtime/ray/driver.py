@@ -190,8 +190,9 @@ def _limit_by_memory(
     limited = limit_by_memory(size, options, cluster, need)
     if limited != size:
         say(
-            f"{limited.workers} of {size.workers} possible workers start: each needs about "
-            f"{format_bytes(need)} of the nodes' memory (runtime.workers sets another number)"
+            f"{limited.workers} of {size.workers} possible workers start, because each worker "
+            f"needs about {format_bytes(need)} of its node's memory (runtime.workers can set "
+            "another number)"
         )
     return limited
 
@@ -396,9 +397,9 @@ def _receive(
             place = f" See what its threads execute: {stacks}" if stacks else ""
             say(
                 f"no message from the coordinator for {silent_s:g} s. Either workers are still "
-                "starting, or Ray has no room to replace a dead worker; in that case the run "
-                f"restarts from its last checkpoint in {ROOM_CHECK_S} to {REPLACEMENT_TIMEOUT_S} s."
-                f"{place}"
+                "starting, or a worker died and Ray has no room to replace it. If a worker died, "
+                f"the run restarts from its last checkpoint after {ROOM_CHECK_S} to "
+                f"{REPLACEMENT_TIMEOUT_S} s.{place}"
             )
     raise ProcessLostError(
         f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s, which "
