@@ -167,9 +167,10 @@ class Dann(Method):
         steps = run.local.steps
         run.require(
             self.mode == "grl" or steps is None or steps >= period,
-            f"local.steps={steps}: method 'dann' repeats {self.discriminator_steps} steps of the "
-            "discriminator (method.dann.discriminator_steps) and one step of the classifier, "
-            f"which are {period} steps. Set local.steps={period} or more.",
+            f"local.steps={steps} is less than {period}, the steps of method 'dann' until both its "
+            "networks are trained: one step of the classifier, and "
+            f"method.dann.discriminator_steps={self.discriminator_steps} of the discriminator. "
+            f"Set local.steps={period} or more.",
         )
         size, width = run.model.feature_dim, self.width
         layers = (

@@ -145,8 +145,9 @@ class FedBuff(Method):
             return
         run.require(
             run.weighting != "samples",
-            f"weighting=samples: with method.fedbuff.normalization={self.normalization}, a "
-            "larger number of samples makes the server's step longer. Set weighting=uniform, or "
+            "weighting=samples cannot be used with "
+            f"method.fedbuff.normalization={self.normalization}, because a larger number of "
+            "samples would make the server's step longer. Set weighting=uniform, or "
             "method.fedbuff.normalization=weights.",
         )
         weighers = run.others_fill("weigh")

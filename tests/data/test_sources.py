@@ -272,7 +272,7 @@ def test_mnist_cache_of_old_torchvision_is_not_read(tmp_path: Path) -> None:
     assert np.array_equal(built.inputs[:, 0], images) and built.train_rows == 6
     for file in (tmp_path / "MNIST/raw").iterdir():
         file.unlink()
-    with pytest.raises(ValueError, match=r"MNIST/processed,"):
+    with pytest.raises(ValueError, match=r"MNIST/processed\."):
         Mnist(root=str(tmp_path)).build()
 
 

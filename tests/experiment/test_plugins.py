@@ -184,7 +184,7 @@ def test_allow_accepts_package_in_current_folder(
         ),
         (
             "_target_: quietly.Quiet\n",
-            r"bad\.yaml begins with _target_",
+            r"bad\.yaml has _target_",
         ),
         ("", r"bad\.yaml is empty"),
         (
