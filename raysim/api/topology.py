@@ -352,8 +352,8 @@ def _check_row(row: Mapping[int, float], replica: int, replicas: int, key: str) 
     total = sum(row.values())
     if abs(total - 1) > WEIGHT_TOLERANCE:
         raise ValueError(
-            f"{key}: the weights with which replica {replica} averages the replicas sum to "
-            f"{total:g}, but they must sum to 1. Correct these weights."
+            f"{key}: the averaging weights of replica {replica} sum to {total:g}, but they must "
+            "sum to 1. Correct these weights."
         )
 
 

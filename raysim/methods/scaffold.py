@@ -54,9 +54,9 @@ def effective_steps(num_steps: int, momentum: float) -> float:
     """
     if num_steps < 1 or not 0.0 <= momentum < 1.0:
         raise ValueError(
-            "method 'scaffold' needs local.momentum from 0 to below 1 and at least one local "
-            f"step, but local.momentum={momentum} and the job has {num_steps} steps. Set "
-            "local.momentum below 1, and local.epochs or local.steps to 1 or more."
+            f"local.momentum={momentum} with {num_steps} local steps: method 'scaffold' needs a "
+            "momentum below 1 and at least one step. Set local.momentum below 1, and "
+            "local.epochs or local.steps to 1 or more."
         )
     geometric = momentum * (1.0 - momentum**num_steps) / (1.0 - momentum)
     return (num_steps - geometric) / (1.0 - momentum)

@@ -160,7 +160,7 @@ class Fleet:
         """
         if seconds > self.patience:
             raise ValueError(
-                f"fleet.off={self.off:g}: a run would wait {seconds:,.0f} virtual seconds on "
+                f"fleet.off={self.off:g} makes a run wait {seconds:,.0f} s of virtual time on "
                 f"average for an available client, more than fleet.patience={self.patience:g} s. "
                 "Decrease fleet.off, or increase fleet.patience."
             )
