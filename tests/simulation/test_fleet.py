@@ -325,7 +325,7 @@ def test_unknown_fleet_key_is_refused_with_the_nearest(words: list[str], text: s
     [
         (
             ["schedule=buffered", "schedule.concurrency=2", "schedule.size=3"],
-            "schedule.size=3 is more than the 2",
+            "schedule.size=3 is more than schedule.concurrency=2",
         ),
         (
             ["schedule=tiered", "schedule.tiers=11", "schedule.cohort=1"],
