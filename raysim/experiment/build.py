@@ -268,7 +268,7 @@ def _build_experiment(
         *client_warnings,
         *network.warnings,
         *declarations.warnings,
-        *_warmup_warnings(settings),
+        *_rate_warnings(settings),
         *output_warnings(spec, declarations.networks["model"]),
         *weight_warnings(declarations.networks["model"]),
     )
@@ -287,9 +287,22 @@ def _build_experiment(
     )
 
 
-def _warmup_warnings(settings: RunSettings) -> list[str]:
-    """Return a warning if the run, or each of its jobs, ends before the warm-up does."""
+def _rate_warnings(settings: RunSettings) -> list[str]:
+    """Return warnings of settings of the learning rate that have no effect.
+
+    For example, the run, or each of its jobs, may end before the warm-up does.
+    """
     local, texts = settings.local, []
+    if local.drop_every is not None and local.schedule != "step":
+        texts.append(
+            f"local.drop_every={local.drop_every} has no effect with local.schedule="
+            f"{local.schedule}; set local.schedule=step to let the learning rate drop"
+        )
+    if local.final_lr and local.schedule not in ("cosine", "linear"):
+        texts.append(
+            f"local.final_lr={local.final_lr:g} has no effect with local.schedule="
+            f"{local.schedule}; set local.schedule=cosine or linear to let the learning rate fall"
+        )
     if local.warmup_rounds and local.warmup_rounds >= settings.rounds:
         texts.append(
             f"local.warmup_rounds={local.warmup_rounds}: the run has rounds={settings.rounds}, so "

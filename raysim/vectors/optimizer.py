@@ -44,6 +44,11 @@ class OptimizerSettings:
         one_of("local.optimizer", self.kind, OPTIMIZERS)
         at_least("local.momentum", self.momentum, 0.0)
         at_least("local.weight_decay", self.weight_decay, 0.0)
+        if self.kind != "sgd" and self.nesterov:
+            raise ValueError(
+                f"local.nesterov=true has no effect with local.optimizer={self.kind}. Set "
+                "local.nesterov=false."
+            )
         if self.nesterov and not self.momentum:
             raise ValueError("local.nesterov=true needs momentum. Set local.momentum above 0.")
         if self.kind != "sgd" and self.momentum:

@@ -260,6 +260,22 @@ def test_warmup_longer_than_the_run_gets_a_warning(words: list[str], key: str) -
     assert not [text for text in build([*DATA, *ROUNDS, *shorter]).warnings if "warmup" in text]
 
 
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["local.drop_every=2", "local.final_lr=0.01"], ["local.drop_every=2", "local.final_lr="]),
+        (["local.drop_every=2", "local.schedule=step"], []),
+        (["local.final_lr=0.01", "local.schedule=cosine"], []),
+    ],
+    ids=["constant", "step", "cosine"],
+)
+def test_settings_of_another_schedule_get_a_warning(words: list[str], keys: list[str]) -> None:
+    warnings = build([*DATA, *ROUNDS, *words]).warnings
+    found = [text for text in warnings if "has no effect with local.schedule=constant" in text]
+    assert len(found) == len(keys)
+    assert all(text.startswith(key) for text, key in zip(found, keys, strict=True))
+
+
 def test_misspelt_hook_gets_a_warning() -> None:
     def end(self: Any, job: Any) -> None:
         self.gradients(job)

@@ -10,10 +10,19 @@ import torch
 
 from raysim.vectors.optimizer import (
     LocalOptimizer,
+    OptimizerKind,
     OptimizerSettings,
     RecordedOptimizer,
     StackedOptimizer,
 )
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "lion", "muon"])
+def test_momentum_of_sgd_is_refused_by_other_optimizers(kind: OptimizerKind) -> None:
+    with pytest.raises(ValueError, match=rf"local\.momentum=0\.9 .*local\.optimizer={kind}"):
+        OptimizerSettings(kind, momentum=0.9)
+    with pytest.raises(ValueError, match=rf"local\.nesterov=true .*local\.optimizer={kind}"):
+        OptimizerSettings(kind, nesterov=True)
 
 
 @pytest.mark.parametrize("key", ["momentum", "weight_decay"])
