@@ -812,7 +812,7 @@ def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> No
     if not exists:
         raise RefusedError(
             f"out={without_password(out)} does not exist, and no override says what to train. "
-            "Give the overrides of a new run, or the folder of an existing run"
+            "Give the overrides of a new run, or the folder of an existing run."
         )
 
 
@@ -823,9 +823,11 @@ def _with_auto_resume(overrides: Sequence[str]) -> list[str]:
     """
     keys = {override.partition("=")[0] for override in overrides}
     if "resume" in keys:
-        raise RefusedError("--auto-resume: it has no effect with resume=.... Leave one of them out")
+        raise RefusedError(
+            "--auto-resume: it has no effect with resume=.... Leave one of them out."
+        )
     if "out" not in keys:
-        raise RefusedError("--auto-resume: it needs the folder of the run. Add out=DIR")
+        raise RefusedError("--auto-resume: it needs the folder of the run. Add out=DIR.")
     return [*overrides, "resume=latest"]
 
 
@@ -946,7 +948,7 @@ def _fleet(arguments: argparse.Namespace) -> int:
     count = {"convert": 2, "check": 1}[action]
     if len(files) != count:
         raise RefusedError(
-            f"fleet {action}: it takes {count} files, got {len(files)}. See raysim fleet -h"
+            f"fleet {action}: it takes {count} files, got {len(files)}. See raysim fleet -h."
         )
     from raysim.commands.fleet.fedscale import convert
     from raysim.simulation.trace import summarise_trace
@@ -977,7 +979,7 @@ def _new(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     if not arguments.runs:
         raise RefusedError(
-            "report: no folder is given. Give the folder of a run, or several folders"
+            "report: no folder is given. Give the folder of a run, or several folders."
         )
     from raysim.results.comparison import check_formats, report
 
@@ -985,7 +987,7 @@ def _report(arguments: argparse.Namespace) -> int:
     if form and (out is not None or arguments.format):
         flag = f"--out {out}" if out is not None else f"--format {arguments.format}"
         raise RefusedError(
-            f"{flag}: --{form} prints a table and writes nothing. Leave one of them out"
+            f"{flag}: --{form} prints a table and writes nothing. Leave one of them out."
         )
     formats = _split(arguments.format)
     check_formats(formats)
@@ -1039,7 +1041,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     with errors_as_refusals():
         if min(blocks, workers) < 1:
             raise RefusedError(
-                f"--blocks {blocks} --workers {workers}: both must be at least 1. Change them"
+                f"--blocks {blocks} --workers {workers}: both must be at least 1. Change them."
             )
         if names == ["gpu"]:
             return _bench_gpu(arguments)
@@ -1077,7 +1079,7 @@ def _check_workloads(names: Sequence[str]) -> None:
         if name in SEPARATE_BENCHMARKS and len(names) > 1:
             raise RefusedError(
                 f"bench {' '.join(names)}: {name} cannot be measured together with other "
-                f"workloads. Run raysim bench {name} alone, and the others in a second command"
+                f"workloads. Run raysim bench {name} alone, and the others in a second command."
             )
 
 

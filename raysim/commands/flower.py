@@ -81,7 +81,7 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
             valid = suggest(root, (*OWN_KEYS, *RUN_KEYS), "raysim flower run has")
             raise RefusedError(
                 f"{key} is not a key of raysim flower run. {valid}. Write settings of the app's "
-                f"own run config as --run-config '{word}'"
+                f"own run config as --run-config '{word}'."
             )
     configs = [to_dict(compose([*overrides, seed])) for seed in seeds]
     changed: dict[str, Any] = {}

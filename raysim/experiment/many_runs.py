@@ -133,7 +133,7 @@ def local_folder(out: str) -> Path:
     if "://" in out:
         raise RefusedError(
             f"out={without_password(out)} is a URL, which only `raysim run` accepts. Give a "
-            "folder; on a cluster, `raysim fetch JOB` brings it to your machine"
+            "folder; on a cluster, `raysim fetch JOB` brings it to your machine."
         )
     return user_path(out)
 

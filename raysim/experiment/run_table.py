@@ -98,7 +98,7 @@ def load_plan(folder: Path, command: str) -> Node:
     if not {"overrides", "conf"} <= plan.keys():
         raise RefusedError(
             f"{path}: raysim {command} writes overrides and conf into this file, but they are "
-            f"missing. Restore the file, or start the {command} in a new folder"
+            f"missing. Restore the file, or start the {command} in a new folder."
         )
     return plan
 
@@ -122,7 +122,7 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     if old_plan and (folder / old_plan).is_file():
         raise RefusedError(
             f"out={folder}: an earlier version of raysim wrote this {command} ({old_plan}), and "
-            "this version cannot continue it. Start a new one in another folder"
+            "this version cannot continue it. Start a new one in another folder."
         )
     keys = {override.partition("=")[0] for override in overrides}
     is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))

@@ -685,7 +685,7 @@ def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any
             raise ValueError(f"--parts {part} does not exist. Use {', '.join(PARTS)}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
-            f"--device {options.device}: torch sees no GPU. Check its driver, or set --device cpu"
+            f"--device {options.device}: torch sees no GPU. Check its driver, or set --device cpu."
         )
     path = make_folder(folder) / RESULTS
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

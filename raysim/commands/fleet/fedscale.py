@@ -106,20 +106,20 @@ def _read_clients(file: str, key: str) -> Mapping[Any, Mapping[str, Any]]:
     except Exception as error:  # a damaged pickle fails in many ways
         raise ValueError(
             f"{file} is not a pickle of FedScale ({first_line(error)}). Give FedScale's file "
-            "client_device_capacity first, and its file client_behave_trace second"
+            "client_device_capacity first, and its file client_behave_trace second."
         ) from error
     if not isinstance(clients, dict) or not clients:
         raise ValueError(
             f"{file} is not a pickle of FedScale, because it holds no dictionary of clients. "
             "Give FedScale's file client_device_capacity first, and its file client_behave_trace "
-            "second"
+            "second."
         )
     for client, values in clients.items():
         if not isinstance(values, dict) or key not in values:
             raise ValueError(
                 f"{file} is not the right pickle of FedScale, because client {client} has no "
                 f"{key!r}. Give the file client_device_capacity first, and the file "
-                "client_behave_trace second"
+                "client_behave_trace second."
             )
     return clients
 

@@ -32,7 +32,7 @@ def write(name: str) -> Path:
         folder.mkdir()
     except FileExistsError:
         raise RefusedError(
-            f"new {folder.name}: another process is creating {folder}. Choose another name"
+            f"new {folder.name}: another process is creating {folder}. Choose another name."
         ) from None
     for path in sorted(TEMPLATE.rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
@@ -47,7 +47,7 @@ def _check_name(folder: Path) -> None:
     if not (name.isidentifier() and name.islower()) or keyword.iskeyword(name):
         raise RefusedError(
             f"new {name}: this is not the name of a package. "
-            "Use small letters, digits and _, such as my_methods"
+            "Use small letters, digits and _, such as my_methods."
         )
     if folder.exists() or folder.is_symlink():
         raise RefusedError(
@@ -55,7 +55,7 @@ def _check_name(folder: Path) -> None:
         )
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
         raise RefusedError(
-            f"new {name}: Python has a package of this name already. Choose another name"
+            f"new {name}: Python has a package of this name already. Choose another name."
         )
 
 

@@ -149,7 +149,7 @@ def _with_runs(study: StudyPlan) -> StudyPlan:
     for name in names:
         if names.count(name) > 1:
             raise RefusedError(
-                f"{name}: two runs of this study would have this name. Give each value only once"
+                f"{name}: two runs of this study would have this name. Give each value only once."
             )
     return replace(study, runs=runs)
 
@@ -159,7 +159,7 @@ def _folder(out: Sequence[str]) -> Path:
         return dated_folder(Path("studies"))
     if len(out) > 1:
         raise RefusedError(
-            f"{' and '.join(out)}: a study is written into one folder. Keep one of these overrides"
+            f"{' and '.join(out)}: a study is written into one folder. Keep one of these overrides."
         )
     if "${" in out[0]:  # a reference to another key
         return local_folder(str(to_dict(compose(out))["out"]))
@@ -180,7 +180,7 @@ def _merge_stored_plan(study: StudyPlan) -> StudyPlan:
             raise RefusedError(
                 f"{key}: with {values} for this key, the names of the runs in {study.folder} "
                 "would change, so a study that continues cannot change this. Start another study "
-                "in a new folder"
+                "in a new folder."
             )
     return merged
 
@@ -206,9 +206,9 @@ def _seed(override: str) -> int:
     text = override.partition("=")[2]
     if re.fullmatch(r"\d+-\d+", text):
         counted = text.replace("-", "..")
-        raise RefusedError(f"{override}: this is not a number. Write seed={counted} for a range")
+        raise RefusedError(f"{override}: this is not a number. Write seed={counted} for a range.")
     if not text.isdigit():
-        raise RefusedError(f"{override}: a seed is a whole number of at least 0. Change it")
+        raise RefusedError(f"{override}: a seed is a whole number of at least 0. Change it.")
     return int(text)
 
 

@@ -53,7 +53,7 @@ class StudyResult:
             raise FileNotFoundError(
                 f"{path} does not exist, because too few runs of the study have finished. "
                 f"Continue the study with out={self.folder} resume=latest, or start a study with "
-                "more seeds"
+                "more seeds."
             )
         return pd.read_csv(path)
 
@@ -83,7 +83,7 @@ def study(
     `Interrupted` if the user stops the study.
     """
     if parallel < 1:
-        raise RefusedError(f"--parallel {parallel}: it must be at least 1. Change it")
+        raise RefusedError(f"--parallel {parallel}: it must be at least 1. Change it.")
     if isinstance(overrides, StudyPlan):
         planned = overrides
     else:

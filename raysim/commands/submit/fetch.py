@@ -78,13 +78,13 @@ def fetch(
     if not remote:
         raise RefusedError(
             f"job {job} has no out= in its command ({details.entrypoint}). Give its folder with "
-            "--folder"
+            "--folder."
         )
     if is_url(remote):
         return _fetch_url(remote, target, checkpoints)
     local = Path(target or Path(remote).name)
     if local.exists() and not local.is_dir():
-        raise RefusedError(f"{local} is a file. Give a folder for the results")
+        raise RefusedError(f"{local} is a file. Give a folder for the results.")
     left_out = [] if checkpoints else [CHECKPOINTS]
     words = ["python", "-c", PROGRAM, remote, str(int(limit_mb * MB)), *left_out]
     text = _run_on_node_of(client, details, shlex.join(words))
@@ -109,7 +109,7 @@ def _fetch_url(url: str, target: str | None, checkpoints: bool) -> Path:
         if not store.files():
             raise RefusedError(
                 f"{without_password(url)} has no files. Give a URL to which `raysim run out=URL` "
-                "wrote"
+                "wrote."
             )
         folder = make_folder(Path(target or split_address(url)[1]))
         fetch_files(store, folder, is_needed)
@@ -123,7 +123,7 @@ def _details(client: Any, job: str) -> Any:
         address = client.get_address()
         raise RefusedError(
             f"job {job} is unknown to {address} ({first_line(error).rstrip('.')}). "
-            f"`RAY_AUTH_MODE=token ray job list --address {address}` shows the jobs"
+            f"`RAY_AUTH_MODE=token ray job list --address {address}` shows the jobs."
         ) from error
 
 
@@ -162,7 +162,7 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
         raise RefusedError(
             f"{client.get_address()} did not accept the job that packs the results "
             f"({first_line(error)}). Correct the cause, or copy the results folder from the node "
-            "that wrote it"
+            "that wrote it."
         ) from error
     output: list[str] = []
     connection = job_server.ConnectionToJob(client, job, output.append, _say)
@@ -185,19 +185,19 @@ def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
         if line.startswith(ERROR + "no folder"):
             raise RefusedError(
                 f"job {job}: {line.removeprefix(ERROR)} on its node. Wait until the run has "
-                "started, or give the folder with --folder"
+                "started, or give the folder with --folder."
             )
         if line.startswith(ERROR):
             size_mb = int(line.removeprefix(ERROR).split()[0]) / MB
             raise RefusedError(
                 f"--limit {limit_mb:g} MB: the archive of {folder} is larger, {size_mb:.0f} MB. "
-                f"Set --limit {size_mb + 1:.0f}, or copy the folder from its node"
+                f"Set --limit {size_mb + 1:.0f}, or copy the folder from its node."
             )
     if BEGIN not in lines or END not in lines:
         reason = lines[-1] if lines else "it printed nothing"
         raise RefusedError(
             f"job {job}: the node that ran this job could not pack the results ({reason}). "
-            "Correct the cause, or copy the results folder from that node"
+            "Correct the cause, or copy the results folder from that node."
         )
     encoded = lines[lines.index(BEGIN) + 1 : lines.index(END)]
     return b"".join(map(base64.b64decode, encoded))

@@ -75,7 +75,7 @@ def connect(url: str) -> JobSubmissionClient:
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
             f"--address {url}: this address is not a Ray job server ({first_line(error)}). Check "
-            "host and port"
+            "host and port."
         ) from error
 
 
@@ -88,7 +88,7 @@ def _check_connection(url: str) -> None:
     except OSError as error:
         raise ValueError(
             f"--address {url}: no cluster answers ({error}). Start one with `ray start --head`, or "
-            "open a tunnel to its head node with `ray dashboard` or `kubectl port-forward`"
+            "open a tunnel to its head node with `ray dashboard` or `kubectl port-forward`."
         ) from error
 
 
@@ -102,7 +102,7 @@ def _check_token_file() -> None:
         return
     if not (Path(path).is_file() and Path(path).read_text().strip()):
         raise ValueError(
-            f"RAY_AUTH_TOKEN_PATH={path} is a file without a token. Put the cluster's token there"
+            f"RAY_AUTH_TOKEN_PATH={path} is a file without a token. Put the cluster's token there."
         )
 
 
@@ -147,7 +147,7 @@ def submit(client: JobSubmissionClient, entrypoint: str, runtime_env: Mapping[st
         address = client.get_address()
         raise ValueError(
             f"--address {address}: the cluster does not accept the job: {reason.rstrip('.')}. "
-            "Correct the cause, and submit the job again"
+            "Correct the cause, and submit the job again."
         ) from error
 
 
@@ -220,7 +220,7 @@ class ConnectionToJob:
             raise RunStoppedError(
                 f"the job server at {address} does not know job {self.job} any more, most often "
                 "because the head node was started again. Submit the job again with resume=latest "
-                "to continue from its last checkpoint"
+                "to continue from its last checkpoint."
             ) from error
         now = time.monotonic()
         if self._broken_since is None:
@@ -235,7 +235,7 @@ class ConnectionToJob:
                 f"{self._wait_s:g} s. If Ray still runs on its head node, the job continues: "
                 f"{describe_commands(address, self.job)}. Otherwise start Ray there again and "
                 "submit the same command with resume=latest, which continues from the last "
-                "checkpoint"
+                "checkpoint."
             ) from error
         time.sleep(min(RECONNECT_INTERVAL_S, self._wait_s))
 

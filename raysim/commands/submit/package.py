@@ -72,10 +72,12 @@ def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
     for argument in extra:
         path = Path(os.path.realpath(user_path(argument)))
         if not path.exists():
-            raise RefusedError(f"--with {argument} does not exist. Give an existing file or folder")
+            raise RefusedError(
+                f"--with {argument} does not exist. Give an existing file or folder."
+            )
         if path.name in names:
             raise RefusedError(
-                f"--with {argument}: the package already has a {path.name}. Rename one of them"
+                f"--with {argument}: the package already has a {path.name}. Rename one of them."
             )
         names.add(path.name)
         files += _files_below(path) if path.is_dir() else [_packed_file(path, path.name)]
@@ -91,7 +93,7 @@ def _files_below(root: Path) -> list[PackedFile]:
                 raise RefusedError(
                     f"{Path(folder, name)} is a link to a folder, and links to folders are not "
                     "packed. Replace the link by the folder, or remove the link and name the "
-                    "folder with --with"
+                    "folder with --with."
                 )
         for name in sorted(files):
             path = Path(folder, name)
@@ -100,7 +102,7 @@ def _files_below(root: Path) -> list[PackedFile]:
             if not path.resolve().is_relative_to(root):
                 raise RefusedError(
                     f"{path} is a link to {path.resolve()}, outside of {root}, and such links "
-                    "are not packed. Replace the link by the file, or remove the link"
+                    "are not packed. Replace the link by the file, or remove the link."
                 )
             packed.append(_packed_file(path, str(path.relative_to(root.parent))))
     return packed
@@ -274,7 +276,7 @@ def _check_out(command: JobCommand) -> None:
     raise RefusedError(
         f"{subject} in the job's own folder, which the cluster deletes. Set out to permanent "
         "storage, such as out=/shared/runs/first or out=s3://bucket/first, or set tracking.uri "
-        "to an MLflow server"
+        "to an MLflow server."
     )
 
 
@@ -289,7 +291,7 @@ def _check_packed(command: JobCommand, files: Sequence[PackedFile]) -> None:
         top = Path(value).parts[0]
         if top not in names:
             raise RefusedError(
-                f"{flag} {value} is not in the package. Add --with {top} before the command"
+                f"{flag} {value} is not in the package. Add --with {top} before the command."
             )
 
 

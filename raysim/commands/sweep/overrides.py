@@ -77,7 +77,7 @@ def _option_value(option: str, override: SettingOverride) -> Any:
     if option.partition(".")[0] == "space":
         raise RefusedError(
             f"{override.text}: the search space cannot be set as a whole. Give values for each "
-            "key, such as local.lr=0.01,0.1"
+            "key, such as local.lr=0.01,0.1."
         )
     return single_override(override.text).value
 
@@ -85,7 +85,7 @@ def _option_value(option: str, override: SettingOverride) -> Any:
 def _check_renamed(option: str) -> None:
     key = f"{SWEEP}.{option}"
     if key in RENAMED_KEYS:
-        raise RefusedError(f"{key} is now called {RENAMED_KEYS[key]}. Write the new name")
+        raise RefusedError(f"{key} is now called {RENAMED_KEYS[key]}. Write the new name.")
 
 
 def _listed_range(key: str, values: Any) -> ValueRange:
@@ -117,5 +117,5 @@ def _range(override: SettingOverride) -> ValueRange:
     raise RefusedError(
         f"{override.text}: this is not a range. Write {key}=VALUE,VALUE or "
         f"{key}='interval(LOW, HIGH)', 'int(interval(LOW, HIGH))' or "
-        "'tag(log, interval(LOW, HIGH))'"
+        "'tag(log, interval(LOW, HIGH))'."
     )

@@ -118,7 +118,7 @@ class SweepOptions:
         if self.scheduler == "pbt" and self.search == "optuna":
             raise ValueError(
                 "sweep.search=optuna cannot be used with sweep.scheduler=pbt, because pbt "
-                "changes the values itself. Set sweep.search=random"
+                "changes the values itself. Set sweep.search=random."
             )
 
 
@@ -190,7 +190,7 @@ class SweepPlan:
             if self.options.trials not in (None, len(points)):
                 raise RefusedError(
                     f"sweep.trials={self.options.trials}: a grid runs all of its trials, which are "
-                    f"{len(points)} here. Leave sweep.trials out"
+                    f"{len(points)} here. Leave sweep.trials out."
                 )
             return points
         count = DRAWS_PER_TRIAL * self.trials
@@ -257,7 +257,7 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepPlan:
         raise RefusedError(
             "sweep: no key has several values, so there is nothing to search. Choose a search "
             "space with sweep=NAME, or give a key several values, such as "
-            "method.fedprox.mu=0.01,0.1,1 or local.lr='tag(log, interval(1e-3, 1))'"
+            "method.fedprox.mu=0.01,0.1,1 or local.lr='tag(log, interval(1e-3, 1))'."
         )
     group_names = find_groups([user_path(folder).absolute() for folder in conf]).files
     _check_space(space, set(group_names))
@@ -291,9 +291,9 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
     for key, values in space.items():
         reason = WHY_NOT_SEARCHED.get(key.partition(".")[0])
         if reason:
-            raise RefusedError(f"{key} cannot be searched: {reason}. Give it one value")
+            raise RefusedError(f"{key} cannot be searched: {reason}. Give it one value.")
         if key in group_names and isinstance(values, Interval):
-            raise RefusedError(f"{key}: its values are names of options. Write {key}=a,b")
+            raise RefusedError(f"{key}: its values are names of options. Write {key}=a,b.")
 
 
 def _check_changeable(space: Mapping[str, ValueRange], option_keys: set[str]) -> None:
@@ -308,7 +308,7 @@ def _check_changeable(space: Mapping[str, ValueRange], option_keys: set[str]) ->
         if key in option_keys or key.partition(".")[0] not in ("method", "local"):
             raise RefusedError(
                 f"{key}: sweep.scheduler=pbt changes values during a run, but this key cannot "
-                "change then. Search keys of method.* or local.*, or leave the scheduler out"
+                "change then. Search keys of method.* or local.*, or leave the scheduler out."
             )
 
 
@@ -368,7 +368,7 @@ def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...
         if override not in stored["overrides"] and not is_changeable:
             raise RefusedError(
                 f"{override}: this setting cannot change in a sweep that has begun. Leave it out, "
-                "or start a sweep in a new folder"
+                "or start a sweep in a new folder."
             )
         if key not in ("out", "resume"):
             merged[key] = override
@@ -378,7 +378,7 @@ def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...
         raise RefusedError(
             f"out={folder}: the configuration files, or raysim itself, have changed since this "
             "sweep began, so its trials would not be comparable. Restore them, or start a sweep "
-            "in a new folder"
+            "in a new folder."
         )
     return SweepRequest(sweep_plan, folder, conf)
 

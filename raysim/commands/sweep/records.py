@@ -132,7 +132,7 @@ class TrialRecords:
             except (OSError, ValueError, TypeError, KeyError) as error:
                 raise RefusedError(
                     f"{path}: the trial cannot be read ({error}). Delete the file to run the "
-                    "trial again"
+                    "trial again."
                 ) from error
             self.all[record.number] = record
 

@@ -102,13 +102,13 @@ def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
     """
     if plan.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
         raise RefusedError(
-            "sweep.search=optuna needs Optuna. Run pip install optuna, or set sweep.search=random"
+            "sweep.search=optuna needs Optuna. Run pip install optuna, or set sweep.search=random."
         )
     experiments = [build(plan.node(point), allow) for point in plan.samples()]
     if experiments[0].spec.settings.checkpoint.folder:
         raise RefusedError(
             "checkpoint.folder is for one run, but a sweep has many. Leave it out: each run's "
-            "checkpoints are in its own folder"
+            "checkpoints are in its own folder."
         )
     return experiments
 

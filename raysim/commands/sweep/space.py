@@ -101,16 +101,18 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
     if isinstance(values, Choice):
         if not values.values:
             raise RefusedError(
-                f"{key} has no values to choose from. Give values, such as {key}=a,b"
+                f"{key} has no values to choose from. Give values, such as {key}=a,b."
             )
         return values
     low, high = values.low, values.high
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise RefusedError(f"{key}=interval({low:g}, {high:g}) is empty. Write the lower end first")
+        raise RefusedError(
+            f"{key}=interval({low:g}, {high:g}) is empty. Write the lower end first."
+        )
     if values.log and low <= 0:
         raise RefusedError(
             f"{key}=tag(log, interval({low:g}, {high:g})): the lower end must be above 0 for a "
-            "logarithm. Set it above 0, or leave tag(log, ...) out"
+            "logarithm. Set it above 0, or leave tag(log, ...) out."
         )
     return values
 
@@ -140,7 +142,7 @@ def grid_points(space: Space) -> list[Point]:
             ends = f"{values.low:g},{values.high:g}"
             raise RefusedError(
                 f"{key}: sweep.search=grid needs a list of values, not an interval. "
-                f"Write {key}={ends}, or set sweep.search=random"
+                f"Write {key}={ends}, or set sweep.search=random."
             )
         lists.append(values.values)
     return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*lists)]

@@ -51,7 +51,7 @@ def find_root(path: str) -> Path:
     folder = user_path(path).resolve()
     if not folder.is_dir():
         raise RefusedError(
-            f"{path} is no folder. Give the folder that runs are in, or the address of a server"
+            f"{path} is no folder. Give the folder that runs are in, or the address of a server."
         )
     for study in (folder, *folder.parents[:2]):
         is_tracked = (study / RECORD).is_file() or (study / DATABASE).is_file()
@@ -63,7 +63,7 @@ def find_root(path: str) -> Path:
     raise RefusedError(
         f"{path} contains no runs that MLflow can show. Runs with tracking=none store nothing "
         "for MLflow, and runs with tracking.uri store their rows on an MLflow server. Give the "
-        "folder of other runs, or the address of that server"
+        "folder of other runs, or the address of that server."
     )
 
 

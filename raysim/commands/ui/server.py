@@ -55,7 +55,7 @@ def show_charts(folder_or_address: str, port: int, opens_browser: bool) -> int:
     database = RunDatabase(find_root(folder_or_address), _print)
     charts = CHARTS.format(make_experiment(database.uri))
     if _is_listening(port):
-        raise RefusedError(f"--port {port} is taken by another program. Give another one")
+        raise RefusedError(f"--port {port} is taken by another program. Give another one.")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background commands ignore the first
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryFile() as log:
@@ -84,7 +84,7 @@ def update_database(path: str) -> int:
     if path.startswith(("http://", "https://")):
         raise RefusedError(
             f"--update {path}: this is the address of a server, but only the database of a "
-            "folder can be updated. Runs write to a server themselves. Give a folder with runs"
+            "folder can be updated. Runs write to a server themselves. Give a folder with runs."
         )
     database = RunDatabase(find_root(path), _print)
     make_experiment(database.uri)
@@ -142,7 +142,7 @@ def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes])
     reason = lines[-1] if lines else "it printed nothing"
     raise RefusedError(
         f"--port {port}: MLflow's server did not start ({reason}). Correct the cause, or give "
-        "another port"
+        "another port."
     )
 
 
