@@ -137,4 +137,4 @@ page compression 0.3 jobs.compression_study
 page topology 0.2 jobs.topology_study
 
 # 9. A small GPT: full fine-tuning, DiLoCo and adapters, three seeds, in docs/studies/language.md. About seven minutes for a run.
-page language 3.4 jobs.language_study
+page language 3.9 jobs.language_study
