@@ -8,7 +8,8 @@ have the same shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,26 +99,51 @@ class _BatchedLinear(torch.autograd.Function):
 
     x is [K, B, n], w [K, m, n], b [K, m] or None. `backward` returns the gradient of w in the
     memory layout of w. Autograd would return it in the memory layout of w^T, and adding it to w
-    would then take longer than the products.
+    would then take longer than the products. The gradient is written into `grad_w` [K, m, n], which
+    every step overwrites: new memory for each step would take longer than the product, because the
+    system clears its pages.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    def forward(ctx: Any, grad_w: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         """Return x w^T + b: [K, B, m]."""
         ctx.save_for_backward(x, w)
+        ctx.grad_w = grad_w
         if b is None:
             return torch.bmm(x, w.transpose(1, 2))
         return torch.baddbmm(b.unsqueeze(1), x, w.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Return the gradients of x, w and b."""
+        """Return the gradients of x, w and b; None for `grad_w`."""
         x, w = ctx.saved_tensors
-        grad_x = torch.bmm(grad, w) if ctx.needs_input_grad[0] else None
-        grad_w = torch.bmm(grad.transpose(1, 2), x)
-        if len(ctx.needs_input_grad) == 2:
-            return grad_x, grad_w
-        return grad_x, grad_w, grad.sum(1)
+        grad_x = torch.bmm(grad, w) if ctx.needs_input_grad[1] else None
+        torch.bmm(grad.transpose(1, 2), x, out=ctx.grad_w)
+        if len(ctx.needs_input_grad) == 3:
+            return None, grad_x, ctx.grad_w
+        return None, grad_x, ctx.grad_w, grad.sum(1)
+
+
+class _LinearLanes:
+    """A linear layer of all lanes; a call computes its outputs [K, B, m] from inputs [K, B, n].
+
+    parts: the weights [K, m, n] and, if the layer has one, the bias [K, m].
+    precision: the dtype of the products; None takes the dtype of the weights.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], precision: torch.dtype | None):
+        self.parts, self.precision = parts, precision
+        weights = parts[0]
+        dtype = precision or weights.dtype
+        self.grad_w = torch.empty(weights.shape, dtype=dtype, device=weights.device)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        parts = self.parts
+        if self.precision is not None:
+            inputs = inputs.to(self.precision)
+            parts = [part.to(self.precision) for part in parts]
+        outputs: Tensor = _BatchedLinear.apply(self.grad_w, inputs, *parts)
+        return outputs
 
 
 class BatchedLanes(LaneLoop[Lane]):
@@ -130,9 +156,9 @@ class BatchedLanes(LaneLoop[Lane]):
         super().__init__(trainer, data, counters, Lane)
         layers = linear_chain(vector.networks, len(trainer.task.shape))
         assert layers is not None, "`check_step_mode` comes first"
-        self.layers = layers
         self.group = trainer.step.group(_TASK.trains)
         self.leaves, self.targets = self._leaves()
+        self.layers = [self._batched(layer) for layer in layers]
         self.trained = [self.leaves[id(parameter)] for parameter in self.group.params]
         self.optimizer = StackedOptimizer(trainer.step.optimizer, self.targets)
         largest = max(1, int(trainer.partition.counts.max(initial=0)))
@@ -159,6 +185,15 @@ class BatchedLanes(LaneLoop[Lane]):
         if self.trainer.step.clip:
             return leaves, [self.data[:, run] for run in self.group.runs]
         return leaves, [leaves[id(parameter)].detach() for parameter in self.group.params]
+
+    def _batched(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Return the function that computes a layer for all lanes at once."""
+        if isinstance(layer, nn.Linear):
+            parts = [self.leaves[id(parameter)] for parameter in layer.parameters()]
+            return _LinearLanes(parts, self.trainer.step.precision)
+        if isinstance(layer, nn.Flatten):
+            return functools.partial(torch.flatten, start_dim=2)
+        return layer
 
     # --- a lane's job ------------------------------------------------------------------------
     def start(self, lane: Lane) -> None:
@@ -203,7 +238,8 @@ class BatchedLanes(LaneLoop[Lane]):
         inputs, targets, weights = self._stack(busy)
         outputs = self._outputs(inputs).to(self.data.dtype).flatten(0, 1)
         rows = self.trainer.task.objective.losses(outputs, targets.flatten(0, 1))
-        gradients = list(torch.autograd.grad(rows, self.trained, weights.flatten()))
+        loss = torch.dot(rows, weights.flatten())
+        gradients = list(torch.autograd.grad(loss, self.trained))
         busy_rows = [lane.row for lane in busy]
         rate = busy[0].ctx.rate
         self.optimizer.step_rows(busy_rows, self.targets, self._clip(gradients), rate)
@@ -212,18 +248,9 @@ class BatchedLanes(LaneLoop[Lane]):
 
     def _outputs(self, inputs: Tensor) -> Tensor:
         """Return the outputs of all lanes' networks, [K, B, C], for inputs [K, B, ...]."""
-        x, precision = inputs, self.trainer.step.precision
         for layer in self.layers:
-            if isinstance(layer, nn.Linear):
-                parts = [self.leaves[id(parameter)] for parameter in layer.parameters()]
-                if precision is not None:
-                    x, parts = x.to(precision), [part.to(precision) for part in parts]
-                x = _BatchedLinear.apply(x, *parts)
-            elif isinstance(layer, nn.Flatten):
-                x = x.flatten(2)
-            else:
-                x = layer(x)
-        return x
+            inputs = layer(inputs)
+        return inputs
 
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
         """Scale down each lane's gradient if its norm is above `local.clip`.

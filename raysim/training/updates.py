@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 
@@ -48,9 +49,14 @@ def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
     """
     if not rows:
         return losses.new_full((), nan)
-    weights = to_device(np.array(rows, np.int64), losses.device)
-    wide = widest_float(losses.device)
-    return torch.dot(losses.to(wide), weights.to(wide)) / sum(rows)
+    weights = _row_weights(tuple(rows), losses.device)
+    return torch.dot(losses.to(weights.dtype), weights) / sum(rows)
+
+
+@functools.lru_cache(maxsize=64)
+def _row_weights(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the numbers of rows as a tensor [batches]; many jobs have the same batches."""
+    return to_device(np.array(rows, np.int64), device).to(widest_float(device))
 
 
 class UpdateBuilder:
