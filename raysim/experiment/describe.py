@@ -222,7 +222,7 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
         concurrency *= network.replicas
     expected = forecast(planner, spec.settings.rounds, workers)
     texts = [
-        f"about {expected.at_work:.1f} of {concurrency} clients at work, "
+        f"about {expected.in_flight:.1f} of {concurrency} clients at work, "
         f"an aggregation every {expected.seconds:.3g} s of virtual time"
     ]
     if expected.staleness:

@@ -101,7 +101,7 @@ def list_complete(folder: Path) -> list[Path]:
 
 
 def find_latest(where: str | Path) -> str:
-    """Return the address of the last complete checkpoint in a place; "" if there is none.
+    """Return the address of the last complete checkpoint in `where`; "" if there is none.
 
     where: a folder or a URL.
     """
@@ -122,30 +122,29 @@ def _folder(version: int) -> str:
     return f"round-{version:06d}"
 
 
-def _files_by_version(place: Store) -> dict[int, Sequence[str]]:
-    """Return the names of the files of each checkpoint, by its version.
+def _files_by_version(store: Store) -> dict[int, Sequence[str]]:
+    """Return the names of each checkpoint's files, by the checkpoint's version.
 
-    Folders without files are left out.
-    place: the store of the checkpoints: a folder, or storage behind a URL.
+    A checkpoint without files is left out.
     """
-    folders = [name for name in place.names() if re.fullmatch(r"round-\d+", name)]
-    files = {int(folder.removeprefix("round-")): place.names(folder) for folder in folders}
+    folders = [name for name in store.names() if re.fullmatch(r"round-\d+", name)]
+    files = {int(folder.removeprefix("round-")): store.names(folder) for folder in folders}
     return {version: files[version] for version in sorted(files) if files[version]}
 
 
-def _complete_versions(place: Store) -> list[int]:
-    return [version for version, files in _files_by_version(place).items() if MANIFEST in files]
+def _complete_versions(store: Store) -> list[int]:
+    return [version for version, files in _files_by_version(store).items() if MANIFEST in files]
 
 
-def _incomplete_versions(place: Store) -> list[int]:
-    return [version for version, files in _files_by_version(place).items() if MANIFEST not in files]
+def _incomplete_versions(store: Store) -> list[int]:
+    return [version for version, files in _files_by_version(store).items() if MANIFEST not in files]
 
 
 # --- writing --------------------------------------------------------------------------------------
 class Checkpoints:
     """A writer of one run's checkpoints, which keeps only the last few.
 
-    No other run may write to the same place.
+    No other run may write to the same folder or URL.
     where: a folder or a URL.
     keep: the number of checkpoints to keep.
     resume: the address of the checkpoint that the run continues from, or "". If it is in `where`,
@@ -178,13 +177,13 @@ class Checkpoints:
         Raises OSError if the checkpoint cannot be written, or if another process has begun to
         write.
         """
-        place = self._open()
+        store = self._open()
         if is_remote(self.where):
-            self._check_writer(place)
+            self._check_writer(store)
         if version != self._last:
             self._remove([version])
             try:
-                self._write(place, version, snapshot)
+                self._write(store, version, snapshot)
             except Exception:
                 with contextlib.suppress(OSError):  # the first error says more
                     self._remove_leftovers()
@@ -198,61 +197,58 @@ class Checkpoints:
             self.removal_failure = str(error)
         return f"{self.where}/{_folder(version)}"
 
-    def _write(self, place: Store, version: int, snapshot: Snapshot) -> None:
+    def _write(self, store: Store, version: int, snapshot: Snapshot) -> None:
         folder = _folder(version)
         rows = snapshot.numbers.get("rows", [])
         index = self._index.update(snapshot.jobs)
-        log = self._log | self._write_rows(place, rows)
-        log |= self._write_states(place, index, snapshot.clients)
+        log = self._log | self._write_rows(store, rows)
+        log |= self._write_states(store, index, snapshot.clients)
         index = index.with_sizes()
         log = _without_abandoned(log, index)
         numbers = {"format": FORMAT, **snapshot.numbers}
         if rows:
             numbers["rows"] = rows[len(rows) // _ROWS * _ROWS :]  # earlier rows are in the log
-        files = log | {_RUN: _write_json(place, f"{folder}/{_RUN}", numbers)}
+        files = log | {_RUN: _write_json(store, f"{folder}/{_RUN}", numbers)}
         for part, tensors in enumerate(_split(snapshot.server)):
             name = f"server-{part}.safetensors" if part else "server.safetensors"
-            files[name] = _write_tensors(place, f"{folder}/{name}", tensors)
+            files[name] = _write_tensors(store, f"{folder}/{name}", tensors)
         tables = {"states": index.states, "files": index.files}
-        files[_INDEX] = _write_tensors(place, f"{folder}/{_INDEX}", tables)
-        place.settle("log", folder)
+        files[_INDEX] = _write_tensors(store, f"{folder}/{_INDEX}", tables)
+        store.settle("log", folder)
         manifest = files | {MANIFEST: _digest_of_manifest(files)}
-        _write_json(place, f"{folder}/{MANIFEST}", manifest)
-        place.settle(folder, "")
+        _write_json(store, f"{folder}/{MANIFEST}", manifest)
+        store.settle(folder, "")
         self._manifests[version], self._last = files, version
         self._log, self._index = log, index
 
     def _write_states(
-        self, place: Store, index: StateIndex, clients: Mapping[int, Arrays]
+        self, store: Store, index: StateIndex, clients: Mapping[int, Arrays]
     ) -> dict[str, str]:
-        """Write the client states that are not in a file yet; return the new files' checksums.
+        """Write the client states that are not in a log file yet; return the new files' checksums.
 
         The checksums are by file name.
-        place: the store of the checkpoints.
-        index: says which file contains the state of each client; the new files are added to it.
-        clients: the states of all clients, by client. Only states for which `index` has no file
-        are read.
+        index: says which log file contains the state of each client. The new files are added to it.
+        clients: the state of each client. States that are in a log file already are not read.
         """
         files = {}
         for number, tensors in index.write_files(clients, self._next_number()):
             name = _states_name(number)
-            files[name] = _write_tensors(place, name, tensors)
+            files[name] = _write_tensors(store, name, tensors)
         return files
 
-    def _write_rows(self, place: Store, rows: Sequence[Any]) -> dict[str, str]:
-        """Write new rows of the history to files; return the new files' checksums by file name.
+    def _write_rows(self, store: Store, rows: Sequence[Any]) -> dict[str, str]:
+        """Write new rows of the history to log files; return the new files' checksums by file name.
 
-        Each file gets exactly `_ROWS` rows. If fewer rows remain at the end, this call does not
-        write them.
-        place: the store of the checkpoints.
-        rows: all rows of the history; those that are already in files are skipped.
+        Each file gets exactly `_ROWS` rows. The last rows, if they are fewer, are left for a later
+        call.
+        rows: all rows of the history. Rows that are in files already are skipped.
         """
         files = {}
         written = sum(name.startswith("log/rows-") for name in self._log)
         for number in range(written, len(rows) // _ROWS):
             # Numbers grow, so that the names of the files are in the order of the rows.
             name = f"log/rows-{self._next_number() + number - written:08d}.json"
-            files[name] = _write_json(place, name, rows[number * _ROWS : (number + 1) * _ROWS])
+            files[name] = _write_json(store, name, rows[number * _ROWS : (number + 1) * _ROWS])
         return files
 
     def _next_number(self) -> int:
@@ -272,31 +268,30 @@ class Checkpoints:
         The first call also removes unfinished files of a run that was killed.
         """
         if self._store is None:
-            self._store = place = open_store(self.where)
+            self._store = store = open_store(self.where)
             if is_remote(self.where):
-                _write_bytes(place, WRITER, self._writer.encode())
-            for version in _complete_versions(place):
-                self._manifests[version] = _manifest_if_valid(place, version)
-            self._continue_log(place)
+                _write_bytes(store, WRITER, self._writer.encode())
+            for version in _complete_versions(store):
+                self._manifests[version] = _manifest_if_valid(store, version)
+            self._continue_log(store)
             with contextlib.suppress(OSError):  # leftovers use space and do no harm
                 self._remove_leftovers()
         return self._store
 
-    def _check_writer(self, place: Store) -> None:
-        with place.local(WRITER) as path:
+    def _check_writer(self, store: Store) -> None:
+        with store.local(WRITER) as path:
             writer = path.read_text()
         if writer != self._writer:
             raise OSError(
-                f"{writer.partition(' (')[0]} began to write checkpoints to {place} after this run "
+                f"{writer.partition(' (')[0]} began to write checkpoints to {store} after this run "
                 "did, so this run no longer writes there; set another out or checkpoint.folder for "
                 "one of the two runs"
             )
 
-    def _continue_log(self, place: Store) -> None:
+    def _continue_log(self, store: Store) -> None:
         """Use the log files of the resumed checkpoint for new checkpoints, too.
 
-        Do nothing if the resumed checkpoint is not in this store.
-        place: the store of the checkpoints.
+        Do nothing if the resumed checkpoint is in another folder.
         """
         if not self._resume or not _is_same_place(split_address(self._resume)[0], self.where):
             return
@@ -304,32 +299,32 @@ class Checkpoints:
         files = self._manifests.get(self._last, {})
         self._log = {name: digest for name, digest in files.items() if _LOG_FILE.fullmatch(name)}
         if _INDEX in files:
-            self._index = _read_index(place, _folder(self._last))
+            self._index = _read_index(store, _folder(self._last))
 
     def _remove(self, versions: Sequence[int]) -> None:
         """Remove checkpoints, and then the log files that no other checkpoint needs.
 
         versions: the versions of the checkpoints to remove.
         """
-        place = self._open()
+        store = self._open()
         before = _log_files(self._manifests)
         for version in versions:
             if version in self._manifests:
                 # The manifest first: without it the folder is no checkpoint.
-                place.remove(f"{_folder(version)}/{MANIFEST}")
-                place.remove(_folder(version))
+                store.remove(f"{_folder(version)}/{MANIFEST}")
+                store.remove(_folder(version))
                 del self._manifests[version]
         for name in before - _log_files(self._manifests):
-            place.remove(name)
+            store.remove(name)
 
     def _remove_leftovers(self) -> None:
         """Remove all files that do not belong to a complete checkpoint."""
-        place = self._open()
-        for version in _incomplete_versions(place):
-            place.remove(_folder(version))
-        existing = {f"log/{name}" for name in place.names("log")}
+        store = self._open()
+        for version in _incomplete_versions(store):
+            store.remove(_folder(version))
+        existing = {f"log/{name}" for name in store.names("log")}
         for name in existing - _log_files(self._manifests):
-            place.remove(name)
+            store.remove(name)
 
 
 def _is_same_place(one: str, other: str) -> bool:
@@ -363,27 +358,26 @@ def _log_files(manifests: Mapping[int, Mapping[str, str]]) -> set[str]:
     return {name for manifest in manifests.values() for name in manifest if name.startswith("log/")}
 
 
-def _write_tensors(place: Store, name: str, tensors: Arrays) -> str:
+def _write_tensors(store: Store, name: str, tensors: Arrays) -> str:
     """Write named tensors as a file; return the file's checksum."""
-    path = place.draft_folder() / name
-    with report_full_disk(path, _size(tensors)), place.new(name) as draft:
+    path = store.draft_folder() / name
+    with report_full_disk(path, _size(tensors)), store.new(name) as draft:
         save_file(dict(tensors), draft)
         return _digest(draft)
 
 
-def _write_json(place: Store, name: str, content: object) -> str:
+def _write_json(store: Store, name: str, content: object) -> str:
     """Write a value as a JSON file; return the file's checksum.
 
-    place: the store of the checkpoints.
     name: the file's path in the store.
     content: a value that JSON can represent.
     """
-    return _write_bytes(place, name, json.dumps(content).encode())
+    return _write_bytes(store, name, json.dumps(content).encode())
 
 
-def _write_bytes(place: Store, name: str, content: bytes) -> str:
-    path = place.draft_folder() / name
-    with report_full_disk(path, len(content)), place.new(name) as draft:
+def _write_bytes(store: Store, name: str, content: bytes) -> str:
+    path = store.draft_folder() / name
+    with report_full_disk(path, len(content)), store.new(name) as draft:
         draft.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
@@ -413,9 +407,9 @@ def find_damage(address: str | Path) -> str:
     """
     where, folder = split_address(address)
     try:
-        place = open_store(where)
-        for name, digest in _read_manifest(place, folder).items():
-            with place.local(_path(folder, name)) as path:
+        store = open_store(where)
+        for name, digest in _read_manifest(store, folder).items():
+            with store.local(_path(folder, name)) as path:
                 if _digest(path) != digest:
                     return f"{name} does not have the checksum of its manifest"
     except (OSError, ValueError) as error:
@@ -433,12 +427,12 @@ def _path(folder: str, name: str) -> str:
     return name if name.startswith("log/") else f"{folder}/{name}"
 
 
-def _read_manifest(place: Store, folder: str) -> dict[str, str]:
+def _read_manifest(store: Store, folder: str) -> dict[str, str]:
     """Return the checksum of each file of a checkpoint, by name.
 
     Raises ValueError if the manifest is incomplete or was changed.
     """
-    with place.local(f"{folder}/{MANIFEST}") as path:
+    with store.local(f"{folder}/{MANIFEST}") as path:
         manifest = parse_json(path.read_bytes())
     is_complete = isinstance(manifest, dict) and manifest.keys() >= _REQUIRED
     if not is_complete or any("/" in name and not _LOG_FILE.fullmatch(name) for name in manifest):
@@ -448,10 +442,10 @@ def _read_manifest(place: Store, folder: str) -> dict[str, str]:
     return dict(manifest)
 
 
-def _manifest_if_valid(place: Store, version: int) -> dict[str, str]:
+def _manifest_if_valid(store: Store, version: int) -> dict[str, str]:
     """Return the checksum of each file of a checkpoint; {} if its manifest is damaged."""
     try:
-        return _read_manifest(place, _folder(version))
+        return _read_manifest(store, _folder(version))
     except ValueError:
         return {}
 
@@ -464,17 +458,17 @@ def read(address: str | Path) -> Snapshot:
     """Read a checkpoint, after verifying all its files.
 
     Raises ValueError if the checkpoint is missing or damaged. The error for a damaged one gives the
-    address of the last valid checkpoint in the same place, if there is one.
+    address of the last valid checkpoint of the run, if there is one.
     """
     where, folder = split_address(address)
-    place = open_store(where)
+    store = open_store(where)
     shown = without_password(str(address))
-    if not place.names(folder):
+    if not store.names(folder):
         raise ValueError(
             f"resume={shown}: there is no checkpoint. Set the path of a checkpoint folder, or "
             "latest."
         )
-    if _is_of_earlier_version(place, folder):
+    if _is_of_earlier_version(store, folder):
         raise ValueError(
             f"resume={shown}: a version of raysim before {__version__} wrote this checkpoint. "
             "Start the run again, in another folder."
@@ -483,8 +477,8 @@ def read(address: str | Path) -> Snapshot:
     if damage:
         advice = _advise(where, folder)
         raise ValueError(f"resume={shown}: the checkpoint is damaged ({damage}). {advice}")
-    files = _read_manifest(place, folder)
-    numbers = _read_json(place, f"{folder}/{_RUN}")
+    files = _read_manifest(store, folder)
+    numbers = _read_json(store, f"{folder}/{_RUN}")
     written_format = numbers.pop("format", 1)
     if written_format != FORMAT:
         raise ValueError(
@@ -493,12 +487,12 @@ def read(address: str | Path) -> Snapshot:
         )
     row_files = sorted(name for name in files if re.fullmatch(r"log/rows-\d+\.json", name))
     if row_files:
-        rows = [row for name in row_files for row in _read_json(place, _path(folder, name))]
+        rows = [row for name in row_files for row in _read_json(store, _path(folder, name))]
         numbers["rows"] = rows + numbers["rows"]
     parts = [name for name in files if re.fullmatch(r"server(-\d+)?\.safetensors", name)]
-    server = _map_tensors(place, [f"{folder}/{name}" for name in parts])
-    index = _read_index(place, folder)
-    return Snapshot(numbers, server, _states_by_client(place, index), index.jobs)
+    server = _map_tensors(store, [f"{folder}/{name}" for name in parts])
+    index = _read_index(store, folder)
+    return Snapshot(numbers, server, _states_by_client(store, index), index.jobs)
 
 
 def _advise(where: str, damaged_folder: str) -> str:
@@ -515,50 +509,48 @@ def _advise(where: str, damaged_folder: str) -> str:
     return "There is no other checkpoint. Start the run again, in another folder."
 
 
-def _is_of_earlier_version(place: Store, folder: str) -> bool:
+def _is_of_earlier_version(store: Store, folder: str) -> bool:
     """Return True if a version of raysim without the folder `log` wrote the checkpoint.
 
     Such versions kept all client states in one file, clients.safetensors.
     """
     try:
-        with place.local(f"{folder}/{MANIFEST}") as path:
+        with store.local(f"{folder}/{MANIFEST}") as path:
             manifest = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(manifest, dict) and "clients.safetensors" in manifest
 
 
-def _read_json(place: Store, name: str) -> Any:
-    with place.local(name) as path:
+def _read_json(store: Store, name: str) -> Any:
+    with store.local(name) as path:
         return json.loads(path.read_text())
 
 
-def _map_tensors(place: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
+def _map_tensors(store: Store, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Map the tensors of some files into memory; return all of them in one dictionary, by name.
 
     A mapped tensor needs little memory, because its values are read from the file when they are
     used. Writing to a returned array does not change the file.
-    place: the store of the checkpoints.
     names: the paths of the files in the store.
     """
     tensors: dict[str, np.ndarray] = {}
     for name in names:
-        with place.local(name) as path:
+        with store.local(name) as path:
             tensors |= {key: tensor.numpy() for key, tensor in map_file(path).items()}
     return tensors
 
 
-def _read_index(place: Store, folder: str) -> StateIndex:
-    tables = _map_tensors(place, [f"{folder}/{_INDEX}"])
+def _read_index(store: Store, folder: str) -> StateIndex:
+    tables = _map_tensors(store, [f"{folder}/{_INDEX}"])
     return StateIndex(tables["states"].copy(), tables["files"].copy())
 
 
-def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
+def _states_by_client(store: Store, index: StateIndex) -> StatesByClient:
     """Return a mapping from each client to its state, which is read when it is accessed.
 
     Only one file is mapped into memory at a time. Iteration goes through the clients file by file,
     so that no file is mapped twice.
-    place: the store of the checkpoints.
     index: says which file contains the state of each client.
     """
     order = index.states[np.argsort(index.states[:, FILE], kind="stable")]
@@ -569,7 +561,7 @@ def _states_by_client(place: Store, index: StateIndex) -> StatesByClient:
         number = file_of[client]
         if number not in mapped:
             mapped.clear()
-            mapped[number] = _group_by_client(_map_tensors(place, [_states_name(number)]))
+            mapped[number] = _group_by_client(_map_tensors(store, [_states_name(number)]))
         return mapped[number].get(client, {})
 
     return StatesByClient(file_of, read_state)

@@ -65,7 +65,7 @@ class ClientStates:
         self.stateful, self.budget, self.folder = stateful, budget, folder
         self._last: dict[int, int] = {}  # by client: its last job, committed or not
         # By client: the worker of its last submitted job, and the number of that job.
-        self._places: dict[int, tuple[int, int]] = {}
+        self._newest_states: dict[int, tuple[int, int]] = {}
         self._committed: dict[int, int] = {}  # by client: the job that made its committed state
         self._stored: dict[int, Ref] = {}  # by job: the state that it made, unless that is on disk
         self._makers: dict[int, int] = {}  # by job: the worker that makes its state
@@ -82,11 +82,11 @@ class ClientStates:
 
     # --- the state that a job starts from ---------------------------------------------------------
     def dispatch(self, client: int, number: int) -> int:
-        """Record a client's new job; return the job whose client state the new job starts from.
+        """Record a client's new job; return the job that made the state from which it starts.
 
-        Return the number of that job; -1 means that the new job starts from the initial state. Do
-        not call this for a job that will be lost or discarded, because no later job may start from
-        its state.
+        The result is the number of that job; -1 means that the new job starts from the initial
+        state. Do not call this for a job that will be lost or discarded, because no later job may
+        start from its state.
         number: the number of the new job.
         """
         if not self.stateful:
@@ -108,21 +108,21 @@ class ClientStates:
         return self._committed
 
     # --- places -----------------------------------------------------------------------------------
-    def place(self, client: int) -> tuple[int, int] | None:
-        """Return the worker that has, or will have, a client's newest state, and its maker.
+    def newest_state(self, client: int) -> tuple[int, int] | None:
+        """Return where a client's newest state is: a worker, and the job that makes the state.
 
-        The maker is the number of the job that makes this state; the job may be in flight. Return
-        None if no worker has a state of the client.
+        The result is the number of the worker and the number of the job. The job may still be in
+        flight. Return None if no worker has a state of the client.
         """
-        return self._places.get(client)
+        return self._newest_states.get(client)
 
     def worker_died(self, worker: int) -> None:
         """Record that a worker died and has no states any more.
 
         The states are sent again with the next jobs of their clients.
         """
-        self._places = {
-            client: place for client, place in self._places.items() if place[0] != worker
+        self._newest_states = {
+            client: newest for client, newest in self._newest_states.items() if newest[0] != worker
         }
 
     def states_of(self, worker: int) -> list[int]:
@@ -143,10 +143,10 @@ class ClientStates:
             del self._makers[number]
 
     def split_reads(self, clients: Sequence[int]) -> Iterator[slice]:
-        """Yield slices of a list of clients, so that each slice reads few bytes from disk.
+        """Divide a list of clients into slices, so that each slice reads few bytes from disk.
 
-        A slice reads at most the memory budget of states divided by the number of workers. A client
-        whose state is larger is a slice by itself.
+        A slice reads at most `budget` / (number of workers) bytes. A client with a larger state
+        gets a slice of its own.
         """
         limit = self.budget / self.runtime.workers
         start = total = 0
@@ -160,38 +160,41 @@ class ClientStates:
 
     # --- sending ----------------------------------------------------------------------------------
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
-        """Return the states that a call to a worker must contain, and the bytes read from disk.
+        """Return references to the states that a call needs, and the bytes read from disk for them.
 
-        There is one entry for each of `uses`. It is a reference to the state, or None if the worker
-        already has the state or if the state is the initial one. If the call makes a client's next
-        state (`StateUse.next_job`), this worker is recorded as the one that has the client's state.
-        The worker that had it before then deletes its copy. When the call is answered, the caller
-        must pass the number of bytes to `release_read`.
+        There is one reference for each of `uses`. It is None if the state is the initial one, or if
+        the worker already has the state. When the call is answered, pass the bytes to
+        `release_read`.
+
+        If the call makes a client's next state, record that this worker has the client's newest
+        state. If another worker had it, that worker deletes its copy.
+        worker: the number of the worker that gets the call.
         uses: the states that the call needs.
         """
         sent: list[Ref] = []
         read_bytes, moved = 0, dict[int, list[int]]()
         for client, number, next_job in uses:
-            if number < 0 or self._places.get(client) == (worker, number):
+            if number < 0 or self._newest_states.get(client) == (worker, number):
                 sent.append(None)
             else:
                 sent.append(self._ref(client, number))
                 if self._is_on_disk(client, number):
                     read_bytes += self._on_disk[client]
             if next_job >= 0:
-                previous, _ = self._places.get(client, (worker, -1))
+                previous, _ = self._newest_states.get(client, (worker, -1))
                 if previous != worker:
                     moved.setdefault(previous, []).append(client)
-                self._places[client] = worker, next_job
+                self._newest_states[client] = worker, next_job
                 self._makers[next_job] = worker
         self._evict(moved)
         self._read_bytes += read_bytes
         return sent, read_bytes
 
     def release_read(self, read_bytes: int) -> None:
-        """Stop counting the bytes that `send` read from disk for a call.
+        """Subtract bytes that `send` read from disk from the memory in use (`bytes`).
 
-        Call this when the call is answered, and before the call is repeated.
+        Call this when the worker has answered the call, and before the call is repeated.
+        read_bytes: the number of bytes that `send` returned for the call.
         """
         self._read_bytes -= read_bytes
 
@@ -246,7 +249,7 @@ class ClientStates:
             self._commit(job.client, job.number)
         evicted: dict[int, list[int]] = {}
         for client in self._spill():
-            worker, _ = self._places.pop(client, (-1, -1))
+            worker, _ = self._newest_states.pop(client, (-1, -1))
             if worker >= 0:
                 evicted.setdefault(worker, []).append(client)
         self._evict(evicted)
@@ -275,7 +278,7 @@ class ClientStates:
             if self._in_memory_bytes <= self.budget:
                 break
             number = self._committed[client]
-            _, last_submitted = self._places.get(client, (-1, number))
+            _, last_submitted = self._newest_states.get(client, (-1, number))
             if last_submitted != number:  # the client is busy
                 continue
             if self._file is None:
@@ -346,9 +349,10 @@ class ClientStates:
     def restore(self, committed: Mapping[int, int], states: Mapping[int, Arrays]) -> None:
         """Continue from a checkpoint; jobs that were in flight must be dispatched again.
 
-        committed: for each client with a committed state, the number of the job that made it. It
-        was `committed_jobs` when the checkpoint was written.
-        states: for the same clients, the named tensors of the state; `named_tensors` returned them.
+        committed: what `committed_jobs` returned for the checkpoint: by client, the number of the
+        job that made the committed state.
+        states: what `named_tensors` returned for the checkpoint: by client, the tensors of the
+        state.
         """
         self._committed, self._last = dict(committed), dict(committed)
         for client, arrays in states.items():
@@ -362,8 +366,10 @@ class ClientStates:
 def make_client_states(
     spec: RunSpec, declarations: Declarations, runtime: Runtime, folder: str
 ) -> ClientStates:
-    """Return the object with the client states of a run, all of which are initial states.
+    """Return the client states of a run; every client has the initial state.
 
+    spec: the run.
+    declarations: what the methods of the run declare.
     runtime: the workers of the run, and the object store.
     folder: the run's folder, in which states are written to disk.
     """

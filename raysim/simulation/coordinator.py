@@ -222,9 +222,9 @@ class Coordinator:
         jobs: Sequence[Job],
         results: Sequence[Update | Failure],
     ) -> None:
-        """Correct the planned traffic where updates are larger or smaller than planned.
+        """Correct the traffic in the plan of an aggregation: use the real sizes of the updates.
 
-        aggregation: the plan of the aggregation, whose traffic is corrected.
+        aggregation: the plan to correct.
         jobs: the jobs of the aggregation.
         results: an update or a failure for each job.
         """
@@ -242,7 +242,7 @@ class Coordinator:
         result_floats = self.dispatcher.pending_floats
         results, sums = self.dispatcher.collect(jobs)
         store_bytes = self.history.store_bytes(self.versions.nbytes, result_floats)
-        jobs = self.replicas.place(jobs, results)
+        jobs = self.replicas.assign(jobs, results)
         results = self.replicas.receive(jobs, results)
         updates = [result for result in results if isinstance(result, Update)]
         failures = tuple(result for result in results if isinstance(result, Failure))
@@ -267,8 +267,8 @@ class Coordinator:
     def _evaluate(self, pending: PendingRound) -> None:
         """Start scoring the current version, unless this round is not scored.
 
-        The calls are made before those for the jobs that start from this version, so that workers
-        score the version first.
+        Call this before jobs start from this version. Workers then score the version before they
+        train these jobs.
         pending: the finished round, to which the scores belong.
         """
         replicas, version = self.replicas, self.replicas.version

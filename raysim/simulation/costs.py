@@ -83,8 +83,8 @@ class Costs:
     """The sums of what the jobs of a run have cost.
 
     fleet: the power and the prices of the clients' devices.
-    devices: the devices of the run. If they have no method `phases`, a client counts as training
-    from the start to the end of a job.
+    devices: the devices of the run. If they do not tell the phases of a job, the whole job counts
+    as training.
     eligible: the clients with samples; idle energy is counted for these only.
     """
 
@@ -143,10 +143,10 @@ class Costs:
         self._add(self.of(job))
 
     def add_pass(self, client: int, work: float, down: int, up: int) -> None:
-        """Add the cost of a client that computed the loss of a model for the selection of clients.
+        """Add the cost of a forward pass, with which a client computes its loss for the selection.
 
-        The client does not train.
-        work: the work as a number of trained samples; a sample without training counts less than 1.
+        work: the client's samples times the cost of a forward pass, which is less than 1. Training
+        on a sample costs 1.
         down, up: the floats that the client received and sent.
         """
         job = Job(-1, client, 0, 0, work=work, down=down, up=up)

@@ -47,9 +47,11 @@ def _default_kinds() -> dict[str, DelayKind]:
 class Delays(Fleet):
     """A fleet in which each client belongs to a kind that decides the time of its jobs.
 
+    For each client, draw p ~ Dirichlet(scale * w_1, ..., scale * w_k), where w_i is the weight of
+    kind i. The client gets the kind with the largest p_i.
     kinds: the kinds of clients, by name.
-    scale: the factor by which the weights of all kinds are multiplied. With a larger factor, the
-    draws vary less, so that the kinds of small weight have fewer clients.
+    scale: the factor of all weights. With a larger factor, more clients get the kind of the largest
+    weight.
     """
 
     kinds: dict[str, DelayKind] = field(default_factory=_default_kinds, kw_only=False)

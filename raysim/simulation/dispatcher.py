@@ -45,12 +45,11 @@ class TrainCall(Call):
     jobs: the jobs.
     groups: the groups of these jobs whose updates the worker sums.
     floats: the number of floats that the call returns, without client states.
-    updates: by number of the job, the updates and failures that the coordinator has received. An
-    entry is removed when an aggregation uses it.
-    sums: by group, the sums of updates that the coordinator has received. An entry is removed when
-    an aggregation uses it.
-    remote_sums: by group, references to sums of updates that are stored on the worker's node and
-    have not been sent to the coordinator.
+    updates: by number of the job, updates and failures that have arrived at the coordinator and
+    that no aggregation has used.
+    sums: by group, sums of updates that have arrived at the coordinator and that no aggregation has
+    used.
+    remote_sums: by group, references to sums of updates that are still on the worker's node.
     is_collected: True if an aggregation has used at least one update of the call.
     """
 
@@ -69,7 +68,7 @@ class TrainCall(Call):
         return tuple(sorted({job.client for job in self.jobs}))
 
     def copy_out_of_store(self) -> None:
-        """Copy the updates and sums that are not collected yet out of the object store.
+        """Copy the updates and sums that no aggregation has used yet out of the object store.
 
         Afterwards the store can free the result of the call.
         """
@@ -132,10 +131,10 @@ class Dispatcher:
         self._queue.put(job, aggregation)
 
     def plan_sums(self, group: Group) -> None:
-        """Allow workers to sum the updates of some jobs.
+        """Allow workers to sum the updates of one aggregation, instead of sending each update.
 
-        All of these jobs belong to one aggregation of one replica.
-        group: the numbers of the jobs, in the order in which they are aggregated.
+        If the run has several replicas, call this for each replica that aggregates.
+        group: the numbers of the aggregation's jobs, in the order in which they are aggregated.
         """
         self._trees.plan(group)
 
@@ -163,11 +162,10 @@ class Dispatcher:
         return [nodes[worker] for worker in self._calls.active]
 
     def _adds_on_nodes(self, nodes: Iterable[int]) -> bool:
-        """Return True if at least one of these nodes adds up the sums of its workers.
+        """Return True if, on one of these nodes, the sums of all workers are added up first.
 
-        Such a node sends the total to the coordinator, instead of one sum for each worker. All
-        nodes do this except the coordinator's node (number 0). If the model is smaller than
-        `Runtime.combine_from`, no node does.
+        The node then sends one total to the coordinator. This is so for every node but number 0,
+        the coordinator's. It is so for no node if the model is smaller than `Runtime.combine_from`.
         nodes: the numbers of the nodes.
         """
         return self._floats >= self._runtime.combine_from and any(nodes)
@@ -217,10 +215,10 @@ class Dispatcher:
         `StateHome.worker` is the worker's position in the list of active workers, and not its
         number. Return None if no active worker has a state of the client.
         """
-        place = self._client_states.place(client)
-        if place is None or place[0] not in self._calls.active:
+        newest = self._client_states.newest_state(client)
+        if newest is None or newest[0] not in self._calls.active:
             return None
-        return StateHome(self._calls.active.index(place[0]), place[1] in self._unanswered)
+        return StateHome(self._calls.active.index(newest[0]), newest[1] in self._unanswered)
 
     def _fill_workers(self) -> None:
         """Send jobs from the queue to workers that have time."""
@@ -239,9 +237,9 @@ class Dispatcher:
     def _take_bundle(self, worker: int) -> list[Job]:
         """Remove the jobs of this worker's next call from the queue; return them.
 
-        A job is suitable if this worker has the state of the job's client, or if no worker has it.
-        If this worker is idle, the first job may also be of a client whose state is on another
-        worker. The job that makes this state must then have ended.
+        A worker gets jobs of clients whose state it has, and of clients whose state no worker has.
+        An idle worker may also get one job, the first one, of a client whose state another worker
+        has. This is possible only if the other worker has finished the job that makes this state.
         """
         is_idle = not self._calls.unanswered(worker)
 
@@ -286,8 +284,8 @@ class Dispatcher:
     ) -> TrainCall:
         """Start a call in which a worker trains jobs; return the call.
 
-        method: "train" returns the sums of updates with the answer; "train_apart" leaves them on
-        the worker's node.
+        method: the method of `Worker` to call. "train" returns the sums of updates to the
+        coordinator; "train_apart" leaves them on the worker's node.
         groups: the groups of jobs whose updates the worker sums.
         uses: the client states that the jobs start from.
         """
@@ -346,9 +344,11 @@ class Dispatcher:
         return list(dict.fromkeys(self._call_of[job.number] for job in jobs))
 
     def collect(self, jobs: Sequence[Job]) -> tuple[list[Update | Failure], GroupSums]:
-        """Wait for the updates of these jobs; return them, and the sums that workers made.
+        """Wait until these jobs are trained; return their updates, and the sums that workers made.
 
-        jobs: in the order in which they are aggregated; the updates have the same order.
+        There is an update or a failure for each job. If a worker has summed the update, only its
+        metrics are in the first result.
+        jobs: the jobs of an aggregation, in the order in which they are aggregated.
         """
         calls = self.calls_of(jobs)
         for call in calls:
@@ -366,13 +366,12 @@ class Dispatcher:
     def fetch_sums(
         self, calls: Sequence[TrainCall], numbers: Collection[int]
     ) -> dict[Group, np.ndarray]:
-        """Return the sums of the updates of these jobs, by group.
+        """Fetch the sums of updates that workers made for one aggregation; return them by group.
 
-        Some sums are still on other nodes. Nodes first add these up, so that each sum covers a
-        larger group; only the results are fetched. If a sum was lost with its node, its jobs are
-        trained again.
-        calls: the calls that train the jobs.
-        numbers: the numbers of the jobs.
+        Nodes first add up their sums to sums of larger groups; only these are fetched. If a sum was
+        lost with its node, its jobs are trained again.
+        calls: the calls in which the workers trained the jobs.
+        numbers: the numbers of the aggregation's jobs.
         """
         sums: dict[Group, np.ndarray] = {}
         remote: list[RemoteSum] = []
@@ -394,7 +393,7 @@ class Dispatcher:
     def _train_again(
         self, calls: Sequence[TrainCall], groups: Sequence[Group]
     ) -> dict[Group, np.ndarray]:
-        """Train jobs again whose sums were lost; wait, and return the new sums.
+        """Train the jobs of lost sums again; wait, and return the new sums by group.
 
         calls: the calls that trained these jobs.
         groups: the job numbers of each lost sum.

@@ -56,17 +56,18 @@ class Scoring:
 
     clients: the scored clients that take part in the training.
     unseen: the scored clients that never take part in the training.
-    reports: the calls by what they score. The keys "shared", "own", "finetuned" and "common" are
-    the views of the module's docstring. The key "mean" is for the mean of all replicas. The key
-    "sets" is for whole sets of samples, if a method computes the scores itself.
-    members: the clients whose local models the loss decomposition compares; empty in a scoring
-    without loss decomposition.
-    models: for each client in `members`, the calls that score its local model. One more entry at
-    the end has the calls that score the next shared model.
-    replicas: for each scored replica, the calls that score it on the central test set.
+    reports: for each view, the calls that score it. The views "shared", "own", "finetuned" and
+    "common" are described at the top of this file. "mean" is the mean of all replicas. "sets" are
+    whole sets of samples, which a method scores itself.
     version: the scored version.
     client_scores: for each column, pairs of an array of clients and an array of their scores;
     `Evaluator.columns` fills it.
+    replicas: for each scored replica, the calls that score it on the central test set.
+
+    The last two fields are used only by the loss decomposition; otherwise they are empty.
+    members: the clients whose local models are compared.
+    models: for each of these clients, the calls that score its local model; after them, the calls
+    that score the next shared model.
     """
 
     clients: np.ndarray = field(default_factory=_no_clients)
@@ -241,29 +242,29 @@ class Evaluator:
         return scoring
 
     def _score_centrally(
-        self, central: Sequence[ScoringTask], sources: Sequence[Source], replicas: Replicas
+        self, central_tasks: Sequence[ScoringTask], sources: Sequence[Source], replicas: Replicas
     ) -> list[list[Call]]:
         """Start scoring several versions on the central test set; return the calls of each version.
 
-        central: the tasks, which are the same for all versions.
+        A version that is on disk is read only after earlier versions are scored.
+        central_tasks: the tasks that score one version on the central test set.
         sources: for each version, a function that returns a reference to it.
-        replicas: the replicas of the run. If some are on disk, a version is read from there only
-        after earlier versions are scored.
+        replicas: the replicas of the run.
         """
         calls: list[list[Call]] = []
         workers = self.calls.active
-        for place, source in enumerate(sources):
-            if replicas.bytes_on_disk and place >= len(workers):
+        for index, source in enumerate(sources):
+            if replicas.bytes_on_disk and index >= len(workers):
                 # A version on disk is read only after previous versions are scored.
-                self.calls.wait(calls[place - len(workers)][0])
-            worker = workers[place % len(workers)]
-            calls.append([self.calls.call(worker, "evaluate", central, source())])
+                self.calls.wait(calls[index - len(workers)][0])
+            worker = workers[index % len(workers)]
+            calls.append([self.calls.call(worker, "evaluate", central_tasks, source())])
         return calls
 
     def _replicas_of(
         self, clients: Sequence[int], replicas: Replicas, versions: Versions
     ) -> dict[int, int]:
-        """Return the replica whose model each client is scored with, by client.
+        """Choose the replica with which each client is scored; return the replicas by client.
 
         If clients choose their replica by its loss, compute the losses on the workers, and wait.
         versions: the published versions of the replicas.
@@ -358,12 +359,15 @@ class Evaluator:
         return replace(task, rows=np.concatenate((task.rows, self._validation_rows([task.client]))))
 
     @staticmethod
-    def _rows(part: CSR, clients: Iterable[int]) -> np.ndarray:
-        """Return the data set's rows of some clients, one client after another.
+    def _rows(client_rows: CSR, clients: Iterable[int]) -> np.ndarray:
+        """Join the rows of some clients into one array, one client after another.
 
-        part: for each client its rows in one part of the split, such as its test samples.
+        client_rows: for each client the rows of its samples in the data set, for example of its
+        test samples.
         """
-        return np.concatenate([part.indices[:0], *(part.rows(int(client)) for client in clients)])
+        return np.concatenate(
+            [client_rows.indices[:0], *(client_rows.rows(int(client)) for client in clients)]
+        )
 
     def _validation_rows(self, clients: Iterable[int]) -> np.ndarray:
         if self.validation is None:
@@ -394,10 +398,10 @@ class Evaluator:
         tasks_of_worker: dict[int, list[tuple[Source, list[ScoringTask]]]] = {}
         workers = self.calls.active
         for index, (task, source) in enumerate(zip(tasks, sources, strict=True)):
-            place = self.client_states.place(task.client)
+            newest = self.client_states.newest_state(task.client)
             worker = workers[index * len(workers) // len(tasks)]
-            if place is not None and place[0] in workers:
-                worker = place[0]
+            if newest is not None and newest[0] in workers:
+                worker = newest[0]
             parts = tasks_of_worker.setdefault(worker, [])
             if not parts or parts[-1][0] is not source:
                 parts.append((source, []))
@@ -427,8 +431,10 @@ class Evaluator:
     ) -> list[tuple[int, Sequence[ScoringTask], Source]]:
         """Divide a worker's tasks into calls, so that no call reads too many bytes from disk.
 
-        Return the worker, the tasks and the version of each call.
-        parts: pairs of a version and the tasks that score it.
+        Return for each call the worker, the tasks, and a function that returns the version to
+        score.
+        parts: for each version, a function that returns a reference to it, and the tasks that score
+        it.
         """
         chunks: list[tuple[int, Sequence[ScoringTask], Source]] = []
         for source, tasks in parts:
@@ -478,7 +484,8 @@ class Evaluator:
         """Start scoring the local model of each participant, and the next shared model.
 
         A participant is a client whose update is in `updates`. Each model is scored on the training
-        samples of every participant, with the personal part of the client that has the samples.
+        samples of every participant. If clients have personal parameters, each participant uses its
+        own ones with every model.
         bases: the versions that updates started from, by number.
         after: the next shared model.
         """
@@ -546,7 +553,7 @@ class Evaluator:
         for columns in self.score_columns:
             scores = np.empty(0, np.bool_)
             if reports:
-                scores = np.concatenate([report.scores[columns.place] for report in reports])
+                scores = np.concatenate([report.scores[columns.values_index] for report in reports])
             row |= columns.shared(np.split(scores, ends), scoring)
         row["loss_global"] = None
         if sizes[2]:
@@ -572,7 +579,7 @@ class Evaluator:
             tested: dict[int, np.ndarray] = {}
             validated: dict[int, np.ndarray] = {}
             for report in ordered:
-                size, scores = self._test_counts[report.client], report.scores[columns.place]
+                size, scores = self._test_counts[report.client], report.scores[columns.values_index]
                 tested[report.client] = scores[:size]
                 validated[report.client] = scores[size:]
             row |= columns.own(tested, validated, suffix, scoring)
@@ -590,9 +597,9 @@ class Evaluator:
         row: Row = {"loss_global": mean_loss(losses)}
         reports_of_each = [self._collect(calls) for calls in scoring.replicas]
         for columns in self.score_columns:
-            of_mean = np.concatenate([report.scores[columns.place] for report in mean])
+            of_mean = np.concatenate([report.scores[columns.values_index] for report in mean])
             of_each = [
-                np.concatenate([report.scores[columns.place] for report in reports])
+                np.concatenate([report.scores[columns.values_index] for report in reports])
                 for reports in reports_of_each
             ]
             row |= columns.replicas(of_mean, of_each, scoring, own)
@@ -607,7 +614,7 @@ class Evaluator:
         row: Row = {}
         for columns in self.score_columns:
             scores = {
-                report.client: columns.metric.summarise(report.scores[columns.place])
+                report.client: columns.metric.summarise(report.scores[columns.values_index])
                 for report in reports
             }
             for clients, suffix in (
@@ -638,17 +645,22 @@ class Evaluator:
         return ClientScores(clients, columns)
 
     def _decomposition_columns(self, scoring: Scoring) -> Row:
-        """Return the columns with the terms of equation 2 of the FedLD paper.
+        """Return the columns with the loss decomposition of the FedLD paper (equation 2).
 
-        The terms are global_loss, local_loss, distribution_shift and aggregation. They are weighted
-        by the clients' numbers of samples.
+            global_loss        = sum_j p_j g_j
+            local_loss         = sum_i p_i L_ii
+            distribution_shift = sum_ij p_i p_j L_ij - local_loss
+            aggregation        = global_loss - sum_ij p_i p_j L_ij
+
+        L_ij is the loss of client i's local model on client j's samples. g_j is the loss of the
+        next shared model on client j's samples. p_i is the share of client i in all samples.
         scoring: the scoring that `decompose` has started.
         """
-        place = {client: index for index, client in enumerate(scoring.members)}
+        column = {client: index for index, client in enumerate(scoring.members)}
         table = np.empty((len(scoring.models), len(scoring.members)))
         for losses, calls in zip(table, scoring.models, strict=True):
             for report in self._collect(calls):
-                losses[place[report.client]] = mean_loss(report.losses)
+                losses[column[report.client]] = mean_loss(report.losses)
         train = self.spec.data.partition.train
         weights = np.array([len(train.rows(client)) for client in scoring.members])
         terms = loss_decomposition(loss_matrix=table[:-1], global_losses=table[-1], weights=weights)

@@ -22,18 +22,18 @@ _MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 class Forecast:
     """The forecast of a run, from its first planned aggregations.
 
-    The first half of these aggregations is a warm-up. Therefore the values up to `discarded` are
-    means over the second half only.
-    at_work: the number of jobs in flight.
+    The first half of these aggregations is a warm-up. The values up to `discarded` are means over
+    the second half.
+    in_flight: the number of jobs in flight.
     seconds: the virtual seconds from one aggregation to the next.
     staleness: the staleness of aggregated updates.
     lost, discarded: the shares of the ended jobs that are lost or discarded.
     workers_busy: the share of wall time in which workers work, over all planned aggregations.
-    workers_busy_ahead: what `workers_busy` would be if all aggregations could be planned before the
-    training. It is different only if the plan depends on earlier aggregations.
+    workers_busy_ahead: the same share for a run that plans all aggregations before the training. It
+    is larger than `workers_busy` if the plan depends on the training.
     """
 
-    at_work: float
+    in_flight: float
     seconds: float
     staleness: float
     lost: float
@@ -71,7 +71,7 @@ def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
     ended = aggregated + lost + discarded
     staleness = np.concatenate([aggregation.staleness for aggregation in later])
     return Forecast(
-        at_work=_mean_in_flight(aggregations, begin, end),
+        in_flight=_mean_in_flight(aggregations, begin, end),
         seconds=(end - begin) / len(later),
         staleness=float(np.mean(staleness)),
         lost=lost / ended,

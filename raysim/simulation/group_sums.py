@@ -74,11 +74,10 @@ class SumTrees:
         return groups
 
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
-        """Return the groups that a worker sums.
+        """Return the groups that a worker sums: the largest groups that consist of these jobs only.
 
-        These are the groups that `groups` returns, except the job of an aggregation that has only
-        one job. For such a job the worker sends the update itself instead of a sum. Both have the
-        same size, but the update contains more information.
+        If an aggregation has a single job, its group is left out: the worker sends the update
+        itself, which is as large as a sum.
         numbers: the numbers of the jobs that the worker trains.
         """
         return [group for group in self.groups(numbers) if len(self._trees[group[0]].jobs) > 1]
@@ -130,11 +129,11 @@ def fetch_sums(
 
 
 def _add_up(parts: Sequence[RemoteSum], runtime: Runtime) -> RemoteSum:
-    """Start to add up the sums of a group's parts on the nodes; return a reference to the total.
+    """Start to add up the sums of consecutive groups; return a reference to the total.
 
-    Each node adds up the parts that it has. If the two halves of a group are on different nodes,
+    Each node adds up the sums that it has. If the two halves of the updates are on different nodes,
     the sum of one half is sent to the node of the other half. Such transfers run in parallel.
-    parts: the sums of the group's parts, in order.
+    parts: the sums, in the order of their groups in the summation tree.
     """
     if len(parts) == 1:
         return parts[0]

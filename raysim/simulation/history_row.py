@@ -143,7 +143,7 @@ class RowWriter:
         The result is the sum of the bytes of versions, results of calls and client states. A client
         state of unknown size counts as the mean of the other states.
         versions: the bytes of the stored versions.
-        results: the floats in the updates and sums that are not collected yet.
+        results: the floats in the updates and sums that no aggregation has used yet.
         """
         return versions + results * self.itemsize + self.client_states.bytes
 

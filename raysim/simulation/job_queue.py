@@ -39,8 +39,8 @@ class JobQueue:
     ) -> list[Job]:
         """Remove and return the first jobs in the queue that a worker accepts.
 
-        accepts: function that returns True if the worker accepts a job. Its arguments are the job,
-        and True if no job was accepted before, else False.
+        accepts: function of a job and a bool; it returns True if the worker accepts the job. The
+        bool is True as long as no job was accepted.
         max_jobs: the largest number of jobs to return.
         max_work: a number of samples. When the accepted jobs have this many samples in total, no
         more jobs are added.

@@ -60,10 +60,10 @@ class VaryingTensors:
         return sum(map(floats_of, self.sent))
 
     def growth(self, floats_of: FloatsOf) -> tuple[int, int]:
-        """Return how many more floats a client receives, and sends, than in a job from version 0.
+        """Return by how many floats a client's download and upload are larger than in version 0.
 
-        floats_of: function that returns the number of floats of a tensor, given its full name, in
-        the job's base version.
+        floats_of: function that returns the number of floats of a tensor in the job's base version.
+        Its argument is the tensor's full name.
         """
         received = self.received_floats(floats_of)
         down = received - sum(self.sent.values())
@@ -186,16 +186,16 @@ def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool
 
 
 class StepMessages:
-    """The server's compressed steps as messages, and the version that each client has.
+    """The server's compressed steps, which clients receive in place of the whole parameters.
 
-    A step is the change of the parameters from one version to the next.
-    A client receives the messages of all versions since its last job. If the parameters are smaller
-    than these messages, the client receives the parameters.
+    A step is the change of the parameters from one version to the next; a message contains one
+    step. A client receives the messages of all versions since its last job. If the parameters are
+    smaller than these messages, the client receives the parameters.
+    words: the size of one message in 32-bit words.
+    parameters: the number of parameters.
 
     Attribute `received`, int32 [clients], is the base version of each client's last job; -1 for a
     client without a job.
-    words: the size of one message in 32-bit words.
-    parameters: the number of parameters.
     """
 
     def __init__(self, words: int, parameters: int, clients: int):
@@ -203,7 +203,7 @@ class StepMessages:
         self.received = np.full(clients, -1, np.int32)
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats fewer a client receives with messages than with parameters.
+        """Return how many floats a client saves if it receives messages in place of the parameters.
 
         Call this once for each job, because it also records that the client now has this version.
         version: the base version of the client's next job.

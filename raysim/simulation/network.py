@@ -213,11 +213,10 @@ def make_replicas(
 
 
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
-    """Return the training samples of a replica's clients, and the number of all other clients.
+    """Return the sample counts of a replica's clients, and the number of all other clients.
 
-    The first result is an array int64 [clients] with the number of each client's training samples;
-    it is 0 for clients of other replicas. In the second result, clients that are never trained
-    (`evaluate.unseen`) count as other clients.
+    The counts are int64 [clients], the number of each client's training samples; 0 for clients of
+    other replicas. Clients that are never trained (`evaluate.unseen`) count as other clients.
     replica_of: int [clients], the replica that serves each client.
     replica: the number of the replica.
     """

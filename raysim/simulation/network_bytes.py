@@ -152,7 +152,7 @@ class CountingRuntime:
 
 
 def _is_plain(value: object) -> bool:
-    """Return True if `value` is a value, False if it is a reference to a stored value."""
+    """Return True for a value, False for a reference to a stored value."""
     return isinstance(value, _PLAIN_TYPES) or is_dataclass(value)
 
 

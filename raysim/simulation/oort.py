@@ -106,8 +106,9 @@ class Oort(Selection):
         }
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Return the next clients of the last choice; if there are too few, choose again.
+        """Return the next clients of the current round; if too few are left, start a new round.
 
+        A round chooses `view.concurrency` clients, which are returned by several calls.
         view: what a selection knows: the number of clients to return, the idle clients, their
         reports, and the state of this rule.
         """
@@ -120,9 +121,9 @@ class Oort(Selection):
         return np.array(chosen, np.int64)
 
     def _take_picks(self, view: SelectionView, chosen: list[int]) -> list[int]:
-        """Append clients of the last choice that are still idle to `chosen`; return `chosen`.
+        """Append this round's clients that are not dispatched yet to `chosen`; return `chosen`.
 
-        `chosen` gets at most `view.count` clients.
+        Busy clients are left out. `chosen` gets at most `view.count` clients.
         """
         picks = view.state["picks"]
         taken = 0
@@ -138,11 +139,11 @@ class Oort(Selection):
     def _choose(self, view: SelectionView, size: int) -> np.ndarray:
         """Choose `size` clients for a new round; return them in random order."""
         state, facts = view.state, view.facts
-        number = int(state["round"]) + 1
-        state["round"] = np.array(number)
+        round_number = int(state["round"]) + 1
+        state["round"] = np.array(round_number)
         is_known = np.isfinite(facts.loss)
         self._adjust_pace(view, is_known)
-        limit = self._preferred_seconds(float(state["preferred"]), facts.seconds[is_known])
+        preferred_s = self._preferred_seconds(float(state["preferred"]), facts.seconds[is_known])
         known = np.flatnonzero(view.is_idle & is_known)
         unknown = np.flatnonzero(view.is_idle & ~is_known)
 
@@ -152,11 +153,11 @@ class Oort(Selection):
         exploited = min(size - explored, len(known))
         explored = min(size - exploited, len(unknown))
 
-        best = self._exploit(view, known, number, limit, exploited)
-        new = self._explore(view, unknown, limit, explored)
+        best = self._exploit(view, known, round_number, preferred_s, exploited)
+        new = self._explore(view, unknown, preferred_s, explored)
         state["exploited"] = best
         chosen = np.concatenate([best, new])
-        state["chosen_in"][chosen] = number
+        state["chosen_in"][chosen] = round_number
         return view.generator.permutation(chosen)
 
     def _adjust_pace(self, view: SelectionView, is_known: np.ndarray) -> None:
@@ -188,56 +189,60 @@ class Oort(Selection):
         """
         if percentile >= 100 or not len(seconds):
             return math.inf
-        place = min(int(len(seconds) * percentile / 100), len(seconds) - 1)
-        return float(np.partition(seconds, place)[place])
+        position = min(int(len(seconds) * percentile / 100), len(seconds) - 1)
+        return float(np.partition(seconds, position)[position])
 
     def _exploit(
-        self, view: SelectionView, known: np.ndarray, number: int, limit: float, count: int
+        self,
+        view: SelectionView,
+        known: np.ndarray,
+        round_number: int,
+        preferred_s: float,
+        count: int,
     ) -> np.ndarray:
         """Draw `count` clients of large utility among those that have reported.
 
         known: the idle clients that have reported.
-        number: the number of the current round.
-        limit: the preferred duration in seconds.
+        preferred_s: the preferred duration in seconds.
         """
         if not count:
             return known[:0]
         facts = view.facts
         utility = facts.samples[known] * facts.loss[known]
-        place = min(int(len(utility) * self.clip), len(utility) - 1)
-        highest = np.partition(utility, place)[place]
+        position = min(int(len(utility) * self.clip), len(utility) - 1)
+        highest = np.partition(utility, position)[position]
         lowest = 0.999 * utility.min()
         scaled = np.minimum(utility, highest) - lowest
         scaled /= max(highest - lowest, SMALLEST_RANGE)
         rounds = np.maximum(view.state["chosen_in"][known], 1)
-        score = scaled + np.sqrt(UNCERTAINTY * math.log(number) / rounds)
-        score *= self._system_factor(facts.seconds[known], limit)
+        score = scaled + np.sqrt(UNCERTAINTY * math.log(round_number) / rounds)
+        score *= self._system_factor(facts.seconds[known], preferred_s)
         last = np.partition(score, len(score) - count)[len(score) - count]
         candidates = np.flatnonzero(score >= self.cutoff * last)
         return draw_weighted(view.generator, known[candidates], score[candidates], count)
 
     def _explore(
-        self, view: SelectionView, unknown: np.ndarray, limit: float, count: int
+        self, view: SelectionView, unknown: np.ndarray, preferred_s: float, count: int
     ) -> np.ndarray:
         """Draw `count` clients that have not reported; prefer fast ones with many samples.
 
         unknown: the idle clients that have not reported.
-        limit: the preferred duration in seconds.
+        preferred_s: the preferred duration in seconds.
         """
         if not count:
             return unknown[:0]
         weights = view.facts.samples[unknown].astype(np.float64)
-        if limit < math.inf:
-            weights *= self._system_factor(view.estimate_seconds()[unknown], limit)
+        if preferred_s < math.inf:
+            weights *= self._system_factor(view.estimate_seconds()[unknown], preferred_s)
         return draw_weighted(view.generator, unknown, weights, count)
 
-    def _system_factor(self, seconds: np.ndarray, limit: float) -> np.ndarray:
-        """Return the system utility of each client: (limit / duration)^penalty, at most 1.
+    def _system_factor(self, seconds: np.ndarray, preferred_s: float) -> np.ndarray:
+        """Return each client's system utility min(1, preferred_s / seconds)^penalty, float [n].
 
-        seconds: the durations of the clients' jobs.
-        limit: the preferred duration in seconds; infinity gives every client 1.
+        seconds: float [n], the durations of the clients' jobs.
+        preferred_s: the preferred duration in seconds; infinity gives every client 1.
         """
-        if limit == math.inf:
+        if preferred_s == math.inf:
             return np.ones(len(seconds))
-        factor = np.minimum(1.0, limit / np.maximum(seconds, limit))
+        factor = np.minimum(1.0, preferred_s / np.maximum(seconds, preferred_s))
         return np.asarray(factor**self.penalty)

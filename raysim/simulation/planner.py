@@ -80,7 +80,7 @@ class Messages(Protocol):
     received: np.ndarray
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats fewer a client receives with messages than with parameters.
+        """Return how many floats a client saves if it receives messages in place of the parameters.
 
         Call this once for each job, because it also records that the client now has this version.
         version: the base version of the client's next job.
@@ -143,11 +143,11 @@ class PlannedAggregation:
         return cls(**{**values, **jobs})
 
 
-def _draw_places(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
-    """Yield random positions in an array of clients, possibly with repetitions.
+def _draw_positions(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
+    """Yield random positions in an array of clients, until it is cheaper to list idle clients.
 
-    The positions are drawn in blocks, each twice as large as the previous one. The number of
-    positions is limited. After them, drawing from a list of all idle clients costs the caller less.
+    A position may be repeated. The positions are drawn in blocks, each twice as large as the
+    previous one.
     clients: the length of the array; all positions are below this number.
     count: the number of different, idle clients that the caller needs.
     """
@@ -372,9 +372,9 @@ class Planner:
     def _decide(self, site: Site) -> PlannedAggregation | float:
         """Execute the schedule's actions at a site until the site aggregates or waits.
 
-        Return the planned aggregation if the site aggregates. Otherwise return a virtual time: the
-        schedule decides again at this time, or at an earlier event. If a dispatch found too few
-        available clients, such an event is also that a client becomes available.
+        Return the planned aggregation if the site aggregates. If it waits, return the virtual time
+        at which the schedule decides again. It decides earlier if a job ends. If a dispatch found
+        too few clients, it also decides when a client becomes available.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
         while True:
@@ -713,8 +713,8 @@ class Planner:
         if pool not in self._scarce:
             draws = DRAWS_PER_CLIENT * count + EXTRA_DRAWS
             numbers = itertools.islice(self._numbers("cohort.places", cohort, count), draws)
-            places = (int(number * len(members)) for number in numbers)
-            drawn = self._draw_free(members, places, count, presence)
+            positions = (int(number * len(members)) for number in numbers)
+            drawn = self._draw_free(members, positions, count, presence)
             if len(drawn) == count:
                 return sorted(drawn)
             self._scarce.add(pool)
@@ -736,7 +736,7 @@ class Planner:
         if not self._busy:
             size = min(count, len(members))
             return sorted(generator.choice(members, size=size, replace=False).tolist())
-        drawn = self._draw_free(members, _draw_places(generator, len(members), count), count)
+        drawn = self._draw_free(members, _draw_positions(generator, len(members), count), count)
         if len(drawn) < count:
             excluded = self._busy | drawn
             rest = [client for client in members.tolist() if client not in excluded]
@@ -748,21 +748,22 @@ class Planner:
     def _draw_free(
         self,
         members: np.ndarray,
-        places: Iterable[int],
+        positions: Iterable[int],
         count: int,
         presence: Availability | None = None,
     ) -> set[int]:
         """Return the first `count` different clients that are idle and available.
 
-        The clients are tried in the order of `places`. Return fewer if there are not enough places.
-        members: the clients from which `places` selects.
-        places: positions in `members`; a position may be repeated.
+        Try the clients members[positions[0]], members[positions[1]], ... Return fewer than `count`
+        if the positions end before.
+        members: the clients from which to draw.
+        positions: indices into `members`; an index may be repeated.
         presence: the availability of the clients; None means that all are always available.
         """
         busy, now = self._busy, self.now
         drawn: set[int] = set()
-        for place in places:
-            client = members.item(place)
+        for position in positions:
+            client = members.item(position)
             if client in busy or client in drawn:
                 continue
             if presence is None or presence.available(client, now):
@@ -774,12 +775,10 @@ class Planner:
     def _numbers(self, purpose: str, cohort: int, count: int) -> Iterator[float]:
         """Yield uniform random numbers in [0, 1), without end.
 
-        If `count` is small, the numbers are computed one by one, without a NumPy generator. Making
-        a generator costs as much as ten such numbers.
+        The numbers depend on the run's seed and the first two arguments.
         purpose: the name of the random stream.
-        cohort: the number of the cohort. The purpose, the cohort and the run's seed decide the
-        numbers.
-        count: the approximate number of numbers that the caller needs.
+        cohort: the number of the cohort.
+        count: about how many numbers the caller needs; it decides the fastest way to draw.
         """
         if count < EXTRA_DRAWS:
             key = self._keys.get(purpose)
@@ -803,10 +802,10 @@ class Planner:
         return idle_clients
 
     def _next_arrival(self) -> float:
-        """Return the virtual time at which a client next becomes available that is needed.
+        """Return the virtual time at which the next client that is needed becomes available.
 
-        Only pools are considered in which a dispatch at the current time found too few available
-        clients. Return infinity if no client of these pools becomes available again.
+        A client is needed if a dispatch at the current time found too few clients in its pool.
+        Return infinity if no such client becomes available.
         Raises ValueError if the run would wait longer than `patience` for its first client.
         Raises NoClientsLeftError if no client becomes available and no job is in flight.
         """

@@ -47,8 +47,8 @@ class ReplicaMemory:
     def note_read(self, replica: int) -> None:
         """Record that the caller reads a replica next.
 
-        If the replica is on disk, reading it loads its part of the file into memory. If all loaded
-        parts together would then be too large, this call first removes them from memory.
+        A replica on disk is loaded when it is read. If all loaded replicas would then need too much
+        memory, this call first unloads them.
         """
         if self._file is not None and replica not in self._in_memory:
             self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))

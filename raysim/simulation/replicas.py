@@ -158,7 +158,7 @@ class Replicas:
         return self.read(replica).published(self.numbers[replica])
 
     # --- clients that move ------------------------------------------------------------------------
-    def place(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> Sequence[Job]:
+    def assign(self, jobs: Sequence[Job], results: Sequence[Arrival]) -> Sequence[Job]:
         """Return the jobs of an aggregation, each with the replica that aggregates its update.
 
         Clients may have moved to another replica since their jobs were dispatched. If clients
@@ -169,7 +169,7 @@ class Replicas:
         """
         if not self.network.moves_clients:
             return jobs
-        placed: list[Job] = []
+        assigned: list[Job] = []
         moved: set[int] = set()
         for job, result in zip(jobs, results, strict=True):
             replica, base = self.replica_of(job.client), job.base
@@ -179,9 +179,9 @@ class Replicas:
                 if chosen != replica:
                     moved |= {replica, chosen}
                     self.clients_of[job.client] = replica = chosen
-            placed.append(job._replace(replica=replica, base=base))
+            assigned.append(job._replace(replica=replica, base=base))
         self._tell_servers(moved)
-        return placed
+        return assigned
 
     def _tell_servers(self, replicas: Iterable[int]) -> None:
         assert self._set_clients is not None, "only for replicas whose clients move"
@@ -269,10 +269,10 @@ class Replicas:
         if self.is_single:
             return self.first.receive(results)
         received = list(results)
-        for replica, places in _places_by_replica(jobs).items():
-            arrivals = self.servers[replica].receive([results[place] for place in places])
-            for place, arrival in zip(places, arrivals, strict=True):
-                received[place] = arrival
+        for replica, positions in _positions_by_replica(jobs).items():
+            arrivals = self.servers[replica].receive([results[position] for position in positions])
+            for position, arrival in zip(positions, arrivals, strict=True):
+                received[position] = arrival
         return received
 
     def step(
@@ -315,38 +315,40 @@ class Replicas:
         updates: Sequence[Update | None],
         sums: GroupSums,
         versions: Versions,
-        mixes_first: bool,
+        have_exchanged: bool,
     ) -> set[int]:
         """Let each replica that has jobs aggregate; return the replicas that have changed.
 
-        mixes_first: True if the replicas have already exchanged in this aggregation, so that their
-        vectors are no longer the versions that the aggregation started with.
         aggregation: the planned aggregation.
         jobs: the jobs of the aggregation, in the order in which they are aggregated.
         updates: one for each job; None for a failed job.
         sums: the sums of updates that workers have computed.
         versions: the published versions, which have the base versions of the jobs.
+        have_exchanged: True if the replicas exchanged before this call, as a part of the same
+        aggregation. Their vectors then differ from the last published versions.
         """
         staleness = aggregation.staleness
         reports: dict[str, list[float]] = {}
-        by_replica = _places_by_replica(jobs)
-        for replica, places in by_replica.items():
+        by_replica = _positions_by_replica(jobs)
+        for replica, positions in by_replica.items():
             server = self.read(replica)
             server.version = aggregation.site_version
-            server.has_moved = mixes_first
-            bases = _Bases(versions, {jobs[place].version: jobs[place].base for place in places})
+            server.has_moved = have_exchanged
+            bases = _Bases(
+                versions, {jobs[position].version: jobs[position].base for position in positions}
+            )
             server.step(
-                [updates[place] for place in places],
+                [updates[position] for position in positions],
                 sums,
-                [staleness[place] for place in places],
+                [staleness[position] for position in positions],
                 bases,
             )
             for name, value in server.report.items():
                 reports.setdefault(name, []).append(value)
         self.report = {name: math.fsum(values) / len(values) for name, values in reports.items()}
         present = {
-            replica: [update for place in places if (update := updates[place]) is not None]
-            for replica, places in by_replica.items()
+            replica: [update for position in positions if (update := updates[position]) is not None]
+            for replica, positions in by_replica.items()
         }
         if self.network.chosen_by_loss:
             for replica in range(len(self.servers)):
@@ -447,10 +449,10 @@ class Replicas:
         return torch.from_numpy(total)
 
     def consensus_distance(self) -> float:
-        """Return the root mean square of the distances of the replicas to their mean.
+        """Return the root mean square distance of the replicas to their mean.
 
-        A distance is the Euclidean norm of the difference of the shared parameters, without
-        buffers. Replicas are weighted as in their mean.
+        The result is sqrt(sum_r w_r |x_r - m|^2). Here x_r are the shared parameters (without
+        buffers) of replica r, w_r is its weight, and m = sum_r w_r x_r.
         """
         trained = self.first.layout.trained
         mean = self.mean()[0][:trained]
@@ -491,13 +493,12 @@ class Replicas:
 
 
 class _Bases(Mapping[int, PublishedVersion]):
-    """The versions that the updates of one replica started from.
+    """The versions that the updates of one replica started from, as its server numbers them.
 
-    A key is the number of this replica's aggregations before the version. `Versions` has other
-    numbers for the same versions, each of which identifies a version among those of all replicas.
+    A key is the number of the replica's own aggregations before the version.
 
-    versions: the stored versions of all replicas.
-    number_of: for each key, the number of the same version in `versions`.
+    versions: the stored versions of all replicas, which have other numbers.
+    number_of: for each key, the number of the version in `versions`.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):
@@ -513,12 +514,12 @@ class _Bases(Mapping[int, PublishedVersion]):
         return len(self._number_of)
 
 
-def _places_by_replica(jobs: Sequence[Job]) -> dict[int, list[int]]:
-    """Return for each replica the positions of its jobs in `jobs`."""
-    places: dict[int, list[int]] = {}
-    for place, job in enumerate(jobs):
-        places.setdefault(job.replica, []).append(place)
-    return dict(sorted(places.items()))
+def _positions_by_replica(jobs: Sequence[Job]) -> dict[int, list[int]]:
+    """Return the positions of each replica's jobs in `jobs`, by replica."""
+    positions: dict[int, list[int]] = {}
+    for position, job in enumerate(jobs):
+        positions.setdefault(job.replica, []).append(position)
+    return dict(sorted(positions.items()))
 
 
 def _keeps_vector(row: MixingRow) -> bool:

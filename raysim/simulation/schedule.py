@@ -21,8 +21,9 @@ from raysim.primitives.checks import above, at_least, one_of
 class View(NamedTuple):
     """What a schedule knows when it decides.
 
-    The schedule decides after all events that happen at the same virtual time, and must not change
-    the values. A pool is a group of clients with similar speed; only `schedule=tiered` has pools.
+    Events that happen at the same virtual time come before the decision. The schedule must not
+    change the values. A pool is a group of clients with similar speed; only `schedule=tiered` has
+    pools.
 
     now: the current virtual time in seconds.
     version: the number of aggregations so far.
@@ -30,7 +31,7 @@ class View(NamedTuple):
     out.
     arrived: the jobs whose updates have arrived, in the order of arrival. Updates that arrive
     together are in the order of their clients' numbers.
-    idle: the number of clients with samples that are not busy with a job; some of them may be
+    idle: the number of clients that have samples and are not busy with a job; some of them may be
     unavailable.
     sent: the number of jobs that were dispatched since the last aggregation; they start from the
     current version.
@@ -418,10 +419,9 @@ def _numbers(jobs: Sequence[Job]) -> list[int]:
 
 
 def _refill(view: View, concurrency: int) -> Action:
-    """Return a dispatch of as many clients as are missing to `concurrency` jobs in flight.
+    """Dispatch clients until `concurrency` jobs are in flight, or no client is idle.
 
-    Dispatch fewer if there are fewer idle clients. Return `Wait` if `concurrency` jobs are already
-    in flight, or if no client is idle.
+    Return `Wait` if there is nothing to dispatch.
     """
     free = min(concurrency - len(view.running), view.idle)
     return Dispatch(free) if free > 0 else Wait()
@@ -451,7 +451,7 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
 
 
 def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> None:
-    """Raise ValueError if a schedule needs more clients at once than there are with samples.
+    """Raise ValueError if a schedule dispatches more clients at once than have samples.
 
     Also raise it if `schedule=buffered` waits for more updates than it keeps jobs in flight.
     counts: int [clients], the training samples of each client.

@@ -55,7 +55,7 @@ class ScoreColumns:
     only for the main metric, which is the first of `evaluate.metrics`.
 
     metric: the metric.
-    place: the position of this metric's values in `ScoringReport.scores`.
+    values_index: the index of the array with this metric's values in `ScoringReport.scores`.
     data: the clients' data and the central test set.
     personal: True if each client is scored with a model of its own.
     test_counts, validation_counts: int64 [clients], the test and validation samples of each client.
@@ -66,14 +66,19 @@ class ScoreColumns:
     def __init__(
         self,
         metric: MetricRule,
-        place: int,
+        values_index: int,
         data: FederatedData,
         personal: bool,
         test_counts: np.ndarray,
         validation_counts: np.ndarray,
         best: BestRounds | None,
     ):
-        self.metric, self.place, self.personal, self.best = metric, place, personal, best
+        self.metric, self.values_index, self.personal, self.best = (
+            metric,
+            values_index,
+            personal,
+            best,
+        )
         self.tests, self.central = data.partition.test, data.central
         self.has_validation = data.partition.validation is not None
         dataset = data.open()
@@ -148,60 +153,58 @@ class ScoreColumns:
         return row
 
     def _client_columns(
-        self, suffix: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
+        self, suffix: str, values: np.ndarray, clients: np.ndarray, scoring: ScoredClients
     ) -> Row:
         """Return columns with the mean and the worst of the clients' test scores.
 
-        Domains are groups of samples, for example those with the same rotation. There is also a
-        column for each domain of the test samples, with the score of all samples of the domain. It
-        is left out if there is one domain, or more than `MAX_DOMAIN_COLUMNS`.
+        If the test samples have several domains (groups such as photos and sketches), add the score
+        of each domain. With more than `MAX_DOMAIN_COLUMNS` domains, these columns are left out.
 
         suffix: the end of the columns' names, such as "_best".
-        scores: the values of the clients' test samples. The samples of the first client come first,
-        then those of the second one, and so on.
+        values: the metric's value for each test sample, one client after another.
         clients: the scored clients, in the same order.
-        scoring: the scores of each client are added to `scoring.client_scores`.
+        scoring: the score of each client is added to `scoring.client_scores`.
         """
         clients = clients[self._test_counts[clients] > 0]
         if not len(clients):
             return {}
         name = f"{self.metric.name}{suffix}"
-        row = self._mean_and_worst(name, self._score_clients(name, scores, clients, scoring))
+        row = self._mean_and_worst(name, self._score_clients(name, values, clients, scoring))
         rows = np.concatenate([self.tests.rows(client) for client in clients.tolist()])
         domains = self.domains[rows]
         present = np.unique(domains)
         if 2 <= len(present) <= MAX_DOMAIN_COLUMNS:
             for domain in present:
-                score = self.metric.summarise(scores[domains == domain])
+                score = self.metric.summarise(values[domains == domain])
                 row[f"{name}.{self.domain_names[domain]}"] = score
         return row
 
-    def _unseen_columns(self, suffix: str, scores: np.ndarray, scoring: ScoredClients) -> Row:
+    def _unseen_columns(self, suffix: str, values: np.ndarray, scoring: ScoredClients) -> Row:
         """Return columns with the mean and the worst of the unseen clients' test scores.
 
         suffix: the end of the columns' names.
-        scores: the values of all their test samples, client after client.
+        values: the metric's value for each of their test samples, one client after another.
+        scoring: the unseen clients; the score of each one is added to `scoring.client_scores`.
         """
         if not len(scoring.unseen):
             return {}
         name = f"{self.metric.name}{suffix}"
-        values = self._score_clients(name, scores, scoring.unseen, scoring)
-        return self._mean_and_worst(f"{self.metric.name}_unseen{suffix}", values)
+        scores = self._score_clients(name, values, scoring.unseen, scoring)
+        return self._mean_and_worst(f"{self.metric.name}_unseen{suffix}", scores)
 
     def _score_clients(
-        self, name: str, scores: np.ndarray, clients: np.ndarray, scoring: ScoredClients
+        self, name: str, values: np.ndarray, clients: np.ndarray, scoring: ScoredClients
     ) -> np.ndarray:
         """Return the score of each client; also add them to `scoring.client_scores[name]`.
 
         name: the name of the column that has the mean of these scores.
-        scores: the values of the clients' test samples. The samples of the first client come first,
-        then those of the second one, and so on.
+        values: the metric's value for each test sample, one client after another.
         clients: the scored clients, in the same order.
         """
         ends = np.cumsum(self._test_counts[clients], dtype=np.int64)[:-1]
-        values = np.array([self.metric.summarise(part) for part in np.split(scores, ends)])
-        scoring.client_scores.setdefault(name, []).append((clients, values))
-        return values
+        scores = np.array([self.metric.summarise(part) for part in np.split(values, ends)])
+        scoring.client_scores.setdefault(name, []).append((clients, scores))
+        return scores
 
     def _mean_and_worst(self, name: str, values: np.ndarray) -> Row:
         return {name: mean_score(values), f"{name}_worst": self._worst(values)}
@@ -218,12 +221,12 @@ class ScoreColumns:
         """Return columns with validation scores, and with test scores in each client's best round.
 
         There are two validation columns: the mean over clients of their current scores, and the
-        mean of the scores in each client's best round. For another metric than the main one, the
-        column of the current scores is the only result.
+        mean of the scores in each client's best round. Only the main metric has best rounds; other
+        metrics get only the column of the current scores.
 
         scoring: the scored clients.
-        tested: a value for each test sample of these clients, one client after another.
-        validated: a value for each validation sample of these clients, one client after another.
+        tested: the metric's value for each test sample of these clients, one client after another.
+        validated: the metric's value for each validation sample, in the same order of clients.
         """
         sizes, name = self._validation_counts[scoring.clients], self.metric.name
         if not len(scoring.clients):
@@ -259,30 +262,30 @@ class ScoreColumns:
             columns[f"{name}_global_best"] = central
         return columns
 
-    def _worst_domain(self, scores: np.ndarray) -> Row:
+    def _worst_domain(self, values: np.ndarray) -> Row:
         """Return a column with the worst score over the domains of the central test set.
 
-        Domains are groups of samples, for example samples with the same rotation. Return {} if
-        there is a single domain, or no central test set.
+        A domain is a group of samples, such as photos or sketches. Return {} if there is a single
+        domain, or no central test set.
 
-        scores: the metric's value for each sample of the central test set.
+        values: the metric's value for each sample of the central test set.
         """
-        if not len(scores):
+        if not len(values):
             return {}
         domains = self.domains[self.central]
         present = np.unique(domains)
         if len(present) < 2:
             return {}
-        values = [self.metric.summarise(scores[domains == domain]) for domain in present]
-        return {f"{self.metric.name}_worst_domain": self._worst(values)}
+        scores = [self.metric.summarise(values[domains == domain]) for domain in present]
+        return {f"{self.metric.name}_worst_domain": self._worst(scores)}
 
 
-def _join(scores: Mapping[int, np.ndarray], clients: np.ndarray) -> np.ndarray:
+def _join(values: Mapping[int, np.ndarray], clients: np.ndarray) -> np.ndarray:
     """Join the values of some clients into one array; a client without values is left out.
 
-    scores: for each client the metric's value of each of its samples.
+    values: for each client the metric's value for each of its samples.
     clients: the clients, in the order of the result.
     """
-    empty = next(iter(scores.values()))[:0]  # has the shape and dtype of the scores
-    parts = [scores[client] for client in clients.tolist() if client in scores]
+    empty = next(iter(values.values()))[:0]  # has the shape and dtype of the values
+    parts = [values[client] for client in clients.tolist() if client in values]
     return np.concatenate([empty, *parts])

@@ -281,10 +281,10 @@ class Selector:
 
     # --- what a rule may ask for ------------------------------------------------------------------
     def _expected_seconds(self) -> Floats:
-        """Return the expected virtual seconds of a job of each client, float64 [clients].
+        """Return the expected duration of each client's first job, float64 [clients].
 
-        All jobs of a client count like its first job, without drop-outs. For clients without
-        samples the value has no meaning.
+        The durations are in virtual seconds and assume that no client drops out. They also serve as
+        the durations of later jobs. For clients without samples the value has no meaning.
         """
         if self._seconds is None:
             work = np.zeros(len(self._busy))

@@ -150,10 +150,9 @@ class Server:
     def sample_ends(self) -> np.ndarray:
         """The cumulative shares of the samples, for drawing clients in proportion to their samples.
 
-        float64, with an entry for each client that has samples, in the order of the clients'
-        numbers. An entry is the share of all samples that this client and the clients before it
-        have together. The last entry is about 1. A random number between 0 and 1 selects the first
-        entry above it.
+        Entry i is (n_0 + ... + n_i) / N, float64. Here n_0, n_1, ... are the sample counts of the
+        clients with samples, by number, and N is their sum. A uniform random number u in [0, 1)
+        selects the first client whose entry is above u.
         """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
@@ -206,8 +205,7 @@ class Server:
     def published(self, number: int = 0) -> PublishedVersion:
         """Return the current version as a message for the clients that start from it.
 
-        number: the position of this version in the order in which the versions of all replicas are
-        published.
+        number: the number that identifies this version among the versions of all replicas.
         """
         vector, counters, extras = self.vector.numpy(), self.counters.numpy(), self._sent("all")
         return PublishedVersion(self.version, vector, counters, extras, number=number)
@@ -224,11 +222,11 @@ class Server:
         return self._sent("client", client)
 
     def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
-        """Return the tensors that methods now send to some receivers, by "method.name".
+        """Return the tensors that methods now send to clients, by "method.name".
 
-        to: "all" for all clients, "once" for each client with its first job, "client" for one
-        client.
-        client: the number of this client if `to` is "client"; otherwise it is left out.
+        to: which of the tensors: "all" for those that every client gets with each version, "once"
+        for those of a client's first job, "client" for those of a single client.
+        client: the number of this single client; only with to="client".
         """
         arrays: dict[str, np.ndarray] = {}
         for declared, send in self._sends.get(to, ()):
@@ -443,7 +441,7 @@ class Server:
                 for delta in aggregation.deltas
             ]
             longest = sorted(range(len(norms)), key=norms.__getitem__, reverse=True)[:3]
-            texts = [f"{norms[place]:g} of client {clients[place]}" for place in longest]
+            texts = [f"{norms[index]:g} of client {clients[index]}" for index in longest]
             reason = f"the longest updates are {', '.join(texts)}"
         return (
             f"faults.norm: the shared vector is not finite after round {self.version + 1} "
@@ -498,7 +496,7 @@ class Server:
 def _ranges_of_sums(
     sums: GroupSums, positions: Mapping[int, int]
 ) -> dict[range, np.ndarray | None]:
-    """Map the range of positions that each sum covers to the sum.
+    """Return the sums of this server's updates, by the range of positions that a sum covers.
 
     A position is the index of an update in this aggregation. Sums of other replicas are left out.
     sums: the sums that workers made, by the numbers of the summed jobs. At least one of these jobs
@@ -507,9 +505,9 @@ def _ranges_of_sums(
     """
     ranges: dict[range, np.ndarray | None] = {}
     for jobs, total in sums.items():
-        for place, job in enumerate(jobs):
+        for offset, job in enumerate(jobs):
             if job in positions:
-                start = positions[job] - place
+                start = positions[job] - offset
                 ranges[range(start, start + len(jobs))] = total
                 break
     return ranges

@@ -60,18 +60,18 @@ class SetScores:
         self.tests, self.validation = partition.test, partition.validation
         self.domains, self.domain_names = dataset.domains, dataset.domain_names
 
-    def tasks(self, clients: Sequence[ScoringTask]) -> list[ScoringTask]:
+    def tasks(self, client_tasks: Sequence[ScoringTask]) -> list[ScoringTask]:
         """Return the tasks that score all sets.
 
-        clients: for each scored client the task that scores its test samples.
+        client_tasks: for each scored client the task that scores its test samples.
         """
-        tasks = [replace(task, name=CLIENT) for task in clients if len(task.rows)]
+        tasks = [replace(task, name=CLIENT) for task in client_tasks if len(task.rows)]
         if self.validation is not None:
-            for task in clients:
+            for task in client_tasks:
                 rows = self.validation.rows(task.client)
                 if len(rows):
                     tasks.append(replace(task, name=VALIDATION, rows=rows))
-        tested = [task.rows for task in clients if len(task.rows)]
+        tested = [task.rows for task in client_tasks if len(task.rows)]
         if tested:
             tasks += self._domain_tasks("", np.concatenate(tested))
         central = self.spec.data.central
@@ -178,10 +178,9 @@ class SetScores:
 
 
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
-    """Return for each metric a dictionary from the client of a report to the metric's value.
+    """Return each metric's values by client, from reports that have all metrics of one set.
 
-    A report without a client, such as the report of a domain, has a negative key instead:
-    -1 - (its index in `reports`).
+    A set without a client, such as a domain, has the key -1 - (its index in `reports`).
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

@@ -25,7 +25,7 @@ SEGMENT_BYTES = 2**28
 
 @dataclass(frozen=True)
 class _StoredArray:
-    """The place of an array in a file, with the array's name, type and shape."""
+    """An array in a file: its name, type and shape, and the bytes that it occupies."""
 
     key: str
     dtype: np.dtype
@@ -135,7 +135,8 @@ class MappedFile:
     def note_read(self, size: int) -> None:
         """Record that `size` bytes are read next.
 
-        Before more than `resident` bytes are read, remove all pages from memory and count again.
+        If more than `resident` bytes were then read since pages were last removed, first remove all
+        pages from memory.
         """
         if self._read + size > self._resident:
             for segment in self._segments:

@@ -61,10 +61,10 @@ def _empty_table(columns: int) -> np.ndarray:
 class StateIndex:
     """The index of a checkpoint: it says which file contains each client's committed state.
 
-    states: int64 [clients, 4], with a row for each client that has a committed state. The columns
-    are the numbers of the client, of the job that made its state, and of the file, and the bytes of
-    the state. The rows are in the order in which clients had a first committed state.
-    files: int64 [files, 2]. The columns are the number of the file and the bytes that were written
+    states: int64 [clients, 4], a row for each client that has a committed state. The columns are:
+    the client, the job that made the state, the number of the file, the bytes of the state. The
+    rows are in the order in which clients had a first committed state.
+    files: int64 [files, 2]. The columns are: the number of the file, the bytes that were written
     into it.
     """
 

@@ -24,25 +24,25 @@ def planner(schedule: Schedule, fleet: Fleet, clients: int) -> Planner:
 def test_forecast_of_a_synchronous_round_waits_for_slowest_client(rounds: int) -> None:
     result = forecast(planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2), rounds)
     assert result == Forecast(
-        at_work=pytest.approx(4 / 3), seconds=3.0, staleness=0.0, lost=0.0, discarded=0.0
+        in_flight=pytest.approx(4 / 3), seconds=3.0, staleness=0.0, lost=0.0, discarded=0.0
     )
 
 
 def test_forecast_counts_discarded_work() -> None:
     result = forecast(planner(Oversample(1, 2), TimedFleet((1.0, 4.0)), 2), 1)
-    assert result == Forecast(at_work=2.0, seconds=1.0, staleness=0.0, lost=0.0, discarded=0.5)
+    assert result == Forecast(in_flight=2.0, seconds=1.0, staleness=0.0, lost=0.0, discarded=0.5)
 
 
 def test_forecast_counts_staleness_of_simultaneous_updates() -> None:
     result = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 10)
     # Of ten steps the last five take from 2 s to 4 s: staleness 2, 0, 1, 2, 0.
-    assert result == Forecast(at_work=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
+    assert result == Forecast(in_flight=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
 
 
 def test_forecast_of_simultaneous_aggregations_has_their_period() -> None:
     # All three updates arrive after 1 s, each of them is an aggregation.
     result = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 2)
-    assert result.seconds == 0.5 and result.at_work == 3.0
+    assert result.seconds == 0.5 and result.in_flight == 3.0
 
 
 def test_forecast_counts_lost_jobs() -> None:
@@ -82,7 +82,7 @@ def test_forecast_has_idle_workers_if_selection_needs_reports() -> None:
 
 
 def test_forecast_accepts_jobs_without_duration() -> None:
-    assert forecast(planner(BUFFER, TimedFleet((0.0,) * 6), 6), 3).at_work == 0
+    assert forecast(planner(BUFFER, TimedFleet((0.0,) * 6), 6), 3).in_flight == 0
 
 
 def test_forecast_of_a_run_that_stops_uses_its_finished_rounds(

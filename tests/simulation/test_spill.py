@@ -93,11 +93,11 @@ def test_states_in_memory_are_within_budget_or_in_flight(schedule: str) -> None:
         state_budget=most * each,
     )
     for _ in coordinator.run():
-        places, accepted = (
-            coordinator.client_states._places,
+        newest, accepted = (
+            coordinator.client_states._newest_states,
             coordinator.client_states.committed_jobs,
         )
-        at_work = {client for client, (_, last) in places.items() if accepted.get(client) != last}
+        at_work = {client for client, (_, last) in newest.items() if accepted.get(client) != last}
         resident = [client for worker in runtime.members for client in worker.states.resident]
         assert len(resident) == len(set(resident)), "a client that moved leaves nothing behind"
         assert len(set(resident) - at_work) <= most
