@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 from network_cluster import PORT, Link, NetworkCluster, find_obstacle, parse_link
@@ -16,8 +17,9 @@ import raysim
 from raysim.primitives.stacks import RAY_MESSAGES, stack_file
 
 pytestmark = pytest.mark.slow
-MLP = ("data=synthetic", "data.samples=400", "model=mlp", "model.widths=[32]")
-BATCH_NORM = ("data=digits", "model=small_cnn", "model.norm=batch")
+LARGE_MLP = ("data=synthetic", "model=mlp", "model.widths=[700,700]", "evaluate.every=99")
+BATCH_NORM = ("data=synthetic", "data.samples=400", "model=small_cnn", "model.norm=batch")
+METHODS = "method=fedbn+scaffold"
 OVERRIDES = [
     "partition=iid",
     "schedule.cohort=6",
@@ -26,50 +28,47 @@ OVERRIDES = [
     "checkpoint.every=5",
 ]
 ROUNDS = 150
-STATEFUL_ROUNDS = 40
 DEADLINE_S = 500.0
 NODE_ID = (
     "import ray; ray.init(address='auto', log_to_driver=False); "
     "print(ray.get_runtime_context().get_node_id())"
 )
 
-Expected: TypeAlias = Callable[..., str]
-
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[NetworkCluster]:
+    """Yield three machines for the tests of this file, which run in their order.
+
+    Ray runs on the first two. The first test starts it on the third one.
+    """
     obstacle = find_obstacle()
     if obstacle:
         pytest.skip(obstacle)
     with NetworkCluster(3) as cluster:
-        cluster.start_ray([1, 1, 1])
+        write_slow_method(cluster.shared)
+        folders = [str(cluster.shared), cluster.environment.get("PYTHONPATH", "")]
+        cluster.environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+        cluster.start_ray([1, 1])
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """Return a function that makes a run in this process and returns the sha256 of its model."""
-    models: dict[tuple[object, ...], str] = {}
+def checksums(summary: dict[str, Any]) -> tuple[str, str]:
+    """Return the checksums of a run's model and state."""
+    return summary["model_sha256"], summary["state_sha256"]
 
-    def make(rounds: int, *words: str, study: Sequence[str] = MLP) -> str:
-        key = (rounds, *words)
-        if key not in models:
-            folder = tmp_path_factory.mktemp("inprocess") / "run"
-            values = {"rounds": rounds, "runtime": "inprocess", "out": str(folder)}
-            result = raysim.run([*OVERRIDES, *study, *words], quiet=True, **values)
-            models[key] = result.summary["model_sha256"]
-        return models[key]
 
-    return make
+def expected(folder: Path, rounds: int, *words: str) -> tuple[str, str]:
+    """Make a run in this process; return its checksums."""
+    words = (*OVERRIDES, *words, f"rounds={rounds}", "runtime=inprocess", f"out={folder / 'run'}")
+    return checksums(raysim.run(words, quiet=True).summary)
 
 
 def start_run(
-    network: NetworkCluster, out: Path, rounds: int, *words: str, study: Sequence[str] = MLP
+    network: NetworkCluster, out: Path, rounds: int, *words: str
 ) -> subprocess.Popen[str]:
     command = ["raysim", "run", "runtime=cluster", f"out={out}", f"rounds={rounds}", *OVERRIDES]
-    command += [*study, *words]
     log = out.with_suffix(".log").open("w")
-    return network.machines[0].popen(command, stdout=log, stderr=subprocess.STDOUT)
+    return network.machines[0].popen([*command, *words], stdout=log, stderr=subprocess.STDOUT)
 
 
 def wait_for(condition: Callable[[], Any], run: subprocess.Popen[str], out: Path) -> None:
@@ -116,91 +115,59 @@ def checkpoints(out: Path) -> list[Path]:
     return list((out / "checkpoints").glob("*")) if out.exists() else []
 
 
-def test_three_machines_give_the_bits_of_one(network: NetworkCluster, expected: Expected) -> None:
-    before = [machine.traffic for machine in network.machines]
-    summary = finish(start_run(network, out := network.shared / "equal", 20), out)
-    assert summary["model_sha256"] == expected(20)
-    addresses = json.dumps(summary["processes"])
-    assert all(machine.address in addresses for machine in network.machines)
-    # A model of 2,400 parameters goes to each machine in each of 20 rounds.
-    for machine, earlier in zip(network.machines[1:], before[1:], strict=True):
-        assert machine.traffic.received - earlier.received > 20 * 4 * 2400
-
-
-def test_network_partition_for_seconds_changes_no_bits(
-    network: NetworkCluster, expected: Expected
+def test_run_with_states_has_equal_bits_as_machines_change(
+    network: NetworkCluster, tmp_path: Path
 ) -> None:
-    run = start_run(network, out := network.shared / "partition", ROUNDS)
-    wait_for(lambda: checkpoints(out), run, out)
-    network.machines[2].cut()
-    time.sleep(4)
-    assert run.poll() is None  # it needs the machine
-    network.machines[2].join()
-    assert finish(run, out)["model_sha256"] == expected(ROUNDS)
+    """Change the machines of a run in turn: one joins, one leaves, one is cut off, one is lost.
 
-
-def test_lost_client_states_are_restored_with_the_same_bits(
-    network: NetworkCluster, expected: Expected
-) -> None:
-    """A lost machine's client states, control variates and BatchNorm layers, are restored.
-
-    This must be the last test of the file, because it kills a machine of the shared network.
+    Control variates and BatchNorm layers of clients are lost with the last one.
     """
-    method, size = "method=fedbn+scaffold", ["runtime.workers=3", "runtime.strategy=SPREAD"]
-    out = network.shared / "states"
-    run = start_run(network, out, STATEFUL_ROUNDS, method, *size, study=BATCH_NORM)
+    head, leaving, late = network.machines
+    out = network.shared / "changing"
+    slow = (f"{METHODS}+slow", "--allow", "slow")
+    run = start_run(network, out, ROUNDS, *BATCH_NORM, *slow)
     wait_for(lambda: checkpoints(out), run, out)
-    network.machines[2].kill()
-    summary = finish(run, out)
-    assert "The run restarts from its last checkpoint" in log_of(out)
-    assert summary["model_sha256"] == expected(STATEFUL_ROUNDS, method, study=BATCH_NORM)
+    late.start_ray(1)
+    wait_for(lambda: "worker 2 joins on machine-2 (10.99.0.3)" in log_of(out), run, out)
+    node = leaving.run("python", "-c", NODE_ID).split()[-1]
+    drain = ["ray", "drain-node", f"--address={head.address}:{PORT}", "--node-id", node]
+    drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    head.run(*drain, "--deadline-remaining-seconds", "600")
+    wait_for(lambda: "worker 1 leaves: machine-1 (10.99.0.2)" in log_of(out), run, out)
+
+    late.cut()
+    time.sleep(4)
+    earlier = checkpoints(out)
+    late.join()
+    wait_for(lambda: set(checkpoints(out)) - set(earlier), run, out)
+
+    late.kill()
+    wait_for(lambda: "The run restarts from its last checkpoint" in log_of(out), run, out)
+    (network.shared / "slow" / "fast").touch()
+    assert checksums(finish(run, out)) == expected(tmp_path, ROUNDS, METHODS, *BATCH_NORM)
     assert "(raylet)" not in log_of(out)
     assert "marked dead" in stack_file(out, RAY_MESSAGES).read_text()
 
 
-def test_late_node_joins_and_drained_node_leaves(expected: Expected) -> None:
-    obstacle = find_obstacle()
-    if obstacle:
-        pytest.skip(obstacle)
-    with NetworkCluster(3) as network:
-        head, leaving, late = network.machines
-        write_slow_method(network.shared)
-        network.environment["PYTHONPATH"] = str(network.shared)
-        network.start_ray([1, 1])
-        out = network.shared / "late"
-        run = start_run(network, out, ROUNDS, "method=slow", "--allow", "slow")
-        wait_for(lambda: checkpoints(out), run, out)
-        late.start_ray(1)
-        wait_for(lambda: "worker 2 joins on machine-2 (10.99.0.3)" in log_of(out), run, out)
-        node = leaving.run("python", "-c", NODE_ID).split()[-1]
-        drain = ["ray", "drain-node", f"--address={head.address}:{PORT}", "--node-id", node]
-        drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
-        head.run(*drain, "--deadline-remaining-seconds", "600")
-        wait_for(lambda: "worker 1 leaves: machine-1 (10.99.0.2)" in log_of(out), run, out)
-        (network.shared / "slow" / "fast").touch()
-        assert finish(run, out)["model_sha256"] == expected(ROUNDS)
-
-
-def test_sum_crosses_a_slow_link_once() -> None:
-    """A sum of updates crosses a slow link only once.
+def test_sum_crosses_a_slow_link_once(network: NetworkCluster, tmp_path: Path) -> None:
+    """A sum of updates crosses a slow link only once, and changes no bit.
 
     It takes more than three seconds on the link. Meanwhile raysim looks for lost nodes every
     second, and must not fetch the sum again. So the coordinator's machine receives at most 30% more
     bytes than the history says.
     """
-    obstacle = find_obstacle()
-    if obstacle:
-        pytest.skip(obstacle)
-    with NetworkCluster(2) as network:
-        network.start_ray([1, 1])
-        head, late = network.machines
-        late.set_link(Link(rate=10))
-        before = head.traffic.received
-        study = ["data=synthetic", "model=mlp", "model.widths=[700,700]", "evaluate.every=99"]
-        out = network.shared / "slow"
-        finish(start_run(network, out, 4, "runtime.strategy=SPREAD", study=study), out)
-        received = head.traffic.received - before
-        assert received < 1.3 * sum(row["node_0_in_bytes"] for row in raysim.load(out).rows)
+    head, _, lost = network.machines
+    lost.start()
+    lost.start_ray(1)
+    lost.set_link(Link(rate=10))
+    before = head.traffic.received
+    out = network.shared / "sums"
+    summary = finish(start_run(network, out, 4, "runtime.strategy=SPREAD", *LARGE_MLP), out)
+    received = head.traffic.received - before
+    assert received < 1.3 * sum(row["node_0_in_bytes"] for row in raysim.load(out).rows)
+    assert checksums(summary) == expected(tmp_path, 4, *LARGE_MLP)
+    addresses = json.dumps(summary["processes"])
+    assert head.address in addresses and lost.address in addresses
 
 
 def test_simulated_link_delays_messages() -> None:

@@ -332,6 +332,7 @@ class RayRuntime:
         self._ended: set[int] = set()  # released workers that are never started again
         self._watch: NodeWatch | None = None
         self._recruiter: Recruiter | None = None
+        self._places: dict[int, WorkerPlace] = {}  # of workers that the recruiter started
         self._notices: list[str] = []
         self._next_recruiting = 0.0
         self.actors = list(actors) or [start(worker) for worker in range(workers)]
@@ -543,6 +544,7 @@ class RayRuntime:
         """
         worker = self.workers if number < 0 else number
         actor = recruiter.start(worker, place)
+        self._places[worker] = place
         if number < 0:
             self.workers += 1
             self.actors.append(actor)
@@ -630,7 +632,7 @@ class RayRuntime:
         return None
 
     def revive(self, worker: int) -> None:
-        """Start another actor in the bundle of a worker that died.
+        """Start another actor at the place of a worker that died.
 
         Raises WorkerDiedError if the worker's node is lost.
         Raises ProcessLostError if the new actor does not start.
@@ -638,7 +640,10 @@ class RayRuntime:
         (the process that the user has started).
         """
         ray.kill(self.actors[worker])  # it may be alive, but unreachable
-        self.actors[worker] = self._make(worker)
+        if self._recruiter is not None and worker in self._places:
+            self.actors[worker] = self._recruiter.restart(worker, self._places[worker])
+        else:
+            self.actors[worker] = self._make(worker)
         self._forget_process(worker)
         self._adders.pop(self.nodes[worker], None)  # it may be lost with the node
         actor = self.actors[worker]
@@ -721,13 +726,14 @@ class RayRuntime:
 
         An identity is the hardware and software on which the bits of results depend.
         A worker with another version of raysim or of a library may die before it can answer. In
-        that case a Ray task on the worker's node reports the identity.
+        that case a Ray task in the worker's bundle reports the identity. A worker that joined later
+        has no bundle in the run's placement group.
         answer: a reference to the identity that the worker itself reports.
         """
         with suppress(ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
             identity: Identity = ray.get(answer)
             return identity
-        if self._identify is None:
+        if self._identify is None or worker >= self._first_workers:
             return None
         report = self._identify(worker)
         try:

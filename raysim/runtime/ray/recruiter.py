@@ -171,13 +171,17 @@ class Recruiter:
         return WorkerPlace(node, group, 0)
 
     def start(self, worker: int, place: WorkerPlace) -> Any:
-        """Start a worker at a place; return its actor."""
-        if not self._content:
-            self._content = [ray.put(np.fromfile(self._dataset_path, np.uint8))]
-        actor = self._growth.start(worker, place, self._content)
+        """Start a worker at a place; return its actor. `take_ready` returns the worker later."""
+        actor = self.restart(worker, place)
         answer = actor.identity.remote()
         self._starting.append(_Recruit(worker, place, actor, answer, time.monotonic()))
         return actor
+
+    def restart(self, worker: int, place: WorkerPlace) -> Any:
+        """Start a worker again at the place where it died; return its actor."""
+        if not self._content:
+            self._content = [ray.put(np.fromfile(self._dataset_path, np.uint8))]
+        return self._growth.start(worker, place, self._content)
 
     def take_ready(self) -> list[tuple[int, Identity]]:
         """Return the started workers that have become ready, each with its identity.
