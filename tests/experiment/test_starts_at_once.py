@@ -161,7 +161,7 @@ def test_refused_run_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [["run"], ["study", "method=fedavg,fedprox", "tracking=none"]],
+    [["run"], ["study", "seed=0", "tracking=none"]],
     ids=["run with tracking", "study"],
 )
 def test_commands_started_together_all_finish(command: list[str], tmp_path: Path) -> None:

@@ -381,10 +381,10 @@ def test_strategies_of_older_apps_run(run, name):
 
 
 def test_app_has_the_same_bits_on_ray(run, tmp_path, ray_session):
-    here = run_app(run, no_text)
+    from raysim.runtime import ray as on_ray
+
     options = RuntimeOptions(name="local", workers=2)
-    there = run_app(replace(run, runtime=options), no_text)
-    assert numbers(there) == numbers(here)
-    older_run = numpy_run(run, first_strategy)
-    here = run_app(older_run, no_text)
-    assert numbers(run_app(replace(older_run, runtime=options), no_text)) == numbers(here)
+    with on_ray.keep_processes("flower"):
+        for each in (run, numpy_run(run, first_strategy)):
+            there = run_app(replace(each, runtime=options), no_text)
+            assert numbers(there) == numbers(run_app(each, no_text))

@@ -621,14 +621,6 @@ def test_checkpoints_change_no_bit(name: str, schedule: Any) -> None:
     agreement.check_resumed(fresh(name), schedule)
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_two_ray_workers_have_the_bits_of_one_process(name: str, workers: Workers) -> None:
-    # A buffer moves states and stale updates between workers; without states, rounds also have
-    # workers add up updates.
-    schedule = BUFFER if TABLE[name].private else ROUNDS
-    agreement.check_workers(fresh(name), schedule, runtime=workers.runtime(fresh(name)(), 2))
-
-
 # --- staleness ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.private])
 def test_client_state_is_that_of_the_last_aggregated_job(
@@ -906,6 +898,33 @@ def covering(
 
 
 COVERING = covering(list(TABLE), COMPATIBLE)
+
+
+def lists_with_each_method(most: int = 8) -> list[list[str]]:
+    """Return lists of compatible methods, in which each method of the table occurs once.
+
+    The methods of a list either all keep client state, or none of them does.
+    most: the largest number of methods in a list.
+    """
+    lists: list[list[str]] = []
+    for name, row in TABLE.items():
+        for chosen in lists:
+            is_similar = TABLE[chosen[0]].private == row.private
+            pairs_with_name = {frozenset((old, name)) for old in chosen}
+            if is_similar and len(chosen) < most and pairs_with_name <= COMPATIBLE:
+                chosen.append(name)
+                break
+        else:
+            lists.append([name])
+    return lists
+
+
+@pytest.mark.parametrize("names", lists_with_each_method(), ids="-".join)
+def test_two_ray_workers_have_the_bits_of_one_process(names: list[str], workers: Workers) -> None:
+    # A buffer moves states and stale updates between workers; without states, rounds also have
+    # workers add up updates.
+    schedule = BUFFER if TABLE[names[0]].private else ROUNDS
+    agreement.check_workers(fresh(*names), schedule, runtime=workers.runtime(fresh(*names)(), 2))
 
 
 def test_each_compatible_pair_of_methods_trains() -> None:

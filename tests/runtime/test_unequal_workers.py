@@ -139,7 +139,7 @@ def test_run_ends_if_new_worker_would_compute_other_bits(ray_session: None) -> N
     from raysim.runtime.ray.actors import RayRuntime, RayWorker, actor_class, identify_process
 
     spec = run_spec()
-    environments = [{}, {}, OTHER_KERNELS]
+    environments = [{}, OTHER_KERNELS]
     started = []
 
     def start(index: int) -> Any:
@@ -153,7 +153,6 @@ def test_run_ends_if_new_worker_would_compute_other_bits(ray_session: None) -> N
 
     runtime = RayRuntime(1, start, participants=Participants(identify_process("driver")))
     runtime.meet_workers(600)
-    runtime.revive(0)
     assert [identity.name for identity in runtime.participants.all] == ["driver", "worker-0"]  # type: ignore[union-attr]
     with pytest.raises(
         RunStoppedError, match=r"worker 0 died.*runtime.mixed=false: .*CPU capability DEFAULT"

@@ -16,9 +16,16 @@ pytestmark = pytest.mark.slow
 
 
 def test_planner_benchmark_prints_rates_of_all_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = planner.rates
     monkeypatch.setattr(planner, "CLIENTS", 3_000)
-    monkeypatch.setattr(planner, "rates", lambda seconds, say: rates(1e-9, lambda text: None))
+    steps_said: list[str] = []
+    rates = planner.rates(1e-9, steps_said.append)
+    assert [(rate.schedule, rate.fleet) for rate in rates] == [
+        (schedule, fleet)
+        for schedule in planner.SCHEDULES
+        for fleet in (*planner.FLEETS, planner.TRACE, planner.OORT)
+    ]
+    assert all(rate.events > 0 for rate in rates) and len(steps_said) == len(rates)
+    monkeypatch.setattr(planner, "rates", lambda seconds, say: rates)
     monkeypatch.setattr(planner, "whole_run", lambda rounds: (1000.0, 0.5))
     said: list[str] = []
     found = planner.bench(said.append)
