@@ -32,6 +32,17 @@ RAY_FIXTURES = ("ray_session", "cluster", "driver")  # each of them starts Ray
 # Such a file may have slow tests. The fixture `workers` uses `ray_session`.
 SLOW_FILE = re.compile(r"\bmark\.slow\b|\b(ray_session|workers|cluster|driver)\b")
 
+# The files of slow tests that take the longest. They come first, so that none of several processes
+# still works on one of them when the others have ended.
+LONGEST = (
+    "tools/test_network_cluster.py",
+    "test_notebooks.py",
+    "runtime/test_placement.py",
+    "commands/test_submit.py",
+    "tools/test_disturbed.py",
+    "test_own_training_page.py",
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment of this process and of all processes that it starts."""
@@ -83,6 +94,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if uses(item, "ray_session"):
             item.add_marker(pytest.mark.shared_ray)
+    tests = Path(__file__).parent
+    place = {tests / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
     # Tests with a Ray of their own come first, so that only one Ray exists at a time.
     items.sort(key=lambda item: uses(item, "ray_session"))
 
