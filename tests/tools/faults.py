@@ -33,7 +33,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -351,7 +351,13 @@ UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
 
 
 def undisturbed(case: Case) -> Undisturbed:
-    """Return the results of the undisturbed run of a case. Run it only for the first such case."""
+    """Return the results of the undisturbed run of a case. Run it only for the first such case.
+
+    If the fault needs no moment, a run in process takes the place of a run on Ray: it has the same
+    results.
+    """
+    if not case.moment:
+        case = replace(case, runtime="inprocess")
     if (key := tuple(case.words)) not in UNDISTURBED:
         with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:
             folder, seconds = Path(text), 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from faults import DATABASE, SIGNALS, Case, carry_out, cases
+from faults import DATABASE, SIGNALS, Case, carry_out
 
 # Every fault once, on two runs: the undisturbed results of each are made once.
 SIGNALLED = ("scaffold", "buffer", "inprocess")
@@ -23,7 +23,8 @@ CASES = [
         Case(*(TRACKED if fault in DATABASE else SIGNALLED), fault, "driver", moment)
         for fault, moment in MOMENTS.items()
     ),
-    *cases(1, seed=5, runtime="local"),
+    # On Ray, where the coordinator finds the disk full.
+    Case("scaffold", "buffer", "local", "disk", "driver", 0.0),
 ]
 
 
