@@ -218,6 +218,11 @@ def test_dirichlet_is_drawn_again_until_clients_have_minimum() -> None:
     assert split(Dirichlet(20, 0.3, minimum=0, test_fraction=0), seed=0).train.counts.min() < 20
 
 
+def test_minimum_may_need_all_samples() -> None:
+    partition = split(Quantity(1, 1.0, minimum=len(LABELS), test_fraction=0))
+    assert partition.train.counts.tolist() == [len(LABELS)]
+
+
 def test_dirichlet_groups_get_samples_by_their_number_of_clients() -> None:
     partition = split(Dirichlet(25, 0.3, balance=True, grouping=10, test_fraction=0))
     groups = np.add.reduceat(partition.train.counts, [0, 10, 20])
@@ -327,6 +332,7 @@ def test_partition_can_be_pickled_and_rows_are_views() -> None:
             r"partition\.turns='random'",
         ),
         (lambda: DomainClass([[0, 1], [1]]), r"partition.groups=\[\[0, 1\], \[1\]\]"),
+        (lambda: DomainClass([[-1, 1]]), r"partition.groups=\[\[-1, 1\]\]"),
         (lambda: split(DomainClass([[0], [10]])), r"partition\.groups .*class 10"),
         (
             lambda: split(Shards(1001, 2)),
@@ -417,6 +423,13 @@ def test_clients_of_domains_are_tested_on_trained_domains() -> None:
     domains = np.array([0, 2, 1, 0, 2])
     tests = Domain(1).tests(np.zeros(5, np.int64), domains, 2)
     assert [tests.rows(client).tolist() for client in range(2)] == [[0, 3], [2]]
+
+
+def test_tests_of_each_domain_are_dealt_out_from_its_first_client() -> None:
+    domains = np.array([0] * 4 + [1] * 5)
+    tests = Domain(3).tests(np.zeros(9, np.int64), domains, 2)
+    rows = [tests.rows(client).tolist() for client in range(6)]
+    assert rows == [[0, 3], [1], [2], [4, 7], [5, 8], [6]]
 
 
 def test_domain_class_client_is_tested_on_its_domain_and_classes() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raysim.methods import fedavg, fedbn, fedbr, fedbss, fedbuff, feddecorr, groupdro, scaffold
-from raysim.methods.delayed_nesterov import delayed_nesterov_step
+from raysim.methods.delayed_nesterov import DelayedNesterov, delayed_nesterov_step
 
 
 def vector(*values: float) -> Tensor:
@@ -53,6 +53,10 @@ class TestScaffold:
 
 
 class TestDelayedNesterov:
+    def test_activation_above_the_share_of_one_step_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"method\.delayed_nesterov\.activation=0\.26"):
+            DelayedNesterov(every=4, activation=0.26)
+
     def test_momentum_changes_with_every_second_update(self) -> None:
         state = {
             "params": vector(1, 0),

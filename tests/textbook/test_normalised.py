@@ -72,6 +72,7 @@ ROWS = {
     "apfl, a large rate": Row(
         partial(apfl, alpha=0.99), lambda: [APFL(0.99)], {"local": replace(LOCAL, lr=0.7)}
     ),
+    "apfl, alpha reaches 1": Row(partial(apfl, alpha=0.999), lambda: [APFL(0.999)], PLAIN),
     "apfl, some never train": Row(partial(apfl, alpha=0.5), lambda: [APFL()], NORMED, **FEW),
 }
 
