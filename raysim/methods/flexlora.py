@@ -57,11 +57,11 @@ ROUNDING = 1e-12
 
 
 def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return B [m, r] and A [r, n], whose product is the nearest one to left @ right.
+    """Return B [m, r] and A [r, n]; B A is the matrix of rank r that is nearest to left @ right.
 
-    r is the number of rows of `old_a`. Each row of A has length 1, and row i belongs to the i-th
+    r is the number of rows of `old_a`. Each row of A has the norm 1, and row i belongs to the i-th
     largest singular value. left @ right may have a rank k below r. Then rows k + 1 to r of A are
-    those of `old_a`, and these columns of B are 0.
+    those of `old_a`, and columns k + 1 to r of B are 0.
 
     left: [m, R], with R >= r.
     right: [R, n].
@@ -124,7 +124,8 @@ class FlexLoRA(Method):
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the changes of all trained parameters, [layout.trained].
 
-        The new factors are the split of P. All other parameters change by the mean update.
+        The server splits the mean product of the clients' factors into the new factors. All other
+        parameters change by the mean update.
         """
         direction = mean_delta(aggregation, server)
         models = _shares_of_models(aggregation, server)
@@ -137,12 +138,12 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return pairs (model, share): the sum of share * B A over these models is P.
+    """Return pairs (model, share), from which `_split_mean` computes the mean product.
 
-    A model is a vector. The share of a trained model is p_i, the weight of its update divided by
-    the sum of weights. The share of the model that this client received is -p_i, and that of the
-    current model is 1. If no update is stale, the current and the received models cancel and are
-    left out.
+    The mean product is the sum of share * B A over the models; a model is a vector. The model that
+    client i trained has the share p_i, its update's weight divided by the sum of weights. The model
+    that client i received has the share -p_i, and the server's current model the share 1. Without
+    stale updates these shares cancel, and the result has only trained models.
     """
     received: dict[int, float] = {}
     trained = []
@@ -168,10 +169,11 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
 def _split_mean(
     factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return one layer's new factors B [m, r] and A [r, n], the split of P, in float64.
+    """Split the mean product of one layer into new factors B [m, r] and A [r, n], in float64.
 
     factors: where a model's vector holds the factors of this layer.
-    models: the pairs (model, share) from `_shares_of_models`, which define P.
+    models: the pairs (model, share) from `_shares_of_models`; the mean product is the sum of
+    share * B A over them.
     old_a: [r, n], the factor A of the current model.
     """
     left, right = [], []

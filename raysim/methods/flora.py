@@ -15,7 +15,7 @@ stacked factors of the K clients of an aggregation, and sends its own factors.
 Departures from the paper
 - With each job, traffic counts the stack of one aggregation. A client that missed rounds would need
   more stacks; in the paper all clients take part in each round.
-- If the stack of a layer has more floats than its weight, the weight is sent.
+- If the stack of a layer has more floats than the layer's weight, the weight is sent.
 - Nothing is counted for the first version, which all clients know, or for the initial A, which each
   client draws from a seed.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
@@ -200,7 +200,7 @@ def _weight_slices(layout: Layout) -> list[slice]:
 
 
 def _buffers(aggregation: Aggregation, server: ServerView) -> Tensor:
-    """Return the weighted mean of the clients' float buffers, minus the current buffers.
+    """Return the weighted mean of the clients' float buffers, minus the server's buffers.
 
     The result has the shape [layout.shared - layout.trained].
     """

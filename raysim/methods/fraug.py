@@ -48,8 +48,10 @@ Departures from the paper
 - BatchNorm is recognised by its type. The authors' code uses names, which miss the shortcuts of a
   ResNet.
 - Optimizers keep their state from round to round, as in the authors' code; keep_optimizer=False
-  resets them. The order of the data starts again in each round; the authors' code continues it.
-- Generator and RTNet have multiples of local.lr and the other settings of the local optimizer.
+  resets them. Each job shuffles the client's samples again; in the authors' code a round continues
+  where the last one stopped.
+- The learning rates of generator and RTNet are multiples of local.lr. Their optimizers have the
+  other settings of the local optimizer unchanged.
 - A batch of one sample is left out, as in the authors' code, because BatchNorm cannot normalise it.
 """
 
@@ -200,7 +202,7 @@ def class_prototype_ema(
 def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
     """Return the labels of one step's batch, int64 [batch_size]: all classes in turn.
 
-    If batches have equal sizes, the labels continue where those of the previous step ended.
+    The first label is the class number step * batch_size modulo the number of classes.
     step: the number of the step, from 0.
     """
     return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
@@ -229,7 +231,7 @@ class FRAug(Method):
     prototype_ramp: True multiplies mu by a ramp that reaches 1 in the last round.
     keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
 
-    In each row of its Table 3, the paper removes one part of FRAug. These settings remove them:
+    Each row of the paper's Table 3 removes one part of FRAug. A setting removes each part, too:
 
     - use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent.
     - use_rtnet=False (transformation network): v^ = rho G + (1 - rho) c, as in the authors' code.
@@ -353,7 +355,9 @@ class FRAug(Method):
     def private_norms(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """Return the names of the BatchNorm tensors that stay on the client.
 
-        The model's tensors stay, as in FedBN; with generator_norm="local" also the generator's.
+        The BatchNorm tensors of the model always stay, as in FedBN. Those of the generator stay
+        with generator_norm="local".
+        networks: all networks of the run, by name.
         """
         names = batchnorm_names("model", networks["model"])
         if self.use_generator and self.generator_norm == "local":
@@ -382,9 +386,9 @@ class FRAug(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a forward pass in eval mode and of the passes of generator and RTNet.
 
-        A forward pass of a sample costs a third of a trained sample. The cost of generator and
-        RTNet is estimated by their share of the parameters. This estimate is too high if the model
-        has convolutions, because they use each parameter many times.
+        The unit is the training of one sample; a forward pass costs a third of it. The cost of
+        generator and RTNet is estimated by their share of the parameters. This estimate is too high
+        if the model has convolutions, because convolutions use each parameter many times.
         """
         layout = job.run.layout
         generator, rtnet = layout.num_parameters(GENERATOR), layout.num_parameters(RTNET)
@@ -550,10 +554,10 @@ class FRAug(Method):
 
         They are anchors + strength * RTNet(source, labels). With use_rtnet=False they are (1 -
         strength) * anchors + strength * source.
-        anchors: [2B, D], the real features and the prototypes.
+        anchors: [2B, D], first the real features, then the prototypes.
         source: [2B, ...], RTNet's input, from `_source`.
         labels: int64 [2B], the class of each row.
-        strength: rho in the paper.
+        strength: the factor on RTNet's output, rho in the paper.
         """
         if not self.use_rtnet:
             return (1 - strength) * anchors + strength * source
@@ -576,9 +580,9 @@ def _noise(job: LocalJob, out: Outputs) -> Tensor:
 
 
 def _real_features(job: LocalJob, out: Outputs) -> Tensor:
-    """Return the features of the real batch after the classifier's step, in eval mode.
+    """Return the features [B, D] of the real batch after the classifier's step, in eval mode.
 
-    The steps of generator and RTNet use the same features.
+    They are computed once for each batch; generator and RTNet both use the result.
     """
     features = job.model.features
     return out.once("fraug.real", lambda: without_gradient(lambda: features(out.batch.inputs)))

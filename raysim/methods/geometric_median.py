@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) -> Tensor:
-    """Return the weights b [m] with which the mean of m updates is their geometric median.
+    """Return weights b [m]: the mean of m updates, weighted by b, is their geometric median.
+
+    The sum of b is not 1.
 
     products: the Gram matrix of the updates, float64 [m, m].
     weights: [m], the weights a of the updates in the usual mean.

@@ -71,7 +71,7 @@ def product_norm(layout: Layout, vector: Tensor) -> float:
 
 
 def kept_rank(rank: int, gamma: float) -> int:
-    """Return q = floor(gamma * rank): a client may prune the ranks from number q on."""
+    """Return q = floor(gamma * rank): a client may prune all its ranks except the first q."""
     return math.floor(gamma * rank)
 
 
@@ -199,12 +199,12 @@ class HetLoRA(Method):
 def _add_norm_gradient(
     grad: Tensor, at: slice, values_at: slice, values: Tensor, factor: Tensor
 ) -> None:
-    """Add the gradient of factor * |values| to the entries of these values in `grad`.
+    """Add factor * values / |values|, the gradient of factor * |values|, to a part of `grad`.
 
-    This gradient is factor * values / |values|.
     grad: the gradient with respect to the parameters in the slice `at` of the vector.
-    values_at: the slice of the vector that holds `values`; if `at` does not contain it, nothing is
-    added.
+    values_at: the slice of the vector for one factor, A or B, of an adapter. If `at` does not
+    contain this slice, nothing is added.
+    values: the entries of this factor, with 0 for the ranks that have no penalty.
     factor: a scalar tensor.
     """
     if at.start <= values_at.start and values_at.stop <= at.stop:

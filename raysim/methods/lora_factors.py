@@ -175,8 +175,8 @@ class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
     of_client: int [clients], the rank of each client; one number, [1], if `is_equal`.
-    sizes: for each adapter, the pair (its rank in the model, the floats of one rank). One rank is a
-    row of A and a column of B.
+    sizes: for each adapter, a pair: its rank in the model, and the number of floats in a row of A
+    and a column of B together.
     is_equal: True if all clients have the rank of the model.
     """
 

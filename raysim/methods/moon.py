@@ -12,8 +12,8 @@ previous local model:
 Departures from the paper
 - A client that never trained has no previous model, and its loss has no l_con. The authors' code
   gives a random model to a client that is sampled late.
-- Both frozen models are in eval mode, as in the authors' code. FedBR's baseline never updates the
-  previous encoder, which is an error and is not copied.
+- Both frozen models are in eval mode, as in the authors' code. MOON in FedBR's code never updates
+  the previous encoder, which is an error and is not copied.
 - The previous model is kept with its classifier: a few floats more than the encoder that is used.
 """
 
@@ -86,7 +86,7 @@ class Moon(Method):
         self.previous = int(at_least("method.moon.previous", previous, 1))
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """Append the projection to the extractor; return the new model, or the old one for "none".
+        """Append the projection to the extractor; return the model unchanged with head="none".
 
         The features are the projection's outputs. It is trained and averaged like the extractor.
         """
@@ -109,7 +109,7 @@ class Moon(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of the forward passes of the received and the previous models.
 
-        A forward pass of a sample costs a third of a trained sample.
+        The unit is the training of one sample; a forward pass costs a third of it.
         """
         previous = min(job.earlier_jobs, self.previous)
         if not self.mu or not previous:

@@ -6,6 +6,8 @@ Source: Sun, Kairouz, Suresh and McMahan, "Can You Really Backdoor Federated Lea
 
     x + sum_i w_i g_i min(1, bound / |g_i|) / sum_i w_i
 
+with x the server's model, g_i the updates and w_i their weights.
+
 Departures from the paper
 - No noise is added.
 - Norms are over all trainable parameters; BatchNorm's statistics are averaged as in FedAvg.

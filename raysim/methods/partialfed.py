@@ -267,13 +267,19 @@ class PartialFed(Method):
         return self.max_staleness is not None and age > self.max_staleness
 
     def _mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Return which layers this job loads from the received model: bool [L]."""
+        """Return a mask of the L layers, bool [L]: True where this job loads the received layer.
+
+        layers: the paths of the model's layers.
+        """
         if self.strategy == "adaptive":
             return self._learnt_mask(job, layers)
         return self._fixed_mask(layers, job.model)
 
     def _fixed_mask(self, layers: Sequence[str], model: nn.Module) -> Tensor:
-        """Return which layers a fixed strategy loads: bool [L]."""
+        """Return a mask of the L layers, bool [L]: True where a fixed strategy loads a layer.
+
+        layers: the paths of the layers in `model`.
+        """
         if self.num_loaded is not None:
             return fixed_loading_mask(
                 num_layers=len(layers), strategy=self.strategy, num_loaded=self.num_loaded
@@ -293,9 +299,10 @@ class PartialFed(Method):
 
     # --- the adaptive policy ------------------------------------------------------------------
     def _learnt_mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Train the policy for some steps; return which layers it loads: bool [L].
+        """Train the policy for some steps; return which layers it then loads: bool [L].
 
         The model does not change.
+        layers: the paths of the model's L layers.
         """
         logits = job.state["logits"].clone()
         optimizer = LocalOptimizer(OptimizerSettings("adam"))
@@ -325,7 +332,7 @@ class PartialFed(Method):
         return decision["load_global"]
 
     def _batches(self, job: LocalJob) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `policy_steps` batches of the client's samples; each pass shuffles them again."""
+        """Yield `policy_steps` batches; shuffle all samples again when each was used once."""
         generator, rows = job.stream("batches"), job.rows
         order = rows[:0]
         for _ in range(self.policy_steps):

@@ -87,7 +87,7 @@ class PFedMe(Method):
             run.skip("step")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of `steps` - 1 further forward and backward passes of each batch."""
+        """Return the cost of `steps` - 1 further passes of each batch, in trained samples."""
         return (self.steps - 1) * job.trained_samples
 
     # --- a client's job -----------------------------------------------------------------------

@@ -82,14 +82,17 @@ class QFedAvg(Method):
         self.q = at_least("method.qfedavg.q", q, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Declare two uploaded numbers; refuse methods that divide the sum of updates otherwise."""
+        """Declare two uploaded numbers; refuse methods that also set the sum's divisor."""
         for other in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace"):
             run.excludes(other, "both set the divisor of the sum of updates")
         run.upload("loss", 1)
         run.upload("curvature", 1)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a forward pass, a third of training, for each sample."""
+        """Return the cost of a forward pass of each sample, in trained samples.
+
+        A forward pass costs a third of the training of a sample.
+        """
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:

@@ -144,7 +144,8 @@ class Scaffold(Method):
     def end(self, job: LocalJob) -> None:
         """Compute the client's next control variate, and upload its change.
 
-        If some parameters were trained in fewer steps than others, each part has its own number K.
+        A stage may train only some of the parameters. The change of each parameter is divided by
+        the number of steps that trained it.
         """
         old, server = job.state["control"], job.received["control"]
         control = old.clone()

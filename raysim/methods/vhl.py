@@ -15,7 +15,7 @@ the temperature, and the index v for virtual images:
 with |h_i| = 1 and P_i the other rows that have the label l_i; if there are none, row i adds 0.
 
 Departures from the paper
-- FedBR's baseline forwards the two batches separately and aligns logits, and with its "shared"
+- VHL in FedBR's code forwards the two batches separately and aligns logits, and with its "shared"
   labels never pairs a real row with a virtual one. Here all variants follow the authors.
 - Virtual labels are separate classes for the classifier ("extra", as in the authors' code), and
   evaluation takes the larger of the two outputs of a class; or they are the real classes ("shared",
@@ -229,9 +229,9 @@ class Vhl(Method):
         run.check(self.note_changed_inputs)
 
     def note_changed_inputs(self, run: Declarations) -> Sequence[str]:
-        """Note whether another method changes the inputs of a batch; return no warning.
+        """Remember whether another method changes the inputs of a batch; return no warning.
 
-        If one does, the images to align need a second forward pass.
+        If so, the images to align need a second forward pass.
         """
         self._are_inputs_changed = False
         for declared in run.methods:

@@ -70,8 +70,8 @@ class ModelRecipe:
 
         input_shape: the shape of one sample.
         num_classes: the number of outputs: classes, or numbers of a regression.
-        tokens: the number of tokens and the padding, if inputs are token numbers; None for images
-        and other numbers.
+        tokens: the size of the vocabulary and the number of the padding token; None if inputs are
+        not token numbers.
         """
         return Classifier(*self.extractor(input_shape), num_classes)
 
@@ -84,8 +84,8 @@ class ModelRecipe:
         take such inputs.
         input_shape: the shape of one sample.
         num_classes: the number of outputs: classes, or numbers of a regression.
-        tokens: the number of tokens and the padding, if inputs are token numbers; None for images
-        and other numbers.
+        tokens: the size of the vocabulary and the number of the padding token; None if inputs are
+        not token numbers.
         """
         self._check_inputs(input_shape, tokens)
         with torch.random.fork_rng(devices=[]):

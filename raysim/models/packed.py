@@ -13,7 +13,7 @@ from raysim.primitives.kinds import InputField
 
 
 def unpack_fields(rows: Tensor, fields: Sequence[InputField]) -> list[Tensor]:
-    """Return the inputs [B, ...] of samples that are stored as rows [B, floats].
+    """Return a tensor [B, ...] for each of the inputs that rows [B, floats] store.
 
     `raysim.data.fields.pack_fields` makes such rows.
     fields: the inputs of a sample, in their order in the row.

@@ -265,7 +265,7 @@ def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> 
     """Return example inputs [rows, ...], always the same, to try a network with.
 
     input_shape: the shape of one sample.
-    tokens: the number of tokens, if inputs are token numbers; None for other inputs.
+    tokens: the size of the vocabulary; None if inputs are not token numbers.
     """
     generator = torch.Generator().manual_seed(0)
     if isinstance(input_shape, PackedShape):
@@ -290,7 +290,11 @@ class ExternalModel(ModelRecipe):
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
         """Return the network as the user or the library defines it, before raysim splits it.
 
-        A subclass must override this; the arguments are those of `network`.
+        A subclass must override this function.
+        input_shape: the shape of one sample.
+        num_classes: the number of outputs: classes, or numbers of a regression.
+        tokens: the size of the vocabulary and the number of the padding token; None if inputs are
+        not token numbers.
         """
         raise NotImplementedError
 

@@ -114,7 +114,7 @@ class StoredLayer(nn.Module):
         self.layer, self.stored, self.dtype = layer, stored, dtype
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the layer if this module has none of the name."""
+        """Return an attribute of the layer, for a name that this module does not have."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -127,7 +127,7 @@ class StoredLayer(nn.Module):
         return weight
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Call the layer with its weight."""
+        """Decode the weight, and return the layer's outputs for the inputs."""
         is_table = isinstance(self.layer, nn.Embedding)  # a few of its rows are read
         is_autocast = torch.is_autocast_enabled(inputs[0].device.type)
         dtype = torch.bfloat16 if is_table or is_autocast else self.dtype

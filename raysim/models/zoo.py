@@ -1,4 +1,4 @@
-"""Recipes for networks of torchvision, timm and Hugging Face, chosen by the libraries' names."""
+"""Recipes for networks of torchvision, timm and Hugging Face, by the names that these use."""
 
 from __future__ import annotations
 
@@ -252,9 +252,10 @@ def _load_fitting_values(
 ) -> None:
     """Load the values for which the network has a tensor of the same name and shape.
 
+    values: the pretrained tensors, by name.
     name: `model.name`, for errors.
     num_classes: the number of outputs of the network's head.
-    Raise ValueError if a tensor has another shape, except for the head.
+    Raise ValueError if a tensor has another shape. A head of another shape keeps its random values.
     """
     state = net.state_dict()
     fitting, mismatched = {}, []
@@ -331,9 +332,9 @@ def _check_shapes(
 
 
 def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | None) -> list[str]:
-    """Return the names of weights that a pretrained model's files do not have, without the head.
+    """Return the names of the weights, except the head's, that a pretrained model's files lack.
 
-    missing: the names of the weights that the files do not have.
+    missing: the names of all weights that the files lack.
     head_size: the number of outputs of the model's head, which depends on the data; None if the
     files must have the head.
     """

@@ -1,8 +1,8 @@
 """Check a user's value: return it, or raise `ValueError` with the allowed values.
 
-A number must be finite; nan and values of other types are outside every range. `name` is the key of
-the configuration, such as "local.lr". `why` is the end of the error, such as "it keeps the divisor
-away from 0".
+A number must be finite; nan and values of other types are outside every range. The argument `name`
+of each check is the key of the configuration, such as "local.lr". The argument `why` is the end of
+the error, such as "it keeps the divisor away from 0".
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def wait_for_folder(folder: Path, setting: str) -> Iterator[None]:
 
     A missing folder is created, and a long wait is reported on stderr. Raise `ValueError` if the
     folder cannot be written.
-    setting: the key of the configuration that chose the folder, which the error names.
+    setting: the key of the configuration that chose the folder; the error names this key.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ class TargetField(NamedTuple):
 
 
 class PackedShape(tuple[int, ...]):
-    """The shape of a sample with several inputs, which is stored as one row of floats.
+    """The shape (floats,) of a row that stores the inputs of one sample.
 
     fields: the inputs, in their order in the row.
     """

@@ -1,7 +1,7 @@
 """Show which code the threads of a process execute, even if the process hangs.
 
-A process writes the stacks of its threads when it gets the signal SIGUSR1. `faulthandler` does that
-without the interpreter's lock, so it works while a library blocks the process.
+A process writes the call stacks of its threads when it gets the signal SIGUSR1. `faulthandler`
+does that without the interpreter's lock, so it works while a library blocks the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 
 
 class StackSource(NamedTuple):
-    """A process that writes its stacks into a file on request.
+    """A process that writes the call stacks of its threads into a file on request.
 
     process: the number (pid) of the process.
     file: the descriptor of the file in that process.
@@ -42,7 +42,7 @@ class StackSource(NamedTuple):
 def open_stack_source() -> StackSource | None:
     """Let this process write the call stacks of its threads when another process requests it.
 
-    Return the number of this process and the file for its stacks; None if the operating system does
+    Return the number of this process and the file for the stacks; None if the operating system does
     not have the signal SIGUSR1.
     """
     if _SIGNAL is None:
@@ -52,7 +52,7 @@ def open_stack_source() -> StackSource | None:
 
 @functools.cache
 def _own_file() -> IO[bytes]:
-    """Open the file into which this process writes its stacks; return it.
+    """Open the file into which this process writes its call stacks; return the file.
 
     The file's name is removed at once, so that no file remains when the process ends.
     """
@@ -69,7 +69,7 @@ def _own_file() -> IO[bytes]:
 
 
 def read_stacks(source: StackSource | None) -> str:
-    """Return the stacks of a process on this machine; "" if they are unknown.
+    """Return the call stacks of a process on this machine; "" if they are unknown.
 
     If the process does not react, the text is its state, such as "T (stopped)".
     """
@@ -110,7 +110,7 @@ def _describe_state(process: int) -> str:
 
 
 def stack_file(folder: Path, name: str) -> Path:
-    """Return the path of the file for the stacks of a process.
+    """Return the path of the file for the call stacks of a process.
 
     folder: the run's folder.
     name: the process, such as "coordinator" or "worker-3".
@@ -119,10 +119,10 @@ def stack_file(folder: Path, name: str) -> Path:
 
 
 def write_stacks(folder: Path, name: str, text: str) -> Path:
-    """Write the stacks of a process into a run's folder; return the path of the file.
+    """Write the call stacks of a process into a run's folder; return the path of the file.
 
-    name: the process; see `stack_file`.
-    text: the stacks.
+    name: the process, such as "coordinator" or "worker-3".
+    text: the call stacks, as `read_stacks` returns them.
     """
     path = stack_file(folder, name)
     path.parent.mkdir(exist_ok=True)
@@ -133,10 +133,10 @@ def write_stacks(folder: Path, name: str, text: str) -> Path:
 
 @contextlib.contextmanager
 def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
-    """Let `kill -USR1` write the stacks of this process into a run's folder, inside `with`.
+    """Let `kill -USR1` write this process's call stacks into a run's folder, inside `with`.
 
     A program that handles this signal itself keeps its handler. A file without stacks is removed.
-    name: this process; see `stack_file`.
+    name: this process, such as "coordinator" or "worker-3".
     """
     if _SIGNAL is None or signal.getsignal(_SIGNAL) != signal.SIG_DFL:
         yield
