@@ -41,7 +41,10 @@ class ClientState(Generic[T]):
     methods: Mapping[str, T]
 
     def each(self, change: Callable[[T], S]) -> ClientState[S]:
-        """Return the state with `change` applied to every tensor, such as a move to a device."""
+        """Return a new state in which `change(tensor)` replaces each tensor.
+
+        change: a function of a tensor, such as one that copies it to a device.
+        """
         methods = {key: change(value) for key, value in self.methods.items()}
         return ClientState(change(self.personal), change(self.counters), methods)
 
@@ -90,7 +93,7 @@ def reserved_names(layout: Layout) -> set[str]:
 def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
     """Return the client state that `to_named_arrays` has turned into these arrays.
 
-    Raises ValueError if an array of the layout is missing.
+    Raises ValueError if `arrays` lacks a network tensor that stays on the client.
     """
     floating, integer = layout.personal_entries
     names = {entry.name for entry in (*floating, *integer)}

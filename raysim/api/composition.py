@@ -266,7 +266,10 @@ def _check_targets(all_declared: Sequence[MethodDeclaration]) -> None:
 
 
 def step_parts(declared: MethodDeclaration) -> list[str]:
-    """Return the hooks and declarations of a method that change the steps of local training."""
+    """Return the names of everything in a method that changes the steps of local training.
+
+    These are names of hooks, such as "loss", and of declarations, such as "run.stages".
+    """
     parts = [hook for hook in STEP_HOOKS if declared.has_hook(hook)]
     if declared.stages is not None:
         parts.append("run.stages")
@@ -294,7 +297,10 @@ def _check_omissions(all_declared: Sequence[MethodDeclaration]) -> None:
 
 
 def parameter_parts(declared: MethodDeclaration) -> list[str]:
-    """Return the hooks and declarations of a method that read or change parameters."""
+    """Return the names of everything in a method that reads or changes parameters.
+
+    These are names of hooks, such as "step", and of declarations, such as "run.upload".
+    """
     parts = [hook for hook in PARAMETER_HOOKS if declared.has_hook(hook)]
     if declared.change_updates is not None:
         parts.append("run.change_updates")

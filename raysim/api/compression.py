@@ -50,15 +50,15 @@ MEMORY, KEPT = "memory", "kept"  # names of a compressor's client state and serv
 
 
 class Compressor(Method):
-    """A code for the update of a client or for the step of the server.
+    """An encoder that makes the update of a client, or the step of the server, smaller.
 
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the algorithm of error feedback: "none", "ef21" or "ef14"; the top of this file has
     the formulas.
 
-    A subclass sets `name`, passes `direction` and `feedback` to this constructor, and overrides
-    `words`, `encode` and `decode`. The size of a message must be known in advance, because the
-    virtual clock needs it before the training.
+    A subclass sets `name` and overrides `words`, `encode` and `decode`. Its constructor passes
+    `direction` and `feedback` to the constructor of this class. The size of a message must be known
+    in advance, because the virtual clock needs it before the training.
     """
 
     def __init__(self, direction: Direction = "up", feedback: Feedback = "none"):
@@ -127,7 +127,8 @@ class Compressor(Method):
         decoded: [layout.trained], the values that `decode` returned for the message, multiplied by
         `contraction`.
         wanted: [layout.trained], the vector that was encoded: v + m in the formulas at the top of
-        this file. Both tensors are on the device of the sender.
+        this file.
+        `decoded` and `wanted` are on the device of the sender.
         """
         wanted.sub_(decoded)
 

@@ -91,10 +91,10 @@ class WorkerView(Protocol):
         """Return copies of all networks, by name, in eval mode and without gradients.
 
         ctx: the job.
-        name: any name for the copies. A job makes them once for each name, so calls with the same
-        name must pass the same `values`.
-        values: the vector [layout.total] to load into the copies; None loads the received model
-        with the client's personal parameters.
+        name: any name for the copies. Only a job's first call with a name loads `values`. Later
+        calls return the same copies and must pass the same `values`.
+        values: the vector [layout.total] to load into the copies. None loads the parameters from
+        which training started: `job.start` and the client's personal parameters.
         """
         ...
 
@@ -192,8 +192,8 @@ class Context:
     stage: the stage of the current optimizer step.
     kept: the values that methods stored in `LocalJob.scratch`.
     views: the `LocalJob` of each method, by the name of the method.
-    start: the client's personal tensors before the first step, which copies of the received model
-    use.
+    start: the client's personal tensors as they were before the first step. `frozen` loads them
+    together with `base`.
     plan: the batches of this job; available after the hook `begin`.
     losses: [steps with the task loss], the loss of each step without the terms of methods;
     available in the hook `end`.
@@ -257,15 +257,19 @@ class Context:
     ) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: any name for the copies. A job makes them once for each name, so calls with the same
-        name must pass the same `values`.
-        values: the vector [layout.total] to load into the copies; None loads the received model
-        with the client's personal parameters.
+        name: any name for the copies. Only a job's first call with a name loads `values`. Later
+        calls return the same copies and must pass the same `values`.
+        values: the vector [layout.total] to load into the copies. None loads the parameters from
+        which training started: `job.start` and the client's personal parameters.
         """
         return self.trainer.frozen(self, name, values)
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """Return this job's random generator for the named purpose."""
+        """Return a new random generator for a purpose of this job.
+
+        Calls with the same purpose return generators that draw the same numbers.
+        purpose: a name for the use of the numbers, such as "moon.shuffle".
+        """
         return stream(self.seed, purpose, self.client, self.participation)
 
     def data(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -361,7 +365,10 @@ class Outputs:
 
     @property
     def base_features(self) -> Tensor:
-        """The features [B, F] of the received model, without gradient."""
+        """The features [B, F] of the model from which training started, without gradient.
+
+        This is the received model, unless a method changed `job.start`.
+        """
         return self.once("base_features", lambda: without_gradient(self._received_features))
 
     def _received_features(self) -> Tensor:
@@ -369,7 +376,10 @@ class Outputs:
 
     @property
     def base_logits(self) -> Tensor:
-        """The outputs [B, C] of the received model, without gradient."""
+        """The outputs [B, C] of the model from which training started, without gradient.
+
+        This is the received model, unless a method changed `job.start`.
+        """
         return self.once("base_logits", lambda: without_gradient(self._received_logits))
 
     def _received_logits(self) -> Tensor:

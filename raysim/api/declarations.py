@@ -361,7 +361,10 @@ class Local:
                 at_least(f"local.{name}", getattr(self, name), 1)
 
     def _check_warmup(self) -> None:
-        """Raise ValueError if the warm-up of a falling rate is as long as the schedule."""
+        """Raise ValueError if the warm-up leaves no time for a falling learning rate.
+
+        The schedules "cosine" and "linear" must end after the warm-up ends.
+        """
         if self.schedule not in ("cosine", "linear"):
             return
         key, end_key = "warmup_rounds", "schedule_rounds"

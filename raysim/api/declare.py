@@ -62,7 +62,10 @@ class Declarations:
         ]
 
     def single_hook(self, hook: str) -> tuple[MethodDeclaration, Callable[..., Any]] | None:
-        """Return the only method that overrides a hook, with its function, or None."""
+        """Return the only method that overrides a hook, with the hook's function; None without one.
+
+        For a hook that several methods override, use `hooks_of`.
+        """
         return next(iter(self.hooks_of(hook)), None)
 
     def owner(self, hook: str) -> MethodDeclaration | None:
@@ -144,7 +147,10 @@ class Declarations:
 
     @property
     def floats_up(self) -> int:
-        """The number of 32-bit floats that a client sends, without the uploads of methods."""
+        """The number of 32-bit words of the model that a client sends, after any compression.
+
+        The uploads of methods are not counted.
+        """
         compression, shared = self.compressor, self.layout.shared
         if compression is None or not compression[1].compresses_up:
             return shared
@@ -290,7 +296,10 @@ def _tensor_names(name: str, network: ExtraNetwork) -> set[str]:
 
 
 def _check_state_names(declarations: Declarations) -> None:
-    """Raise ValueError for client state under a name that is already in use."""
+    """Raise ValueError if a method gives client state a name that is already in use.
+
+    Network tensors that stay on the client and client state of other methods use names.
+    """
     taken = dict.fromkeys(
         reserved_names(declarations.layout), "a private tensor of the run's networks"
     )

@@ -246,7 +246,7 @@ class Learner(Method):
 
 
 def _load_content(scored: ScoredModel) -> None:
-    """Give the network of a scored learner the bytes that the server sent as parameters."""
+    """Store the learner's parameters, which are bytes, in the network that is scored."""
     network: LearnerNetwork = scored.vector.networks["model"].net  # type: ignore[assignment]
     network.content = _decode(scored.received["model"])
 

@@ -193,10 +193,11 @@ class LocalJob:
     ) -> Mapping[str, nn.Module]:
         """Return copies of the networks, by full name, in eval mode and without gradients.
 
-        name: any name for the copies. A job makes them once for each name, so calls with the same
-        name must pass the same `values`.
+        name: any name for the copies. Only a job's first call with a name loads `values`. Later
+        calls return the same copies and must pass the same `values`.
         values: the vector [layout.total] to load into the copies, such as the client's model after
-        an earlier job; None loads the received model with the client's personal parameters.
+        an earlier job. None loads the parameters from which training started: `job.start` and the
+        client's personal parameters.
         """
         return self.context.frozen(name, values)
 
@@ -233,7 +234,11 @@ class LocalJob:
         return inputs.cpu().numpy(), labels.cpu().numpy()
 
     def torch_generator(self, purpose: str) -> torch.Generator:
-        """Return torch's random generator (CPU) for a purpose of the method, such as shuffling."""
+        """Return a new random generator of torch (CPU) for a purpose of the method in this job.
+
+        Calls with the same purpose return generators that draw the same numbers.
+        purpose: a name for the use of the numbers, such as "shuffle".
+        """
         seed = int(self.stream(purpose).integers(2**63 - 1))
         return torch.Generator().manual_seed(seed)
 
@@ -245,14 +250,19 @@ class LocalJob:
     def gather(
         self, rows: np.ndarray, generator: np.random.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return inputs [n, ...] and labels of these rows (int64 [n]) of the data set.
+        """Return normalised inputs [n, ...] and labels of some samples.
 
-        The inputs are normalised. They are augmented if a generator is given.
+        rows: int64 [n], the positions of the samples in the data set.
+        generator: the generator of the random numbers with which the inputs are augmented; None
+        does not augment them.
         """
         return self.context.trainer.gather(rows, generator)
 
     def labels_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the labels of rows of the data set on the CPU, without reading inputs."""
+        """Return the labels of some samples as an array; no inputs are read.
+
+        rows: int64 [n], the positions of the samples in the data set.
+        """
         labels = self.context.trainer.labels
         return labels.index_select(0, torch.from_numpy(rows).to(labels.device)).cpu().numpy()
 
@@ -261,7 +271,11 @@ class LocalJob:
         return self.context.class_counts()
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """Return this job's random generator for a purpose of the method."""
+        """Return a new random generator for a purpose of the method in this job.
+
+        Calls with the same purpose return generators that draw the same numbers.
+        purpose: a name for the use of the numbers, such as "shuffle".
+        """
         return self.context.stream(f"{self.method}.{purpose}")
 
     def drawn(self, name: str) -> Tensor:

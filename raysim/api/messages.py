@@ -61,8 +61,8 @@ class PublishedVersion:
     vector: [layout.shared], the shared parameters, then buffers of floats.
     counters: int64 [layout.shared_counters], the shared buffers of integers.
     extras: the tensors that methods send to all clients with this version, by "method.name".
-    mark: "" for a version from which clients train. Any other text names a vector that is only
-    scored, and distinguishes it from the version of the same number.
+    mark: "" for a version from which clients train. Other vectors are only scored: they have a
+    text such as "scored 0", because they may have the same `version` and `number`.
     number: counts the published versions of all replicas together; with one replica it equals
     `version`.
     """

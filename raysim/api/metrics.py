@@ -351,9 +351,9 @@ def example_scores(task: ScoredTask) -> tuple[Tensor, Tensor]:
 
 # ---- torchmetrics --------------------------------------------------------------------------------
 def _torch_rule(name: str, task: ScoredTask, key: str) -> MetricRule:
-    """Return the metric of torchmetrics that has this name.
+    """Return the metric of torchmetrics that has this name; raise ValueError if there is none.
 
-    key: the user's key, for errors.
+    key: the setting with the name, for errors.
     """
     usual = [metric.name for metric in task.objective.metrics]
     if task.kind == "structure":
@@ -385,15 +385,15 @@ def _structured(outputs: Tensor, labels: Tensor) -> np.ndarray:
 
 
 @functools.cache
-def _torch_classes(kind: Kind, setting: str) -> dict[str, Any]:
+def _torch_classes(kind: Kind, error_start: str) -> dict[str, Any]:
     """Map the names of torchmetrics' metrics for a kind of task to their classes.
 
-    setting: the first words of the error that is raised if torchmetrics is not installed, such as
-    "evaluate.metrics=f2 is none of accuracy, f1, and".
+    error_start: the first words of the error that is raised if torchmetrics is not installed, such
+    as "evaluate.metrics=f2 is none of accuracy, f1, and".
     """
     family = "regression" if kind == "regression" else "classification"
-    import_optional("torchmetrics", setting)
-    module = import_optional(f"torchmetrics.{family}", setting)
+    import_optional("torchmetrics", error_start)
+    module = import_optional(f"torchmetrics.{family}", error_start)
     prefix = _PREFIXES[kind]
     names = [name for name in dir(module) if name.lower().startswith(prefix)]
     classes = {name.lower().removeprefix(prefix): getattr(module, name) for name in names}

@@ -71,7 +71,10 @@ class Objective:
     parts: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def with_loss(self, row_loss: RowLoss) -> Objective:
-        """Return the same objective with another loss."""
+        """Return a copy of this objective that computes its losses with `row_loss`.
+
+        row_loss: a function from outputs and labels to a loss for each sample or for each label.
+        """
         if self.has_ignored:
             return replace(
                 self,
@@ -98,8 +101,8 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
     """Return the mean loss of a batch, without ignored labels.
 
     Losses of labels, in the shape of `labels`, are averaged over the labels that are not ignored.
-    Losses of samples, [B] or [B, ...], are averaged over the samples that have such a label. The
-    result is 0 if all labels are ignored.
+    Losses of samples, [B] or [B, ...], are averaged over the samples with a label that is not
+    ignored. The result is 0 if all labels are ignored.
     values: the losses.
     labels: [B, ...]; an ignored label has the value `IGNORED`.
     """

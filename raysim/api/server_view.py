@@ -60,7 +60,7 @@ class Aggregation:
         return [update.client for update in self.updates]
 
     def uploads(self, name: str) -> list[Tensor]:
-        """Return a tensor that the method's clients uploaded: one tensor for each update.
+        """Return the tensors that clients uploaded for the method, one for each update.
 
         name: the name that the method declared with `Setup.upload`.
         """
@@ -140,22 +140,25 @@ class ServerView:
 
     @property
     def sample_counts(self) -> np.ndarray:
-        """The number of training samples of each client: int64 [clients]."""
+        """The number of training samples of each client: int64 [clients].
+
+        Clients of other replicas have 0, unless each client stores its own replica, as with gossip.
+        """
         return self._server.counts  # type: ignore[no-any-return]
 
     @property
     def clients_with_samples(self) -> int:
-        """The number of clients that have training samples."""
+        """The number of clients with training samples, by `sample_counts`."""
         return self._server.able  # type: ignore[no-any-return]
 
     @property
     def total_samples(self) -> int:
-        """The number of training samples of all clients that this model serves."""
+        """The number of training samples of all clients together: the sum of `sample_counts`."""
         return self._server.samples  # type: ignore[no-any-return]
 
     @property
     def population(self) -> int:
-        """The number of clients that this model serves, except unseen ones; papers call it N.
+        """The number of clients of this replica, except unseen ones; papers call it N.
 
         If each client has its own replica, as with gossip, it is the number of all clients.
         """
@@ -185,12 +188,17 @@ class ServerView:
     def sample_ends(self) -> np.ndarray:
         """The cumulative shares of training samples: float64 [clients_with_samples].
 
-        Entry k is the share of all samples that the first k + 1 clients with samples have.
+        Only the clients with training samples by `sample_counts` are used, in the order of their
+        numbers. Entry k is the share of all samples that the first k + 1 of these clients have.
         """
         return self._server.sample_ends  # type: ignore[no-any-return]
 
     def stream(self, purpose: str) -> np.random.Generator:
-        """Return the method's random generator for a purpose and the current version."""
+        """Return a new random generator for a purpose of the method in the current version.
+
+        Calls with the same purpose in one version return generators that draw the same numbers.
+        purpose: a name for the use of the numbers, such as "noise".
+        """
         return self._server.stream(f"{self._method}.{purpose}")  # type: ignore[no-any-return]
 
     def weight(self, client: int) -> float:

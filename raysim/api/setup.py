@@ -66,8 +66,9 @@ class Send:
     """A tensor that clients receive in addition to the model.
 
     name: the short name of the tensor.
-    value: a function that returns the tensor, or None if nothing is sent now; without a function,
-    the server state of this name is sent.
+    value: a function that returns the tensor, or None if nothing is sent now. It is called as
+    value(server), or as value(client, server) if `to` is "client". If `value` is None, the server
+    state of the name `name` is sent.
     floats: the tensor's size in floats: a number, or a function of the layout.
     to: "all" sends the tensor to each client with each version, "once" with a client's first job
     only, and "client" sends each client its own tensor.
@@ -397,7 +398,10 @@ class Setup:
             )
 
     def keep_optimizer(self) -> None:
-        """Continue a client's optimizer in the client's next job, like `local.keep_optimizer`."""
+        """Keep the state of a client's optimizer (momentum, step counts) for the client's next job.
+
+        The setting `local.keep_optimizer` does the same.
+        """
         self.declared.keeps_optimizer = True
 
     # --- server state and messages ------------------------------------------------------------

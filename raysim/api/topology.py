@@ -28,11 +28,11 @@ class Mixing(NamedTuple):
     """A mixing matrix: the weights by which an exchange makes the next vector of each replica.
 
     Row r has the weights of the replicas whose weighted mean is the next vector of replica r. Only
-    weights above 0 are stored, in two arrays, one row after another.
+    weights above 0 are stored, row after row.
 
-    starts: int64 [replicas + 1], where each row begins in the two arrays; the last entry is their
-    length.
-    sources: int64, the replica that each weight belongs to, ascending within a row.
+    starts: int64 [replicas + 1]. Row r has the entries from starts[r] to starts[r + 1] - 1 of
+    `sources` and `weights`.
+    sources: int64, the replica to which each weight belongs, ascending within a row.
     weights: float64, the weights; those of a row sum to 1.
     """
 
@@ -385,9 +385,12 @@ def components(mixing: Mixing) -> list[list[int]]:
 def connection_warnings(
     mixing: Mixing, key: str, replicas: Set[int] | None = None
 ) -> tuple[str, ...]:
-    """Return a warning that lists the components, if not all replicas are connected.
+    """Return a warning if some replicas never exchange with each other, not even through others.
 
-    replicas: the replicas that are considered; None means all.
+    The warning lists the groups of replicas that are connected by exchanges.
+    mixing: the weights of all replicas in an exchange.
+    key: the setting that connects the replicas, for the warning.
+    replicas: only groups with one of these replicas are considered; None considers all groups.
     """
     parts = components(mixing)
     if replicas is not None:

@@ -176,10 +176,12 @@ def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
 
 
 def _find_set_bits(words: np.ndarray, positions: np.ndarray) -> None:
-    """Fill `positions` with the positions of the bits that are 1; stop when it is full.
+    """Write the positions of the bits that are 1 into the array `positions`, ascending.
 
     Bits are numbered from the lowest bit of the first word.
     words: uint32, the words that are searched.
+    positions: the array to fill. If it is shorter than the number of such bits, the last ones are
+    left out.
     """
     count, room = 0, len(positions)
     for word in range(len(words)):

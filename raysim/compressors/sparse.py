@@ -41,7 +41,8 @@ def _collect(
     """Find the entries whose magnitude is at least `threshold`; return how many there are.
 
     The magnitude of an entry v is an integer: the bits of |v|. It has the same order as |v|.
-    If the arrays `positions` and `magnitudes` may be too short, stop and return their length + 1.
+    If less than GROUP places are left in `positions` for the next row, stop and return the length
+    of `positions` plus 1: there are probably too many such entries.
     groups: uint32 [n, GROUP], the bits of all entries, row by row.
     positions: the array to fill with the positions of the entries.
     magnitudes: the array to fill with the magnitudes of the entries, uint32, as long as
@@ -85,7 +86,8 @@ def _candidates(bits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] |
     """Return positions and magnitudes of some entries, among them the `count` largest ones.
 
     The magnitude of an entry v is an integer: the bits of |v|. A threshold is estimated from a
-    sample of the entries. The result has all entries with at least this magnitude, by position.
+    sample of the magnitudes. The result has all entries whose magnitude is at least the threshold,
+    in the order of their positions.
 
     Return None if the vector is short, if `count` is large, or if the threshold selects too few or
     too many entries. The caller then compares all entries.

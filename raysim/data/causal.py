@@ -391,7 +391,7 @@ def choose_test_documents(users: NDArray[Any] | None, count: int, fraction: floa
     """Choose test documents, a share of each user's documents: bool [count], True for testing.
 
     The chosen documents are evenly spread over the documents of a user.
-    users: the user of each document; None if there are none.
+    users: the user of each document; None if the documents have no users.
     count: the number of documents.
     fraction: the share of documents that is for testing.
     """

@@ -539,7 +539,7 @@ def spread_test_rows(
     The chosen samples are evenly spread over the samples of a class and user. Samples without a
     label are never chosen.
     labels: the labels of all samples.
-    users: the user of each sample; None if there are none.
+    users: the user of each sample; None if the samples have no users.
     fraction: the share of samples that is for testing.
     """
     groups = np.zeros(len(labels.values), np.int64)

@@ -560,7 +560,7 @@ class PlainLoop:
     def _train(self, rows: torch.Tensor) -> None:
         """Train one client for one epoch.
 
-        rows: the client's samples.
+        rows: the positions of the client's samples in the data.
         """
         self.model.load_state_dict(self.shared)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=self.workload.lr)

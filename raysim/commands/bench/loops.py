@@ -314,7 +314,11 @@ class BareLoop:
 
 # --- raysim -------------------------------------------------------------------------------------
 def time_rounds(spec: RunSpec, workload: LoopWorkload, runtime: Any, count: int) -> float:
-    """Execute some untimed rounds, then `count` rounds; return the seconds per timed round."""
+    """Execute raysim's run: some untimed rounds, then `count` timed ones.
+
+    Return the seconds per timed round.
+    runtime: the runtime with the workers.
+    """
     spec = replace(spec, settings=replace(spec.settings, rounds=count + WARM_UP_ROUNDS))
     wall_seconds: list[float] = []
     for event in Coordinator(spec, Synchronous(workload.cohort), Ideal(), runtime).run():

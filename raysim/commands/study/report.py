@@ -144,7 +144,10 @@ def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], 
 
 
 def _usual_metrics(summaries: Sequence[Mapping[str, object]]) -> list[str]:
-    """Return the metrics that a report compares if the user chooses none."""
+    """Return the metrics that a report compares if the user chooses none.
+
+    summaries: the summaries of the finished runs, which decide the metrics.
+    """
     has_many_rounds = any((score(summary, "rounds") or 0) > BEST_ROUNDS for summary in summaries)
     names = [name for name in METRICS if has_many_rounds or name != "best5_mean"]
     for metric in dict.fromkeys(str(summary.get("metric", "accuracy")) for summary in summaries):
@@ -274,7 +277,7 @@ def _format_number(
 
     metric: the name of the metric, which decides the number of decimals.
     sign: "+" shows the sign of positive numbers.
-    like: if the number is a standard deviation, the mean that it belongs to: both get equally many
+    like: if the number is part of a text "mean ± deviation", the mean; it decides the number of
     decimals. None for all other numbers.
     """
     if value is None:
@@ -303,8 +306,8 @@ def settings_table(
     """Return a table of settings: the number of runs, and mean ± deviation of each metric.
 
     The deviation is the sample standard deviation over the seeds. Rows with the same values of
-    `_other_keys` form a group. The best setting of a group is marked if its mean is better than the
-    second best mean by more than the deviation of each.
+    `_other_keys` form a group. The best setting of a group is marked if the difference between its
+    mean and the second-best mean is larger than each of their two deviations.
 
     comparisons: maps each metric to its comparisons with the reference, so that significant
     differences are marked. With None no difference is marked.

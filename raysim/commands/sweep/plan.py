@@ -199,7 +199,10 @@ class SweepPlan:
 
     @property
     def trials(self) -> int:
-        """Return the number of settings that a random or an Optuna search tries."""
+        """Return the number of settings that a random or an Optuna search tries.
+
+        A grid search tries all combinations and does not use this number.
+        """
         return self.options.trials or DEFAULT_TRIALS
 
     def samples(self) -> list[Point]:

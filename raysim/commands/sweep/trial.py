@@ -81,8 +81,8 @@ class Trial:
     def write_due_checkpoint(self) -> None:
         """Write the checkpoint of the last reported round, if `checkpoint.every` requests one.
 
-        Each run of the trial continues until this checkpoint is written, because a run reports a
-        round before it writes the checkpoint of this round.
+        A run reports a round first, and writes the checkpoint of this round later. So this function
+        lets each run of the trial continue until its checkpoint is written.
         """
         for run in self.runs:
             run.write_due_checkpoint(self.rounds_done)

@@ -178,7 +178,7 @@ class SweepTrial(tune.Trainable):
         )
 
     def _check_equal(self) -> None:
-        """Raise `UnequalWorkersError` if this process may compute other bits than the sweep's.
+        """Raise `UnequalWorkersError` if results could have other bits than in the sweep's process.
 
         The versions, the code and the hardware of both processes are compared; nothing is computed.
         """

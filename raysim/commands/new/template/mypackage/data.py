@@ -13,7 +13,13 @@ from raysim.primitives.streams import stream
 
 @dataclass(frozen=True)
 class MyData(Source):
-    """Images of `pixels` by `pixels` pixels. A sixth of the `samples` becomes the test set."""
+    """Images of stripes in three directions, which are the classes.
+
+    samples: the number of images; a sixth of them becomes the central test set.
+    pixels: the height and the width of an image.
+    noise: the standard deviation of the noise that is added to each pixel (0 to 255).
+    seed: the seed of the noise.
+    """
 
     samples: int = 1200
     pixels: int = 8
