@@ -19,8 +19,8 @@ MODES = ("online", "offline", "disabled")
 class TensorBoard(Observer):
     """An observer that writes every number of a round, and the summary, for TensorBoard.
 
-    folder: the folder in which each run gets a folder of events, with the name of the run's folder.
-    None writes the events to `tensorboard` in the run's folder.
+    folder: the folder for the events of several runs. Each run writes into a subfolder that has the
+    name of the run's folder. None writes the events to `tensorboard` in the run's folder.
 
     A resumed run continues in the same folder. If a round is repeated, its new numbers replace the
     old ones.

@@ -174,8 +174,8 @@ class ScoreWriter:
     """A writer of client_scores.parquet that keeps only the rows of the newest file in memory.
 
     folder: the run's folder.
-    rounds: the rounds that are done when the writer starts, 0 in a new run. A resumed run keeps the
-    stored scores of these rounds, and removes scores of later rounds.
+    rounds: the number of rounds that are done when the writer starts, 0 in a new run. A resumed run
+    keeps the stored scores up to this round, and removes the scores of later rounds.
     """
 
     def __init__(self, folder: Path, rounds: int):

@@ -83,7 +83,7 @@ def _draw_sentence(ax: Axes, sentence: str) -> None:
 
 # --- features -------------------------------------------------------------------------------------
 def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write a picture that compares the features of trained models with those of their start.
+    """Write a picture that compares features of trained models with those of the received one.
 
     All chosen clients trained the same received version of the model. The received model and the
     trained models compute features of the same samples. One t-SNE maps all these features to the

@@ -182,9 +182,10 @@ class Mlflow:
     def _find_id(self, record: Record) -> str:
         """Return MLflow's id for a run whose record does not have it; "" if MLflow has no such run.
 
-        The run is found by raysim's own id, which is a tag in MLflow. This is done only for runs
-        that `raysim ui` sends. The record of any other run has MLflow's id as soon as MLflow has
-        the run.
+        raysim's own id of the run is a tag in MLflow, and the run is found by this tag. If the
+        record says that the run sends itself, the result is always "": such a record has MLflow's
+        id as soon as MLflow has the run.
+        record: the content of the run's tracking.json.
         """
         if record.get("sent_by") != UI:
             return ""

@@ -1,8 +1,8 @@
 """Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
 
-Every function that formats one number has the argument `like`. If `value` is a deviation, `like` is
-the mean to which it belongs, and the text has the unit and the decimals of this mean. If `value` is
-no deviation, `like` is None. A missing value (None) becomes a dash.
+Every function that formats one number has the argument `like`. If `value` is a standard deviation,
+`like` is the mean next to it, and the text has the unit and the decimals of this mean. If `value`
+is no deviation, `like` is None. A missing value (None) becomes a dash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_UNIT_RATIO = 1000  # of the numbers of a column that share a unit
 def format_score(value: float | None, *, like: float | None = None) -> str:
     """Return a score with four decimals.
 
-    like: has no effect, because a deviation has four decimals, too.
+    like: has no effect, because a mean and its standard deviation both have four decimals.
     """
     return MISSING if value is None else f"{value:.4f}"
 
@@ -34,7 +34,7 @@ def format_percent(value: float | None, *, like: float | None = None) -> str:
     """Return a score in percent with two decimals: 81.234 becomes "81.23".
 
     value: the score in percent, from 0 to 100.
-    like: has no effect, because a deviation has two decimals, too.
+    like: has no effect, because a mean and its standard deviation both have two decimals.
     """
     return MISSING if value is None else f"{value:.2f}"
 
@@ -141,9 +141,9 @@ def _first(*numbers: float | None) -> float:
 def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> FormatNumber:
     """Return a function that formats all numbers of a column with the same unit.
 
-    This unit suits the number of smallest magnitude. `show` itself is returned if it writes no
-    units, or if the largest magnitude is more than `MAX_UNIT_RATIO` times the smallest. In the
-    second case each number gets its own unit.
+    This unit suits the number of smallest magnitude. If `show` writes no units, the result is
+    `show` itself. The result is also `show` if the largest magnitude is more than `MAX_UNIT_RATIO`
+    times the smallest; each number then gets its own unit.
     show: function that formats one number.
     values: the numbers of the column; None, nan and 0 are ignored.
     """

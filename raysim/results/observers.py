@@ -369,7 +369,8 @@ class AbsentClients(Observer):
 class IdleWorkers(Observer):
     """An observer that prints at the end how busy workers were.
 
-    It is used if a run plans one aggregation at a time, so that workers may have nothing to do.
+    It is used if a run can plan an aggregation only when the aggregation before is finished.
+    Workers may then have nothing to do for some time.
     say: function that prints a line.
     reason: why the run plans one aggregation at a time, as a sentence without its full stop.
     """

@@ -241,7 +241,7 @@ def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
 
 
 def _with_fixed_spaces(text: str) -> str:
-    """Replace the spaces after "±", and between a deviation and its unit, by non-breaking ones."""
+    """Make the spaces after "±", and between a deviation and its unit, non-breaking spaces."""
     return re.sub(r"± ([\d.]+) (?=[A-Za-z])", "±\u00a0\\1\u00a0", text).replace("± ", "±\u00a0")
 
 

@@ -130,16 +130,16 @@ def _add_legend(figure: Figure, ax: Axes) -> Legend:
     return legend
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move positions apart so that neighbours differ by at least `gap`; return the new ones.
+def spread(positions: Sequence[float], gap: float) -> list[float]:
+    """Return positions moved apart, so that neighbours differ by at least `gap`.
 
     Positions that are too close to each other get the distance `gap`, and their mean stays the
     same.
-    places: the old positions, ascending.
+    positions: the positions before the move, ascending.
     """
     blocks: list[list[float]] = []
-    for place in places:
-        blocks.append([place])
+    for position in positions:
+        blocks.append([position])
         while len(blocks) > 1 and _top(blocks[-2], gap) + gap > _bottom(blocks[-1], gap):
             blocks[-2:] = [[*blocks[-2], *blocks[-1]]]
     moved = []

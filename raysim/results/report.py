@@ -220,7 +220,7 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
 def _summary_column(runs: Sequence[Run], key: str, percent: bool) -> Column | None:
     """Return the column of a number in the summaries; None if no run has the number.
 
-    The first round at a threshold has a column even if no run reached the threshold.
+    A number such as "rounds_to.0.80" has a column even if no run reached this score.
     key: the number's key, with dots.
     percent: True shows the number in percent if it is a score between 0 and 1.
     """
@@ -618,7 +618,8 @@ def _compare_with_first(
     """Compare each row with the first row of its block, over the seeds that both rows have.
 
     Return a `Difference` for each row. It is None for the first row of a block, and for a row that
-    has no seed in common with it. Holm's correction covers the comparisons of all blocks together.
+    shares no seed with this first row. Holm's correction covers the comparisons of all blocks
+    together.
     by_seed: for each row, a dict from seed to score.
     blocks: for each row, a value that is equal for the rows of the same block.
     """

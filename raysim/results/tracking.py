@@ -343,7 +343,7 @@ class Tracker(StoredTracker):
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Give a row of the history to the sending thread; ignore a round that it already has.
+        """Give a row of the history to the sending thread, unless it has this round already.
 
         A resumed run trains some rounds a second time.
         """

@@ -157,6 +157,7 @@ def node_capacity(node: Resources, per_worker: Resources) -> int | None:
     """Return how many workers fit on an empty node; None means any number.
 
     A worker's share of a GPU must be on one GPU.
+    node: all resources of the node.
     per_worker: the resources that a worker reserves.
     """
     capacities = []

@@ -109,11 +109,11 @@ def _repeat_samples(part: CSR, clients: Sequence[int]) -> CSR:
 
 
 def workers_per_gpu(need: MemoryNeed, clients: int, gpus: int) -> int:
-    """Return how many workers fit on a GPU that also stores client states.
+    """Return how many workers fit on a GPU next to the client states that the GPU stores.
 
     need: the memory of a job, of the GPU and of one client's state.
     clients: the number of clients that have states.
-    gpus: the number of GPUs. Each of them stores an equal share of the states.
+    gpus: the number of GPUs. Each GPU stores an equal share of all client states.
     """
     states = math.ceil(clients / max(1, gpus)) * need.state
     return max(0, int((USABLE_SHARE * need.room - states) // max(1, need.job)))

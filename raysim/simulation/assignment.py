@@ -226,7 +226,7 @@ def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
     """Split units in half repeatedly, until the work of each is at most `longest`.
 
     A unit of one job is not split.
-    longest: the most work that fits into a place; a longer unit would fit nowhere.
+    longest: the most work, in samples, that any place can still take.
     """
     remaining = list(units)
     short: list[_Unit] = []
@@ -243,8 +243,8 @@ def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
     """Choose which unit of an overloaded place is split next; None if no unit has two jobs.
 
     A half of the unit will go to another place. Therefore the result is the smallest unit with at
-    least twice `excess` samples. Larger units stay whole, so that fewer sums are made. If all units
-    have fewer samples, the result is the largest unit.
+    least twice `excess` samples. Larger units stay whole, so that fewer sums are made. If no unit
+    has twice `excess` samples, the result is the largest unit.
     units: the units of the place, a worker or a node.
     excess: the number of samples by which the place is above the limit.
     """

@@ -182,14 +182,14 @@ def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
 
 
 class Diurnal(Availability):
-    """Clients that are available each day for some hours after their local midnight.
+    """Clients that are available each day for some hours after the midnight of their time zone.
 
-    zones: int [clients], the virtual time in hours at which each client has its first midnight.
-    hours: the number of hours for which a client is available each day, at most 24.
+    midnights: [clients], the virtual time in hours of each client's first midnight.
+    hours: the number of hours after midnight for which a client is available, at most 24.
     """
 
-    def __init__(self, zones: np.ndarray, hours: float):
-        self._midnights = np.asarray(zones, np.float64) * HOUR
+    def __init__(self, midnights: np.ndarray, hours: float):
+        self._midnights = np.asarray(midnights, np.float64) * HOUR
         self._midnight = floats(self._midnights)
         self._length = hours * HOUR
 
@@ -457,7 +457,7 @@ class Intervals(Availability):
         )
 
     def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
-        """Return where the time `now` lies in the recording of a client's device.
+        """Return where the time `now` lies in the recording that belongs to a client.
 
         Returns (row, begin, end, position):
         row: the number of the recording, `row_of[client]`.

@@ -140,8 +140,9 @@ class WorkerCalls:
         """Send every worker the values that do not change in a run, and wait for the answers.
 
         Workers that start later get the same values.
-        args: the arguments of `Worker.store_constants`: the tensors that methods send to each
-        client only once in a run, and the rows on which `evaluate.probe` scores local models.
+        args: the two arguments of `Worker.store_constants`. The first are the tensors that methods
+        send to each client only once in a run. The second are the rows of the central test set on
+        which `evaluate.probe` scores local models.
         """
         self._constants = args
         for call in [self.call(worker, "store_constants", *args) for worker in self.active]:

@@ -21,8 +21,9 @@ class JobRecord(NamedTuple):
     version: the base version.
     start, finish: virtual seconds.
     fate: "aggregated", "failed", "discarded", "lost" or "in flight".
-    round: the aggregation that used the update. For any other job it is the first aggregation after
-    the job's end, or after the end of the run.
+    round: the number of the aggregation that used the update, or would have used it if the job had
+    not failed. For a lost or discarded job it is the next aggregation after the job's end. For a
+    job in flight it is the number of the last round plus 1.
     staleness: the staleness of an aggregated or failed job; 0 for other jobs.
     energy_wh, money, co2_g: the cost of the job, or 0 if the fleet has no such cost. For a job in
     flight it is what the whole job will cost.

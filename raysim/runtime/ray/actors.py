@@ -381,9 +381,10 @@ class RayRuntime:
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
         """Let a process of the node add up sums of updates; return a reference to the total.
 
+        node: the number of the node.
         parts: for each sum, the range of the updates in it, in the order of aggregation. A range is
         one part of the summation tree (`tree_sum`).
-        refs: references to the sums.
+        refs: references to the sums, in the same order.
         """
         return self._adder(node).add_up.remote(parts, *refs)
 
@@ -465,7 +466,7 @@ class RayRuntime:
         return self._watch.timeout_s
 
     def stacks(self, worker: int) -> str:
-        """Return the stacks of a worker's threads as text: which code each thread executes.
+        """Return the call stacks of a worker's threads as text: which code each executes.
 
         A call does not wait. It starts a task on the worker's node that reads the stacks, and the
         next call returns them. Return "" if no stacks have been read yet.
@@ -852,15 +853,15 @@ def start_workers_in(
     )
 
 
-def become_all(actors: Sequence[Any], parts: Sequence[tuple[Any, ...]]) -> None:
+def become_all(actors: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None:
     """Replace the objects that actors hold, all at the same time.
 
-    parts: for each actor the arguments of the new object.
+    arguments: for each actor, the arguments with which its class makes the new object.
 
     Raises the error of the first actor that fails.
     """
-    pairs = zip(actors, parts, strict=bool(actors))
-    calls = [actor.become.remote(*arguments) for actor, arguments in pairs]
+    pairs = zip(actors, arguments, strict=bool(actors))
+    calls = [actor.become.remote(*its_arguments) for actor, its_arguments in pairs]
     ray.get(calls, timeout=START_TIMEOUT_S)
 
 

@@ -137,7 +137,7 @@ def node_resources() -> list[dict[str, float]]:
 
 
 def has_gpus() -> bool:
-    """Return True if at least one node has a GPU."""
+    """Return True if at least one node of the connected cluster has a GPU."""
     return any(node.get("GPU") for node in node_resources())
 
 
@@ -226,7 +226,7 @@ def _wait_for(
 def _check_capacity(bundles: Sequence[Mapping[str, float]], options: RayOptions) -> None:
     """Raise NoRoomError if the cluster has become too small for the workers.
 
-    bundles: the bundles of the run; the last one is a worker's.
+    bundles: the bundles of the run: first the coordinator's, then an equal one for each worker.
     options: the settings `runtime.*`.
     """
     worker = bundles[-1]

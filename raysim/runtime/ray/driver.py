@@ -311,7 +311,7 @@ def run(
     open_files = ExitStack()
 
     def write_coordinator_stacks() -> Path | None:
-        """Write the stacks of the coordinator's threads into a file; return its path.
+        """Write the call stacks of the coordinator's threads into a file; return the file's path.
 
         Return None if the stacks cannot be read, for example because the coordinator is starting.
         """
@@ -375,8 +375,8 @@ def _receive(
     extra_s: the first message may take this many seconds longer than `timeout`. Each later message
     may take `REPLACEMENT_TIMEOUT_S` seconds longer.
     say: function that prints a text for the user.
-    write_coordinator_stacks: function that writes the stacks of the coordinator into a file, and
-    returns the path of the file, or None if there are no stacks.
+    write_coordinator_stacks: function that writes the call stacks of the coordinator's threads into
+    a file, and returns the path of the file. It returns None if there are no call stacks.
     Raises ProcessLostError if no message comes in time.
     """
     limit_s = math.inf if timeout is None else timeout + extra_s

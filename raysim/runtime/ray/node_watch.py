@@ -135,7 +135,8 @@ def free_resources() -> list[Resources]:
 class NodeWatch:
     """A thread that asks every few seconds whether the nodes of a cluster answer.
 
-    The attribute `lost` maps each node that has left or will leave the cluster to the reason.
+    The attribute `lost` maps each node that has left or will leave the cluster to a `LostNode`,
+    which has the reason. A node is named by Ray's identifier, here and in the methods.
     timeout_s: the seconds without an answer after which a node counts as lost. If it is infinity,
     nodes are not asked. Nodes that Ray declares dead or draining are lost in any case.
     """

@@ -151,7 +151,7 @@ def release_processes(processes: RunProcesses, has_succeeded: bool) -> None:
 
 def start_processes(
     spec: RunSpec,
-    parts: tuple[Schedule, Fleet],
+    schedule_and_fleet: tuple[Schedule, Fleet],
     size: Size,
     options: RayOptions,
     say: Say,
@@ -162,7 +162,8 @@ def start_processes(
 
     Processes that wait for the next run are used if they fit; otherwise new ones are started.
     spec: the description of the run.
-    parts: the schedule and the fleet of the run.
+    schedule_and_fleet: when clients are dispatched and updates aggregated, and the rule that draws
+    the clients' devices.
     size: the number of workers and their resources.
     options: the settings `runtime.*`.
     say: function that gets a text if the run must wait for resources.
@@ -194,9 +195,9 @@ def start_processes(
             Participants(identify_process("driver", spec.packages), options.mixed),
             spec.packages,
             spec.device,
-            0 if is_inside_trial() else options.workers or parts[0].concurrency,
+            0 if is_inside_trial() else options.workers or schedule_and_fleet[0].concurrency,
         )
-        return runtime, (shared, *parts, runtime, folder, resume, content)
+        return runtime, (shared, *schedule_and_fleet, runtime, folder, resume, content)
 
     waiting = None if _waiting is None else _waiting.take(request)
     if waiting is not None:

@@ -57,7 +57,7 @@ class RayMessages:
         self._waiting_text = ""
 
     def add(self, text: str) -> None:
-        """Write a message to all open files; if there is none, keep it."""
+        """Write a message to all open files; if no file is open, keep it for the next one."""
         plain_text = _COLOURS.sub("", text)
         with self._lock:
             if not self._files:
@@ -66,7 +66,7 @@ class RayMessages:
                 file.write(plain_text)
 
     def take_waiting_text(self) -> str:
-        """Return the messages that were not written to any file, and remove them from here."""
+        """Return and forget the messages that came while no file was open."""
         with self._lock:
             text, self._waiting_text = self._waiting_text, ""
         return text
@@ -117,9 +117,10 @@ def _routed_output(messages: RayMessages) -> AbstractContextManager[Any]:
 
 @contextmanager
 def separate_messages() -> Iterator[None]:
-    """Keep what Ray's threads print, until the end of the context.
+    """Take what Ray's threads print out of raysim's output, until the end of the context.
 
-    Messages that were not written to any file are printed at the end, on standard error.
+    `messages_written_to` writes these messages into the folder of a run. Messages that come outside
+    of such a run are printed at the end of the context, on standard error.
     """
     global _messages
     _messages = messages = RayMessages()

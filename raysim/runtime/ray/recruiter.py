@@ -108,7 +108,7 @@ class Recruiter:
         A lost worker keeps its number, and starts in its bundle of the run's placement group. A new
         worker has the number -1; this function reserves resources for it on a usable node.
         free_workers: the numbers of the lost workers whose bundles may be used again.
-        active: the number of workers in use.
+        active: the number of workers in use, plus the number of workers that have ended for good.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
         starting = {recruit.worker for recruit in self._starting}
@@ -171,7 +171,10 @@ class Recruiter:
         return WorkerPlace(node, group, 0)
 
     def start(self, worker: int, place: WorkerPlace) -> Any:
-        """Start a worker at a place; return its actor. `take_ready` returns the worker later."""
+        """Start a worker at a place; return its actor. `take_ready` returns the worker later.
+
+        worker: the number of the worker, which may have been the number of a lost worker.
+        """
         actor = self.restart(worker, place)
         answer = actor.identity.remote()
         self._starting.append(_Recruit(worker, place, actor, answer, time.monotonic()))
