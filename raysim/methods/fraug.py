@@ -186,10 +186,11 @@ def _entropy(logits: Tensor) -> Tensor:
 def class_prototype_ema(
     prototypes: Tensor, features: Tensor, labels: Tensor, momentum: float
 ) -> Tensor:
-    """Return prototypes [C, D] moved by `momentum` towards the mean features of their class.
+    """Return prototypes [C, D] moved towards the mean features of their class in a batch.
 
     features: [B, D].
-    labels: int64 [B]. A class without a sample keeps its prototype.
+    labels: int64 [B]. The prototype of a class without a sample does not change.
+    momentum: the share of the mean features in the result, from 0 to 1.
     """
     # Features may have a dtype with fewer digits than prototypes.
     features = features.to(prototypes.dtype)

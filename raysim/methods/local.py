@@ -1,6 +1,6 @@
 """Local training: every client keeps its own model, and nothing is exchanged.
 
-It is a baseline: a federated method is useful if its clients score higher.
+It is a baseline: another method is useful if clients score higher with it than with local training.
 
 Source: "Single" in FRAug's Table 2 (ICCV 2023) and "Local" in FedBR's Table 1 (ICML 2023).
 

@@ -240,8 +240,8 @@ def _format_devices(names: Sequence[str]) -> str:
 def needs_mask(run: Setup, ranks: Ranks) -> bool:
     """Return True if gradients of rows and columns that a client does not have must be set to 0.
 
-    This is necessary if clients have different ranks and another method changes gradients.
-    Otherwise the gradients of these rows of A and columns of B are 0 anyway.
+    This is necessary if clients have different ranks and another method changes gradients. Without
+    such a method, the gradients of these rows of A and columns of B are always 0.
     ranks: the method's setting; None gives all clients the rank of the model.
     """
     return ranks is not None and bool(run.others_fill("gradient") or run.others_fill("perturb"))

@@ -98,8 +98,8 @@ def partial_initialize(
     """Return for each layer a mixture of the received values and the client's values.
 
     global_layers, local_layers: the L tensors of the received model, and those of the client.
-    load_global: [L], the share of the received values in each layer. If it is bool, the result for
-    a layer is one of the two tensors itself.
+    load_global: [L], the share of the received values in each layer. If its dtype is bool, the
+    result for a layer is the tensor of `global_layers` (True) or of `local_layers` (False) itself.
     """
     layers = []
     if load_global.dtype == torch.bool:
@@ -131,8 +131,8 @@ class PartialFed(Method):
     all but BatchNorm ("no_bn"), the head ("no_classifier") or both ("no_bn_no_classifier"); "all";
     "none"; or those that the client's policy chooses ("adaptive").
     num_loaded: the number of loaded layers, for bottom_up and top_down.
-    max_staleness: a client loads all layers if the base version of its last job is more than this
-    number of versions old; None sets no limit.
+    max_staleness: the largest number of versions since the base version of a client's last job. If
+    more versions have passed, the client loads all layers. None sets no limit.
     policy_steps, policy_lr, policy_batch: for strategy=adaptive, the steps of Adam in each job,
     their learning rate and the samples of each step.
     temperature, decay, floor: the relaxation has the temperature

@@ -107,8 +107,8 @@ def split_network(
 
     head: the name of a linear layer; None means the last linear layer.
     inputs: examples [B, ...], for which the split network must compute the same outputs.
-    Raise ValueError if the network does not accept them, has another number of outputs, or if
-    `head` is not a linear head.
+    Raise ValueError if the network does not accept these examples, if it does not have
+    `num_classes` outputs, or if `head` is not its linear head.
     """
     if isinstance(net, Classifier):
         return net

@@ -102,10 +102,10 @@ class Timm(ExternalModel):
 class HuggingFaceModel(ExternalModel):
     """A recipe for a classifier or a causal language model of the package transformers.
 
-    name: a folder or a name on the hub, whose configuration is used; or a type of model, such as
-    bert.
-    pretrained: True loads the weights of that folder or name. A head with another number of classes
-    gets random weights.
+    name: a folder, or the name of a model on the hub, with the configuration to use. It may also be
+    a type of model, such as bert, whose default configuration is then used.
+    pretrained: True loads the weights of that folder or model. A head with another number of
+    classes gets random weights.
     options: values that replace those of the model's configuration.
     task: "classify" makes a network that returns a logit for each class of a sequence or an image,
     [B, C]. "causal" makes a language model: for each of T positions, it returns a logit for each of
@@ -255,7 +255,8 @@ def _load_fitting_values(
     values: the pretrained tensors, by name.
     name: `model.name`, for errors.
     num_classes: the number of outputs of the network's head.
-    Raise ValueError if a tensor has another shape. A head of another shape keeps its random values.
+    A head with another number of outputs keeps its random values. Raise ValueError if any other
+    tensor has another shape.
     """
     state = net.state_dict()
     fitting, mismatched = {}, []
@@ -299,7 +300,7 @@ def _refuse_options(config: Any, unknown: Collection[str]) -> None:
     """Raise `RefusedError` if `model.options` has names that a configuration does not have.
 
     config: the configuration of a model of `transformers`.
-    unknown: the names that it does not have.
+    unknown: the names in `model.options` that this configuration does not have.
     """
     if unknown:
         name = sorted(unknown)[0]
@@ -313,8 +314,9 @@ def _check_shapes(
 ) -> None:
     """Raise ValueError if pretrained weights have other shapes than the model, except for the head.
 
-    name: `model.name`.
-    mismatched: for each such weight its name, its shape in the file, and its shape in the model.
+    name: `model.name`, for the error.
+    mismatched: for each weight of another shape: its name, shape in the file, and shape in the
+    model.
     head_size: the number of outputs of the model's head, which depends on the data; None if the
     pretrained head must fit.
     """
@@ -347,7 +349,7 @@ def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | Non
 def _check_length(name: str, config: Any, length: int) -> None:
     """Raise ValueError if rows of tokens are longer than a model with learned positions can read.
 
-    name: `model.name`.
+    name: `model.name`, for the error.
     config: the configuration of the model of `transformers`.
     length: the number of tokens in a row.
     """

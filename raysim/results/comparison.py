@@ -206,8 +206,8 @@ def report(
     percent: True shows shares in percent.
     thresholds: scores between 0 and 1 for the table of costs. () takes them from `rounds_to` in the
     runs' summaries: up to four, the highest ones that any run reached.
-    bold: when the best value of a column is bold. "clear": if its difference to the second-best
-    value is larger than each of their deviations; "best": always.
+    bold: when the best value of a column is bold. "best" means always. "clear" means only if the
+    best value differs from the second-best value by more than the deviation of each.
     width: the figures' width in inches.
     warn: function that gets a sentence about skipped folders.
 

@@ -49,7 +49,7 @@ class Axis(NamedTuple):
     title: the label of the axis.
     read: function that returns the quantity for a row of the history.
     unit: "bytes", "seconds", "Wh", "g" (grams), or "" for a quantity without a unit.
-    if_unused: the text that is shown in the empty panel if all values are 0.
+    if_unused: the text that the panel shows in place of curves if all values are 0.
     """
 
     name: str
