@@ -164,7 +164,7 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
 
 
 def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
-    """Return for each client the rows of the central test set on which the client is scored.
+    """Return for each client the data set's rows of the central samples that test the client.
 
     source: the source of the data, with the setting `rotation`.
     clean: the data set without corruptions.

@@ -41,8 +41,8 @@ class HuggingFace(TableSource):
     name, config: the name of a data set on the hub and of its configuration, for a download.
     label_column: the column of labels.
     domain_column: the column of users; each user is a domain.
-    label, user: the same two settings under the names that data=csv uses. If none of these four
-    settings is set, the columns have usual names, such as "label" or "y", and "user" or "client".
+    label, user: the same two settings under the names that data=csv uses. If neither setting of a
+    column is set, a column with a usual name is used, such as "label" or "y", "user" or "client".
     test_fraction: if there is no split `test`, the share of each class of each user that is for
     testing.
     """
@@ -136,7 +136,7 @@ class HuggingFace(TableSource):
         )
 
     def _load_splits(self) -> list[Any]:
-        """Load the data set; return its training split, and its test split or None."""
+        """Load the data set; return a list of its training split and, if it exists, test split."""
         if not self.root and not self.name:
             raise ValueError(
                 "data=huggingface needs data.root (a folder that save_to_disk wrote) or data.name "

@@ -32,7 +32,7 @@ class Listed(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         """Return the training rows that the file gives to each client.
 
-        draws: has the labels of the training rows; only their number is used.
+        draws: has a label for each training row. Only the number of training rows is used.
         Raise ValueError if the file does not contain lists of rows, if a row does not exist, or if
         a row occurs twice.
         """

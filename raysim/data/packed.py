@@ -72,7 +72,7 @@ class Strips(Source):
 
 
 def are_strips(folder: Path) -> bool:
-    """Return True if the folder contains strips: it has the label file of a split."""
+    """Return True if the folder contains strips, that is, a file train-labels.npy."""
     return _label_file(folder, "train").is_file()
 
 

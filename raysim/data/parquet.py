@@ -69,8 +69,8 @@ class Parquet(TableSource):
     Face stores them. With `columns` it is not read.
     label_column: the column of labels.
     domain_column: the column of users; each user is a domain.
-    label, user: the same two settings under the names that data=csv uses. If none of these four
-    settings is set, the columns have usual names, such as "label" or "y", and "user" or "client".
+    label, user: the same two settings under the names that data=csv uses. If neither setting of a
+    column is set, a column with a usual name is used, such as "label" or "y", "user" or "client".
     test_fraction: the share of each class of each domain that is for testing, in folders without
     test.parquet. None means that every folder must have test.parquet.
     """
@@ -192,7 +192,7 @@ class Parquet(TableSource):
     def _find_columns(self, path: Path) -> ParquetColumns:
         """Choose the columns of the inputs, the label and the user.
 
-        The settings choose them. Where a setting is not set, the names and types of the columns do.
+        A setting chooses them first. Without it, they are chosen by the columns' names and types.
         path: the first file; all files must have its columns.
         Raise ValueError if a column is missing, or if no column can be the input.
         """
@@ -255,8 +255,9 @@ class Parquet(TableSource):
     def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
         """Return the domain of each row of a file, as integers or text.
 
-        If there is no column of domains, the domain is the folder's name. Raise ValueError if a
-        column in the settings is missing.
+        If the file has no column of users, the domain is the folder's name. Raise ValueError if a
+        column in the settings is missing, or if the label or the user has empty values.
+        path: the file.
         columns: the columns that were chosen for all files.
         """
         names = _read_schema(path).names
@@ -386,11 +387,12 @@ def _prefix_folders(
 ) -> tuple[NDArray[np.str_], list[str] | None]:
     """Return the domain of each row as "FOLDER/USER", and the order of all domains.
 
-    With the folder's name, users of the same name in two folders are different domains. Files
-    without a column of users keep the folder's name as the domain.
+    With the folder's name, users of the same name in two folders are different domains. In a file
+    without a column of users, the domain of each row is the folder's name alone.
     The order is a list of all domains, by folder and then by number. It is None unless all users
     are integers.
-    parts: for each file the user of each row, or the folder's name.
+    parts: for each file, an array with the user of each row. If the file has no column of users,
+    the array has the folder's name for each row.
     paths: the files, in the order of `parts`.
     user: the name of the column of users.
     """

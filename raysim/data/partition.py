@@ -98,8 +98,8 @@ class Partitioner:
     the client has no such rows and is scored on its part of the central test set (see `tests`).
     validation_fraction: the share of each client's rows that become its validation rows. The
     validation score chooses the best round.
-    fraction: the share of its other rows on which a client trains. With 0.1, it ignores 90 % of
-    them.
+    fraction: the share of a client's rows, without its test and validation rows, on which the
+    client trains. With 0.1 the client ignores 90 % of these rows.
     """
 
     by_class: ClassVar[bool] = False  # True: the rule needs classes, which not all data have
@@ -142,8 +142,8 @@ class Partitioner:
         """Return for each client the positions of its test samples in the central test set.
 
         labels, domains: the label and the domain of each sample of the central test set.
-        num_domains: the number D of domains that have training rows, which have the numbers 0 to D
-        - 1. Domains with test rows only have higher numbers.
+        num_domains: the number D of domains that have training rows; their numbers are 0 to D - 1.
+        Domains without training rows have higher numbers.
         """
         raise NotImplementedError
 
@@ -301,7 +301,8 @@ class DirichletClient(Partitioner):
     concentration: "symmetric" draws from Dirichlet(alpha, ..., alpha). "prior_scaled" draws from
     Dirichlet(alpha * p), where p_c is the share of class c in the data.
     remaining: True computes p for each client from the samples that earlier clients have not taken,
-    as the code of FedBR does. False computes p once from all samples.
+    as the code of FedBR does. False computes p once from all samples. True needs "prior_scaled"
+    and "sequential".
     turns: "rotating" gives one sample to each client, then a second one to each client, and so on.
     "sequential" gives all its samples to a client before the next client begins.
     """
@@ -493,8 +494,10 @@ class Natural(Partitioner):
 
     column: the column that has the user of each row, for data with columns. None makes each domain
     of the data a user; the domains of LEAF's files, for example, are its users.
-    minimum: the smallest number of training samples of a user; users with fewer are left out.
-    clients: the number of users that are drawn from the others; None takes all of them.
+    minimum: the smallest number of training samples of a user, counted before the partition holds
+    out test rows. Users with fewer samples are left out.
+    clients: the number of users that are drawn at random from all users with at least `minimum`
+    samples; None takes all of these users.
     """
 
     column: str | None = None

@@ -370,7 +370,7 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
     ValueError if the labels cannot be converted.
     raw: the samples as the source read them.
     kind: the value of `data.kind`; None returns the samples unchanged.
-    ignore: the label of positions that have no class (`data.ignore`).
+    ignore: the label of samples and positions that have no class (`data.ignore`).
     place: the file or the argument that has the data, for errors.
     """
     if kind in (None, raw.kind):
@@ -471,8 +471,9 @@ def _code_files(cls: type[Source]) -> list[Path]:
 
 
 def _keep_classes(raw: Raw, classes: Sequence[str]) -> Raw:
-    """Return only the samples of some classes; pictures of other classes are never decoded.
+    """Return only the samples of some classes, and the samples without a label.
 
+    Pictures of other classes are never decoded.
     raw: the samples that the source read.
     classes: the names of the classes to keep, which are numbered in this order.
     """

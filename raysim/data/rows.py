@@ -54,8 +54,8 @@ def number_labels(
     different texts are numbered in alphabetical order.
     names: the class names. None means that integer labels are the classes 0 to the largest label.
     place: the name of the source in errors.
-    samples: the number of samples; None means one sample per label. Integer labels without names
-    must be smaller than this number.
+    samples: the number of samples; None means one sample per label. Without names, an integer label
+    of this size or more raises an error: it is probably a value, not a class.
     Raise ValueError for a label that is neither an integer nor text, and for a label that is not
     one of the classes.
     """

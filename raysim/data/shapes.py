@@ -25,6 +25,7 @@ class Shapes(Source):
     samples, test_samples: the numbers of images for training and for central tests.
     pixels: the height and width of an image.
     noise: standard deviation of the noise, in levels of 0 to 255.
+    seed: the seed of the random numbers; the seed of the run does not change the data.
     """
 
     samples: int = 600

@@ -28,7 +28,7 @@ def fraction_count(*, total: int, fraction: float) -> int:
 
 
 def floor_counts(values: NDArray[np.floating]) -> Ints:
-    """Return floor(value + 1e-9) for each value, like `fraction_count` for one."""
+    """Return floor(value + 1e-9) for each value; 1e-9 outweighs small rounding errors."""
     counts: Ints = np.floor(values + GUARD).astype(np.int64)
     return counts
 

@@ -80,7 +80,10 @@ class Stored(Source):
 
 
 def find_folder(root: Path, name: str) -> Path | None:
-    """Return the folder in `root` with this name, ignoring case, blanks and hyphens."""
+    """Return the folder in `root` with this name; compare only letters, without case, and digits.
+
+    Return None if there is no such folder.
+    """
     inner = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     for path in inner:
         if _letters_and_digits(path.name) == _letters_and_digits(name):

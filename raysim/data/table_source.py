@@ -16,7 +16,7 @@ class TableSource(Source):
     """A source that reads a table whose columns are inputs, labels and users.
 
     columns: the input columns: one column of text, token numbers or vectors, or several columns of
-    numbers. None takes all columns but the label and the user.
+    numbers. None takes all columns except the label, the user, and columns that number the rows.
     separate: True makes each input column a separate input, which the network gets as the argument
     with the column's name.
     length: the largest number of tokens of a row; further tokens are left out.

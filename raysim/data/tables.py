@@ -121,7 +121,7 @@ class TextTable(TableSource):
 
         names: the columns of the table.
         place: the name of the file in errors.
-        Raise ValueError if the settings name both, or if there is no column of labels.
+        Raise ValueError if the settings name a target and a label, or if no column has labels.
         """
         if self.targets and self.label:
             raise ValueError(

@@ -88,7 +88,7 @@ class NumPy(Source):
 
     root: the folder with the files.
     padding: the number that fills short sequences of token numbers.
-    test_fraction: the share of the rows that is for testing, without test.npz.
+    test_fraction: without test.npz, the share of each class of each user that is for testing.
     """
 
     root: str | None = None
@@ -129,7 +129,7 @@ class Npz(Source):
     partition=natural each user is a client.
     root: the folder with the folders train and test.
     padding: the number that fills short sequences of token numbers.
-    test_fraction: the share of each user's rows that is for testing, without the folder test.
+    test_fraction: without test files, the share of each class of each user that is for testing.
     """
 
     root: str | None = None
@@ -208,8 +208,9 @@ def _assemble(
 ) -> Raw:
     """Return the samples that the arrays of an archive describe.
 
-    is_test: the mask of test rows; with None, `test_fraction` of the rows become test rows.
     arrays: the arrays of the archive, by name.
+    is_test: the mask of test rows. With None, the share `test_fraction` of each class of each user
+    becomes test rows.
     kind, ignore, padding: the settings `data.kind`, `data.ignore` and `data.padding`.
     place: the file or the argument that has the data, for errors.
     """
@@ -271,8 +272,10 @@ def _read_targets(arrays: Mapping[str, NDArray[Any]], place: str) -> list[dict[s
 def _concatenate(
     archives: Sequence[Mapping[str, NDArray[Any]]], names: Sequence[str], place: str
 ) -> dict[str, NDArray[Any]]:
-    """Join the arrays of all archives. Raise ValueError if keys, types or shapes differ.
+    """Join the arrays of all archives: those that the first archive has.
 
+    Raise ValueError if another archive lacks one of these arrays, or has it with another type or
+    another shape of a row.
     archives: the arrays of each archive, by name.
     names: the archives' file names, for errors.
     place: the file or the argument that has the data, for errors.

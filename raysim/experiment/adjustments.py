@@ -55,13 +55,13 @@ def meet_requirements(node: Node, methods: Sequence[Method]) -> tuple[Node, tupl
 def drop_untrainable_clients(
     spec: RunSpec, declarations: Declarations, partitioner: Partitioner
 ) -> tuple[RunSpec, tuple[str, ...]]:
-    """Leave out clients that have a single training sample, if the model cannot train on one.
+    """Leave out clients with a single training sample, if the model cannot train on one sample.
 
-    BatchNorm, for example, needs two samples in a batch. Return the changed `spec`, and a warning
-    if clients were left out.
+    For example, a model with BatchNorm needs two samples in a batch. For other models, nothing
+    changes. Return the changed `spec`, and a warning if clients were left out.
     partitioner: the rule of the split. If it has the setting `minimum`, the warning recommends to
     increase this setting.
-    Raise `ValueError` if the batch size is 1, or if all clients with samples have a single one.
+    Raise `ValueError` if the model needs two samples, but the batch size is 1 or no client has two.
     """
     counts, batch = spec.data.partition.train.counts, spec.settings.local.batch
     clients = len(counts)

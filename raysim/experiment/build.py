@@ -91,7 +91,7 @@ def build(
     allow: packages besides raysim whose classes and options the configuration may use.
     methods: objects, and names of options.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object, or the name of an option.
+    object, the name of an option, or (but not for `data`) values by key in a dictionary.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`.
     settings: overrides as keyword arguments: a group with the name of an option, or a key with a
     value.

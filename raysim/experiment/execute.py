@@ -94,7 +94,8 @@ def run(
 
     methods: objects, and names of options.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object, or the name of an option. Three of these arguments accept more:
+    object, the name of an option, or (but not for `data`) values by key in a dictionary. Three of
+    these arguments accept more:
     data: a tuple (inputs, labels) or (inputs, labels, users) of arrays or tensors, or a torch
     Dataset. A tuple of two of these gives the training samples, then the central test samples. A
     table is also possible: of pandas, polars, Arrow or Hugging Face.

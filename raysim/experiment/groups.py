@@ -55,8 +55,11 @@ class Groups:
 def find_groups(folders: Sequence[Path] = ()) -> Groups:
     """Find all options of `conf`, of the installed packages and of the user's own folders.
 
-    The files of the user's folders replace equal names in `conf`, and later folders replace earlier
-    ones. Raise `RefusedError` for a folder that does not exist, and for two files with one name.
+    A file in one of the user's folders replaces a file of the same name in `conf`, in a package, or
+    in an earlier one of the user's folders.
+    folders: the user's own folders of options.
+    Raise `RefusedError` for a folder that does not exist, for a broken link, and for a package's
+    file that has the name of another option.
     """
     roots = config_roots(folders)
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
@@ -115,7 +118,8 @@ def yaml_files(root: Path) -> Iterator[Path]:
 def config_roots(folders: Sequence[Path]) -> list[Path]:
     """Return the folders with options: `conf`, installed packages, and the user's folders.
 
-    For equal names, later folders win.
+    The order matters: a file replaces a file of the same name in an earlier folder.
+    folders: the user's folders.
     """
     return list(dict.fromkeys([conf_folder(), *conf_folders_of(installed_packages()), *folders]))
 
@@ -163,9 +167,9 @@ def _has_key(path: Path, key: str, group: str) -> bool:
 
 
 def option_names(value: object, group: str = "method") -> list[Any]:
-    """Return the list of options that a value of a list group means: "a+b" is [a, b].
+    """Return the options that a value selects in a group with a list: "a+b" is [a, b].
 
-    null and "" mean the empty list, and so does method=fedavg.
+    None and "" select no option; for the group "method", "fedavg" also selects none.
     group: the group of the options, "method" or "observer".
     """
     if isinstance(value, str):

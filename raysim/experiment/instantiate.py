@@ -61,8 +61,8 @@ def import_target(
     path: the key of the configuration node that has the name, for errors.
     allow: the packages besides raysim from which objects may be imported.
     key: the end of the setting's name in errors, which follows `path`.
-    Raise `RefusedError` for names outside `raysim`, the allowed packages and the installed packages
-    with options for raysim.
+    Raise `RefusedError` if the module cannot be imported. Also raise it for a name outside raysim,
+    the allowed packages, and the installed packages with options for raysim.
     """
     setting = f"{path}{key}={format_value(target)}"
     packages = ("raysim", *allow, *installed_packages())

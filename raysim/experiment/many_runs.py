@@ -153,7 +153,7 @@ def is_resume_requested(overrides: Sequence[str], command: str) -> bool:
     """Return True if the overrides continue a study or a sweep.
 
     command: "study" or "sweep", for errors.
-    Raise `RefusedError` if only one of out=DIR and resume=latest is set.
+    Raise `RefusedError` for a value of resume other than "latest", and for resume without out=DIR.
     """
     resume = [override for override in overrides if override.partition("=")[0] == "resume"]
     if not resume:
@@ -222,9 +222,9 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
 def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
     """Return the mean row of runs that differ only in the seed, with the deviation of a metric.
 
-    The mean of a column is over the runs that have a finite value. A further column is the standard
-    deviation of `metric` over n runs (with n - 1), if all have a finite value. The row of a single
-    run is returned unchanged.
+    The mean of a column is over the runs that have a finite value. If all n runs have a finite
+    value of `metric`, the column METRIC_std has its standard deviation, with the divisor n - 1. The
+    row of a single run is returned unchanged.
     rows: one row of each run, all for the same round.
     metric: the name of the column that gets the standard deviation.
     """

@@ -144,10 +144,11 @@ class Result:
         """Return the shared model with the final weights, in eval mode on the CPU.
 
         Its `state_dict` has the same keys as that of the user's model.
-        best: True loads the weights of the best round instead, whose number is
-        `summary["best_model"]["round"]`. This is the round with the best validation score; without
-        validation samples, the round with the lowest training loss.
-        Raise `RefusedError` if clients have personal parameters, or the run has not finished.
+        best: True loads the weights of the best round instead of the final ones. The best round is
+        the one with the best validation score; without validation samples, the one with the lowest
+        training loss. Its number is `summary["best_model"]["round"]`.
+        Raise `RefusedError` if clients have personal parameters, if the run has not finished, or if
+        its learner has parameters that are bytes.
         """
         self._refuse_personal()
         if not self._has_parameters():
@@ -323,7 +324,7 @@ def _no_best_client() -> RefusedError:
 class _FinalState:
     """The coordinator and a worker of a finished run, both in this process.
 
-    path: the last checkpoint, from which they are restored; "" if the run has none.
+    path: the checkpoint of the last round, from which both are restored; "" if there is none.
     experiment: the run.
     shared: the final shared tensors by full name. Without a checkpoint, these are all that is
     restored.

@@ -245,7 +245,7 @@ def check_writable(folder: Path, options: Checkpoint) -> None:
 
 
 def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]:
-    """Return a list with the folder of checkpoints if it is local and not in the run's folder.
+    """Return a list with the folder `checkpoint.folder`, if it is local and not the run's folder.
 
     The list is empty in any other case.
     folder: the run's folder.

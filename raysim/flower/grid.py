@@ -85,7 +85,7 @@ class _Pending:
 
     @property
     def is_answered(self) -> bool:
-        """True if a worker has answered the message, with a reply or an error."""
+        """Return True if a worker has answered the message, with a reply or an error."""
         return self.content is not None or bool(self.error)
 
     def read(self, answer: Answer) -> None:
@@ -97,7 +97,7 @@ class _Pending:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """The sorting key: the reply's virtual time, then the client, then the message's number."""
+        """Return the sorting key: the reply's virtual time, the client, the message's number."""
         return self.arrival.time, self.request.client, self.request.number
 
 
@@ -284,14 +284,14 @@ class VirtualGrid(SimpleGrid):
 
     # --- messages of several threads ----------------------------------------------------------
     def end_batch(self) -> dict[int, tuple[float, int]]:
-        """Advance the clock to the arrival of the last reply to the messages of threads.
+        """End a batch of messages: advance the clock to the last arrival of their replies.
 
         Flower's older `Server` sends messages in several threads at once. While these threads run,
-        the clock does not move, so that all their messages have the same virtual time. Afterwards
-        the ServerApp's own thread calls this function, which ends the batch of these messages.
-        Without new messages the clock does not move.
+        the clock does not move, so that all their messages have the same virtual time. These
+        messages are a batch. When the threads have ended, the ServerApp's own thread calls this
+        function. Without new messages the clock does not move.
         Return a dictionary by node id. A value is the virtual time, in seconds, of the node's last
-        reply in the last batch, and the number of the node's client.
+        reply in the newest batch, and the number of the node's client.
         Raises ReplayError if a message of a thread differed from the message in the stored run.
         Raises WorkerDiedError if several workers died, one after another, with the same message.
         """

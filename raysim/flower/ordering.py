@@ -39,7 +39,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
                 setattr(self, name, value)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute; replace a strategy, alone or in a server, by a sorting one."""
+            """Set an attribute; make a strategy sort results, also the strategy of a `Server`."""
             if isinstance(value, Strategy):
                 value = order_results(value, grid)
             elif isinstance(value, Server):
@@ -92,9 +92,9 @@ def _in_order(
 ) -> tuple[list[Any], list[Any]]:
     """Sort results and failures, so that their order does not depend on threads; return both.
 
-    results: pairs of a client and its result. They are sorted by the virtual time of the reply.
-    failures: errors, which come first and are sorted by their texts; and pairs like those in
-    `results`, which are sorted by virtual time.
+    results: pairs of a client and its result, which are sorted by the virtual time of the reply.
+    failures: errors, and pairs of a client and its result. The errors come first, sorted by their
+    texts. The pairs are sorted by the virtual time of the reply.
     grid: the Grid, which has the virtual time of each reply.
     """
     times = grid.end_batch()

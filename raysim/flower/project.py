@@ -193,16 +193,17 @@ def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
     reference: "module:object".
     folder: the folder that contains the module; it is added to `sys.path`.
     key: the setting that contains the reference, for errors.
-    Raises `RefusedError` if the object cannot be imported, or is none of these three.
+    Raises `RefusedError` if the object cannot be imported, or has another type.
     """
     return inspect_client_app(load_object(reference, folder, key), f"{key}={reference}")
 
 
 def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
-    """Make a ClientApp from a ClientApp, a client_fn or a class of clients.
+    """Find out what a user's app can do; return it as a `LoadedClientApp`.
 
+    A client_fn or a class of clients is first made a ClientApp.
+    target: a ClientApp, a client_fn, or a class of clients.
     setting: the setting and its value, for errors.
-    target: the object.
     Raises `RefusedError` for any other object.
     """
     from flwr.client import Client, NumPyClient
@@ -235,13 +236,13 @@ def _inspect_once(app: ClientApp) -> LoadedClientApp:
 
 
 def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[Any], Any]:
-    """Return a function that makes a client like `client_fn`, but has only one argument.
+    """Return a function with one argument that calls `client_fn` with it and returns the client.
 
     Flower refuses a client_fn with more arguments, even if they have defaults.
 
-    client_fn: the user's function, which makes a client.
+    client_fn: the user's function, which makes a client from one or more arguments.
     setting: the "key=value" or argument that names the function, with which errors begin.
-    Raises `RefusedError` if further arguments of the client_fn have no default.
+    Raises `RefusedError` if an argument of the client_fn after the first one has no default.
     """
     parameters = list(inspect.signature(client_fn).parameters.values())
     if len(parameters) < 2:
@@ -266,8 +267,9 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
     """Return a `client_fn` that creates a client as an object of the user's class.
 
     It passes the context to the class if the class needs one argument.
-    client_class: a subclass of Flower's NumPyClient.
+    client_class: a subclass of Flower's Client or NumPyClient.
     setting: the key or argument that names the class, for errors.
+    Raises `RefusedError` if the class needs two or more arguments.
     """
     from flwr.client import NumPyClient
 
@@ -292,12 +294,12 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 
 
 def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
-    """Return True if an app has a function for training (or for evaluation).
+    """Return True if an app has a function for training, or for evaluation.
 
-    Flower lets an app register only one such function. So the test is to register `_missing`: an
-    error shows that there is one already. Otherwise `_missing` stays registered, and raises an
-    error when it is called.
-    register: `app.train`, or `app.evaluate` to test for evaluation.
+    Flower lets an app register only one function of each type. The test registers `_missing`; if
+    this fails, the app has such a function already. Otherwise `_missing` stays registered, and
+    raises an error when it is called.
+    register: `app.train` to test for training, `app.evaluate` to test for evaluation.
     """
     try:
         register()(_missing)

@@ -118,9 +118,9 @@ class AppRun:
 class AppResult:
     """The result of a run of a Flower app.
 
-    messages: a row for each delivered reply.
-    rounds: a row for each group of messages that were sent at the same time. It has the weighted
-    means of the numbers in their replies.
+    messages: a row for each message that was answered, lost or failed.
+    rounds: a row for each group of messages of one type that were sent at the same virtual time. It
+    has the weighted means of the numbers in their replies.
     summary: the results of the whole run, by name. Metrics of the last round have the prefixes
     "train." and "evaluate." if clients computed them, and "server." if the ServerApp did.
     out: the run's folder; None if nothing is stored.
@@ -136,8 +136,10 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
     """Run a ServerApp until it returns; return the result.
 
     say: function that gets texts for the user.
-    Raises `RefusedError` if the folder contains another run.
-    Raises RunStoppedError if the ServerApp fails.
+    Raises `RefusedError` if the folder contains another run, or contains files of a run that is not
+    to be continued.
+    Raises ReplayError if the ServerApp does not send the same messages as the stored run.
+    Raises RunStoppedError if the ServerApp fails, or if several workers die with one message.
     """
     records: list[MessageRecord] = []
     with contextlib.ExitStack() as stack:
@@ -226,7 +228,8 @@ def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredRepl
     """Lock the run's folder inside `with`, and yield the replies that the folder stores.
 
     say: function that prints a text for the user.
-    Raises `RefusedError` if the folder contains another run.
+    Raises `RefusedError` if the folder contains another run, or if it is not empty and the run does
+    not continue a run.
     """
     if run.out is None:
         yield StoredReplies()

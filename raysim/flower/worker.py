@@ -58,7 +58,7 @@ class Request:
     message_id: the message's id, which no other message of the run has.
     content: the records of the message.
     state: the packed records that the client has kept so far; b"" for none.
-    group_id: the group of messages that the app gave; "" for none.
+    group_id: the app's name for a group of messages, such as the number of the round; "" for none.
     created_at: the virtual time at which the message was sent, in seconds.
     ttl: the virtual seconds after which it expires.
     """

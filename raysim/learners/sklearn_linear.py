@@ -205,8 +205,8 @@ def _fit_present(
     model: the estimator of scikit-learn.
     rows: the client's n samples, [n, features].
     targets: the class of each sample, or its value for a regression, [n].
-    present: the classes that occur in `targets`, ascending; [0] for a regression. Of several rows
-    in `coef` and `intercept`, only the rows of these classes change.
+    present: the classes that occur in `targets`, ascending; [0] for a regression. If `coef` has a
+    row for each class, the rows of all other classes stay unchanged, and so do their intercepts.
     coef: the received coefficients, [C, features] for C > 2 classes, otherwise [1, features].
     intercept: the received intercepts, [C] or [1].
     """

@@ -14,8 +14,8 @@ Departures from these examples
   of stale updates.
 
 Choices
-- `local.lr`, `local.batch`, `local.epochs` and the optimizer are not used. A job adds `trees` trees
-  for each class.
+- `local.lr`, `local.batch`, `local.epochs` and the optimizer are not used.
+- A job adds `trees` trees; with more than two classes, it adds `trees` trees for each class.
 - The initial prediction is `base_score`: 0.5, unless `options` sets it. It is not estimated from
   samples, because it would then differ from client to client.
 - XGBoost runs with one thread and with a seed for each job, so that a run is bit-identical on every
@@ -45,7 +45,7 @@ NODE_BYTES = 90  # bytes of a node in XGBoost's JSON, measured with trees of dep
 class XGBoostBagging(Learner):
     """A learner that trains boosted trees with XGBoost.
 
-    trees: the number of trees that a job adds for each class.
+    trees: the number of trees that a job adds; with more than two classes, for each class.
     depth: the largest depth of a tree.
     rate: the factor by which each leaf is multiplied (XGBoost's eta).
     options: other parameters of XGBoost, such as subsample.
@@ -87,7 +87,7 @@ class XGBoostBagging(Learner):
         """Return the largest size in bytes of the trees that a job adds: all trees have full depth.
 
         The plan of the run uses this size before any tree exists.
-        task: the learning task; a job adds trees for each class.
+        task: the learning task; with more than two classes, a job adds trees for each class.
         received: has no effect.
         """
         classes = task.num_classes if task.num_classes > 2 else 1

@@ -90,10 +90,11 @@ def all_client_step(
 ) -> dict[str, Tensor]:
     """Return the result of one arriving update: new "params", "cache" and "dispatch_versions".
 
-    params, delta: [D], the model and the update of `client`.
+    params: [D], the parameters of the current version.
     cache: [N, D], the last update of each client.
     dispatch_versions: int64 [N], the version from which each cached update started; -1 for none.
     client: the number of the client whose update arrives.
+    delta: [D], this update.
     dispatch_version: the version from which this update was trained.
     version: the current version.
     server_lr: the factor eta on the mean of the updates.

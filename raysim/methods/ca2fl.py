@@ -60,7 +60,7 @@ def calibrated_step(
 ) -> dict[str, Tensor]:
     """Return the result of an aggregation: new "params", new "cache" and the direction "update".
 
-    params: [D].
+    params: [D], the parameters of the current version.
     deltas: [K, D], the updates in the buffer.
     clients: int64 [K], the client of each update.
     cache: [N, D], the last update of each client.

@@ -111,7 +111,7 @@ class Dann(Method):
     """A method that trains features from which a discriminator cannot guess the client.
 
     lam: the weight with which the discriminator's loss is subtracted from the classifier's loss.
-    width: width of the discriminator's three linear layers.
+    width: the width of the discriminator's two hidden layers.
     discriminator_steps: the number of discriminator steps for each step of the classifier.
     rate: factor on local.lr for the discriminator.
     mode: "alternate" takes turns; "grl" trains both in one step with gradient reversal.
@@ -187,8 +187,9 @@ class Dann(Method):
         """Return the stages of a cycle of steps, which a job repeats until its end.
 
         The result has a list for each step of the cycle, with the one stage of this step. With
-        mode=alternate, `discriminator_steps` steps train the discriminator, and then one step
-        trains the model. With mode=grl, a cycle has one step, which trains both networks.
+        mode=alternate, a cycle has `discriminator_steps` + 1 steps: step number
+        `discriminator_steps`, from 1, trains the model, and all others train the discriminator.
+        With mode=grl, a cycle has one step, which trains both networks.
         plan: has no effect.
         """
         if self.mode == "grl":

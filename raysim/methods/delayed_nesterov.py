@@ -111,7 +111,7 @@ def _delayed_nesterov(
     update_share: float,
     is_due: bool,
 ) -> None:
-    """Compute the server's step, and update the momentum in place; all arrays are [d].
+    """Compute the server's step; update the momentum and the sum in place. All arrays are [d].
 
     The step is rate * (momentum_share m + update_share D), where m already has its new value. The
     letters are those of the formulas at the top of this file. The loop is compiled.

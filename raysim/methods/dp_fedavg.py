@@ -97,7 +97,7 @@ def _divergences(noise: float, clients: int, cohort: int, poisson: bool) -> np.n
     """Return the Renyi divergences of one round, one for each order in `_ORDERS`.
 
     noise: z, the standard deviation of the noise divided by the clipping bound.
-    clients: the number of all clients.
+    clients: the number of clients that have samples.
     cohort: the number of clients in a round; with `poisson`, its expected value.
     poisson: True if each client joins a round independently; False if rounds have a fixed size.
     """
@@ -121,7 +121,7 @@ def epsilon(
     """Return the epsilon of the (epsilon, delta)-differential privacy after some rounds.
 
     noise: the noise z of a round, a standard deviation in units of the clipping bound.
-    clients: the number of all clients.
+    clients: the number of clients that have samples.
     cohort: the number of clients in a round; with `poisson`, its expected value.
     rounds: the number of rounds so far.
     delta: the probability delta with which the guarantee may fail.

@@ -19,8 +19,8 @@ Departures from the paper
 - The mean is uniform unless weighting=samples is set, and has no staleness weights. BatchNorm's
   statistics do not pass through the optimizer. Staleness is counted when the buffer is flushed.
 
-FADAS does not remove the bias towards fast clients. With CA2FL in the list, CA2FL's v takes the
-place of Delta; this combination is not published.
+FADAS does not remove the bias towards fast clients. With CA2FL in the list, the step of CA2FL takes
+the place of Delta; this combination is not published.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def amsgrad_step(
     max_second_moment: the largest second moment so far, for each entry.
     server_lr: the factor on the step.
     beta1, beta2: the factors of the old first and second moment.
-    eps: the constant that is added to the root of the second moment.
+    eps: the constant that is added to the root of the largest second moment.
     step: the number of the step, from 1, for bias correction; None for no correction.
     """
     moments = [moment.clone() for moment in (first_moment, second_moment, max_second_moment)]
@@ -155,7 +155,7 @@ class FADAS(Method):
     threshold: the largest staleness at the full rate; None always uses the full rate.
     rule: the rate for a larger staleness s. "scale" is eta / s, "cap" is min(eta, 1 / s).
     beta1, beta2: the factors of the old first and of the old second moment.
-    eps: the constant that is added to the root of the second moment.
+    eps: the constant that is added to the root of the largest second moment.
     bias_correction: True corrects the moments for their start at 0.
     """
 

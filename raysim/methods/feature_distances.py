@@ -24,9 +24,10 @@ def mmd(
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
     kernel: "gaussian" is the sum of Q = `kernel_num` Gaussian kernels exp(-|a - b|^2 / w_q), q = 0
-    to Q - 1. The width is w_q = kernel_mul^(q - Q // 2) w. w is the mean squared distance of two
-    rows of x and y, through which no gradient flows. "moments" uses no kernels: it is the mean
-    squared difference of the means of x and y, plus that of their unbiased covariances.
+    to Q - 1. The width is w_q = kernel_mul^(q - Q // 2) w. w is the mean squared distance over all
+    pairs of the n + k rows of x and y; no gradient flows through w. "moments" uses no kernels: it
+    is the mean squared difference of the means of x and y, plus the mean squared difference of
+    their unbiased covariances.
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number Q of kernels.
     """
@@ -78,7 +79,8 @@ def mmd_of_classes(
     """Return the mean over classes of the squared MMD between the class's rows in x and in y.
 
     Only classes that have rows in both x and y count. The result is 0 if there is no such class.
-    The kernels are those of `mmd`, with the mean squared distance w of the rows of one class.
+    The kernels are those of `mmd`, but each class has its own w: the mean squared distance over all
+    pairs of its rows in x and y.
     x: the first set of features, [n, D].
     y: the second set of features, [k, D].
     x_labels: the class of each row of x, int64 [n].

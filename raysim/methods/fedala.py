@@ -141,8 +141,9 @@ class FedALA(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of learning the mixing weights, in trained samples.
 
-        Each pass trains on the share of samples that is used for this. The number of passes is 0 in
-        the client's first job, the largest allowed number in its second, and 1 in later ones.
+        Each pass trains on the share `share` of the client's samples. The first job of a client has
+        no pass. Until two jobs of the client were aggregated, each later job may need the largest
+        number of passes; afterwards, each job makes one pass.
         """
         if not job.earlier_jobs:
             return 0.0

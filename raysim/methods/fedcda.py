@@ -11,7 +11,9 @@ far: those of earlier batches, and those of clients that do not participate now,
 aggregation chose. With F_n the loss of client n's chosen model w_n, and L the setting `smoothness`,
 the choice of a batch minimises
 
-    J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of S
+    J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of the models w_n
+
+All three means are over S together with the models that are chosen for this batch.
 
 Departures from the paper
 - Clients without an update so far are left out. A client with fewer than K models chooses among
@@ -252,11 +254,11 @@ class _Selection:
         return [int(index) for index in np.unravel_index(first, sizes)]
 
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the inner products of T models, [T, T], and of each with the chosen sum, [T].
+        """Return the inner products of T candidates, [T, T], and of each with the chosen sum, [T].
 
-        The chosen sum is that of the models in this selection. The centre is first subtracted from
-        all models.
-        rows: the T models.
+        The chosen sum is the sum of the models that this selection has so far. The centre is first
+        subtracted from all models. Only the first `trained` entries of a model count.
+        rows: the T candidates.
         """
         gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
         products = torch.zeros(len(rows), dtype=torch.float64)

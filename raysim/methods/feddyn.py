@@ -44,7 +44,8 @@ def regularised_gradient(
     """Return FedDyn's gradient: grad - correction + alpha * (params - received), all [d].
 
     grad: the gradient of the client's loss.
-    params, received: the parameters now and at the start of the job.
+    params: the current parameters.
+    received: the parameters that the client received.
     correction: the client's state g_k.
     alpha: the weight of the regularisation.
     """
@@ -55,7 +56,8 @@ def updated_gradient(correction: Tensor, trained: Tensor, received: Tensor, alph
     """Return the client's next correction: correction - alpha * (trained - received), all [d].
 
     correction: the client's state g_k before the job.
-    trained, received: the parameters at the end and at the start of the job.
+    trained: the parameters at the end of the job.
+    received: the parameters that the client received.
     """
     return correction - alpha * (trained - received)
 

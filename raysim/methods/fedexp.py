@@ -141,8 +141,8 @@ def squared_norm(values: np.ndarray) -> float:
 class FedExP(Method):
     """A server rule with a longer step if the clients' updates disagree more.
 
-    epsilon: the number that is added to the squared norm of the mean update, by which the step size
-    is divided; a larger epsilon limits the step size.
+    epsilon: the number that is added to the squared norm of the mean update in the divisor of the
+    step size. A larger epsilon gives a smaller step size.
     epsilon_scale: "count" multiplies epsilon by the number of participants.
     epsilon_decay: factor on epsilon after each version.
     minimum: the smallest step size; 0 sets no lower bound.

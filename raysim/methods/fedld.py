@@ -325,7 +325,7 @@ class PrincipalGradient(Method):
         run.warn_if_single("the revised update is the update itself")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the weighted mean of the revised updates."""
+        """Return the weighted mean of the rebuilt updates."""
         num_updates = len(aggregation.updates)
         components = num_principal_components(num_clients=num_updates, fraction=self.fraction)
 

@@ -47,8 +47,8 @@ def effective_steps(
 ) -> float:
     """Return the number of plain SGD steps that have the same effect as the steps of a job.
 
-    Both move a parameter equally far, under a constant gradient of 1 and a learning rate of 1. A
-    plain step has no momentum and no proximal term.
+    A plain step has no momentum and no proximal term. So many plain steps move a parameter as far
+    as the job's steps do, under a constant gradient of 1 and a learning rate of 1.
     steps: the number of steps of the job.
     momentum: the factor of the momentum; 0 without momentum.
     pull: the learning rate times the weight of a proximal term; 0 without one.

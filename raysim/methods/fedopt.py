@@ -80,7 +80,9 @@ def fedadagrad_step(
 ) -> dict[str, Tensor]:
     """Return "params", "first_moment" and "second_moment" after a FedAdagrad step, all [D].
 
+    params: the parameters of the current version.
     delta: the mean update, which points towards improvement.
+    first_moment, second_moment: the two moments before the step, m and v in the file's formulas.
     server_lr: the server's learning rate eta.
     beta1: the factor of the old first moment.
     tau: the constant that is added to the root of the second moment.
@@ -103,7 +105,9 @@ def fedadam_step(
 ) -> dict[str, Tensor]:
     """Return "params", "first_moment" and "second_moment" after a FedAdam step, all [D].
 
+    params: the parameters of the current version.
     delta: the mean update, which points towards improvement.
+    first_moment, second_moment: the two moments before the step, m and v in the file's formulas.
     server_lr: the server's learning rate eta.
     beta1, beta2: the factors of the old first and of the old second moment.
     tau: the constant that is added to the root of the second moment.
@@ -128,7 +132,9 @@ def fedyogi_step(
 ) -> dict[str, Tensor]:
     """Return "params", "first_moment" and "second_moment" after a FedYogi step, all [D].
 
+    params: the parameters of the current version.
     delta: the mean update, which points towards improvement.
+    first_moment, second_moment: the two moments before the step, m and v in the file's formulas.
     server_lr: the server's learning rate eta.
     beta1: the factor of the old first moment.
     beta2: a step changes the second moment by at most (1 - beta2) times the squared update.

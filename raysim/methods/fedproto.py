@@ -175,7 +175,10 @@ class FedProto(Method):
             }
 
     def personalise(self, client: PersonalModel) -> None:
-        """Replace the head by one that predicts the class of the nearest prototype."""
+        """Replace the head by one that predicts the class of the nearest stored prototype.
+
+        If the client has no stored prototype, the head stays.
+        """
         prototypes = client.state["prototypes"]
         if not prototypes:
             return

@@ -53,7 +53,7 @@ class FedRep(Method):
     mode: "alternate" (FedRep) trains the head before the extractor; "joint" (FedPer) trains both
     together and ignores the numbers of epochs.
     head_epochs: the number of epochs that train the head.
-    body_epochs: the number of epochs, after these, that train the extractor.
+    body_epochs: the number of epochs that train the extractor, after the head.
     """
 
     name = "fedrep"

@@ -90,6 +90,9 @@ class Gaussian(Classifier):
 
     In evaluation `features` returns mu, and `forward` averages the predictions of `samples` draws,
     which are the same in each call.
+    base: the classifier whose extractor computes the inputs of mu and sigma; its head is not used.
+    width: the number Z of features.
+    samples: the number of draws in evaluation.
     """
 
     # Training draws from torch's generator; see `is_stochastic`.
@@ -133,6 +136,8 @@ class Reference(nn.Module):
     """The trained reference Gaussians of the classes, and the trained factor s.
 
     Features are multiplied by s before they are compared with the Gaussian of their class.
+    classes: the number C of classes.
+    width: the number Z of features.
     """
 
     def __init__(self, classes: int, width: int) -> None:
