@@ -306,7 +306,10 @@ def without_gradient(compute: Callable[[], Tensor]) -> Tensor:
 
 
 class Outputs:
-    """Features and outputs for a batch, each computed once for all methods."""
+    """The features and outputs of the models for one batch, for the hook `loss`.
+
+    Each value is computed at its first use and then stored, so that methods share it.
+    """
 
     __slots__ = ("_kept", "batch", "ctx")
 

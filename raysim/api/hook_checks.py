@@ -47,7 +47,9 @@ class DeclaredState(dict[str, Tensor]):
 
 
 def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
-    """Return the value of a hook. Raises HookError unless it is an instance of `kind`.
+    """Return `value`, which a hook returned. Raises HookError if its type is not `kind`.
+
+    kind: a type, or a tuple of types, as for `isinstance`.
 
     method, hook: the names of the method and of the hook, for the error.
     instead: text that says what the hook should return.
@@ -75,7 +77,7 @@ def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Ten
 
 
 def check_scalar(value: Any, method: str, hook: str) -> Tensor:
-    """Return the value of a hook. Raises HookError unless it is one number.
+    """Return `value`, which a hook returned. Raises HookError unless it is one number.
 
     Only the shape is checked, because reading the value would wait for the device.
     method, hook: the names of the method and of the hook, for the error.
@@ -86,10 +88,10 @@ def check_scalar(value: Any, method: str, hook: str) -> Tensor:
 
 
 def check_vector(value: Any, method: str, hook: str, sizes: Mapping[str, int]) -> Tensor:
-    """Return the value of a hook. Raises HookError unless it is a vector of an allowed size.
+    """Return the vector that a hook returned. Raises HookError unless it has an allowed size.
 
     method, hook: the names of the method and of the hook, for the error.
-    sizes: the allowed sizes, each with its name for the error.
+    sizes: the allowed numbers of entries, by name, such as {"layout.trained": 80}.
     """
     if not (isinstance(value, Tensor) and value.dim() == 1 and len(value) in sizes.values()):
         # In a model without buffers the sizes are equal; the error then has the first name.

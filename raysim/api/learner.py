@@ -276,7 +276,12 @@ def _decode(words: Tensor) -> bytes:
 
 
 class LearnerNetwork(nn.Module):
-    """A module that holds a learner's parameters: floats as parameters, other arrays as buffers."""
+    """A module that holds a learner's parameters: floats as parameters, other arrays as buffers.
+
+    initial: the learner's initial parameters; bytes are stored as the attribute `content`.
+    dtype: the type of the module's parameters, such as torch.float32.
+    outputs: the number of the learner's outputs for a sample.
+    """
 
     def __init__(self, learner: Learner, initial: Parameters, dtype: torch.dtype, outputs: int):
         super().__init__()
@@ -303,8 +308,8 @@ class LearnerNetwork(nn.Module):
     def _free_attribute(self, name: str) -> str:
         """Return a name under which the module has no attribute yet.
 
-        name: the name of a tensor, such as "layers.0". Each "." becomes "_". If the module already
-        has an attribute of this name, "_" is added at the end.
+        name: the name of a tensor, such as "layers:0:weight". Each "." in it becomes "_". If the
+        module already has an attribute of this name, "_" is added at the end.
         """
         attribute = name.replace(".", "_")
         while hasattr(self, attribute):
@@ -369,7 +374,7 @@ class LearnerNetwork(nn.Module):
 def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each array of a nested structure with its name, such as "layers:0:weight".
 
-    prefix: the name of the whole structure; "" for the outermost one.
+    prefix: the name of `parameters` in the structure that contains it; "" if none contains it.
     """
     if isinstance(parameters, Mapping):
         items: Iterator[tuple[Any, Any]] = iter(parameters.items())
@@ -386,7 +391,7 @@ def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, An
 def _structure(parameters: Parameters, prefix: str = "") -> Any:
     """Return the nested structure with each array replaced by its name.
 
-    prefix: the name of the whole structure; "" for the outermost one.
+    prefix: the name of `parameters` in the structure that contains it; "" if none contains it.
     """
     if isinstance(parameters, Mapping):
         return {

@@ -39,7 +39,8 @@ class Probe:
     seen: [C], True for the classes in the client's training data.
     accuracy: the share of the samples that the trained model classifies correctly.
     features: [n, F], the features of the trained model.
-    received: [n, F], the features of the received model, before training.
+    received: [n, F], the features of the model from which the client started to train. This is the
+    received model, unless a method changed `job.start`.
     probabilities: [n, C], the probabilities that the trained model gives to the classes.
     """
 

@@ -57,7 +57,7 @@ class Objective:
     losses: a function from outputs and labels to a loss for each sample [B].
     metrics: the possible metrics; the first one is the main metric by default.
     has_ignored: True if labels may be `IGNORED`; means then leave out ignored labels.
-    usual_metrics: how many of the metrics are computed by default.
+    usual_metrics: the number of metrics that are computed by default: the first ones of `metrics`.
     parts: None if the loss of a set is a mean over its samples. If it is a mean over labels, such
     as tokens: a function from outputs and labels to two numbers for each sample, [B, 2]. They are
     the sum of the losses of the sample's labels, and the number of its labels that are not ignored.

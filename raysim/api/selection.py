@@ -269,7 +269,7 @@ class Random(Selection):
     """Choose clients uniformly at random."""
 
     def select(self, view: SelectionView) -> Sequence[int] | np.ndarray:
-        """Draw without replacement.
+        """Draw `view.count` clients without replacement, all with the same probability.
 
         The planner does not call this function: it makes the same draw in less time.
         """

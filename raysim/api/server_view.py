@@ -81,7 +81,7 @@ class Aggregation:
         return replace(self, weights=weights, normaliser=normaliser or self.normaliser)
 
     def base(self, update: Update) -> Tensor:
-        """Return the vector [layout.shared] from which an update started."""
+        """Return the version [layout.shared] that the job of an update received."""
         return torch.from_numpy(self.bases[update.version].vector)
 
 

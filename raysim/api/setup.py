@@ -390,7 +390,11 @@ class Setup:
         self.declared.client_state[name] = initial
 
     def _check_new(self, name: str, kind: str, declared: Mapping[str, object]) -> None:
-        """Raise ValueError if the method has already declared a state of this name."""
+        """Raise ValueError if the method has already declared a state of this name.
+
+        kind: the function of this class that declares the state, for the error.
+        declared: the states that the method has declared so far with this function, by name.
+        """
         if name in declared:
             raise ValueError(
                 f"method '{self.method}' declares {kind} '{name}' twice. Rename the second "
@@ -604,7 +608,9 @@ class Setup:
         """Choose the samples of each epoch; only one method of a list may do so.
 
         choose(job, epoch, epochs) is called for epoch 1, 2, ..., epochs. It returns positions
-        (int64) in the client's samples, or None to use all samples in all epochs of this job.
+        (int64) in the client's samples. If it returns None for epoch 1, the job uses all samples in
+        all epochs; None for a later epoch is an error. With `local.steps`, an "epoch" is one of
+        `local.phases` parts of the job's steps.
         """
         self.declared.select = choose
 

@@ -69,11 +69,11 @@ class Federation:
     """The facts of a run that a topology may use.
 
     seed: the seed of the run.
-    counts: int64 [clients], training samples.
+    counts: int64 [clients], the number of training samples of each client.
     weighting: how updates are weighted before methods change the weights, "samples" or "uniform".
     floats: the number of floats of a replica.
-    label_counts: function that returns the samples of each client and class [clients, classes], or
-    None if labels are not classes.
+    label_counts: function that returns how many samples of each class each client has, [clients,
+    classes], or None if labels are not classes.
     regions: function that returns the number of each client's region [clients], or None if the
     fleet has no regions.
     """
@@ -104,7 +104,7 @@ class ClusterView:
 
     replica: the number of the replica.
     members: int64 [m], the replica's clients with training samples, ascending.
-    version: the aggregations of the run so far.
+    version: the number of the run's aggregations so far.
     clients: int64 [n], the members with an update in the aggregation.
     deltas: the updates of `clients`, in the same order, float32 [layout.trained] each.
     weights: float64 [clients of the run], the weight of each client in an aggregation.
@@ -245,7 +245,7 @@ class Network:
         An exchange is a list of weighted means; all of them are computed before any replica
         changes. There is one exchange or, with `pairwise`, one for each replica in `replicas`.
 
-        version: the aggregations of the run so far.
+        version: the number of the run's aggregations so far.
         replicas: the replicas with updates in the aggregation, ascending.
         """
         if self.pairwise:

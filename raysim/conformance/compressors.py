@@ -48,7 +48,10 @@ def _encode(compressor: Compressor, values: Tensor, layout: Layout) -> np.ndarra
 
 
 def check_size(compressor: Compressor, layout: Layout) -> None:
-    """Check that messages have the declared size and depend only on the values and the key."""
+    """Check that messages have the size that `words` declares, and are equal for equal arguments.
+
+    Check also that `encode` does not change the values that it encodes.
+    """
     words = compressor.words(layout)
     for what, values in _examples(layout).items():
         before = values.clone()

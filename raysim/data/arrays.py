@@ -294,8 +294,8 @@ def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]
 def _join_inputs(inputs: Sequence[Any]) -> Any:
     """Return the inputs of all items as one column.
 
-    If items have several inputs, in a dictionary or a tuple, return a column for each of them in
-    such a dictionary or tuple.
+    If each item is a dictionary or a tuple of several inputs, return a dictionary or a tuple with a
+    column for each input.
     """
     first = inputs[0]
     if isinstance(first, Mapping):

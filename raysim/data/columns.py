@@ -49,6 +49,8 @@ def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
 def find_label(names: Sequence[str], place: str) -> str:
     """Return the column with a usual name for labels (`LABEL_NAMES`).
 
+    names: the columns of the table.
+
     place: the name of the table in errors.
     Raise ValueError if there is no such column.
     """
@@ -67,7 +69,7 @@ def find_label(names: Sequence[str], place: str) -> str:
 def label_column(names: Sequence[str], label: str | None, usual: str, place: str) -> str:
     """Return the name of the column of labels.
 
-    The user can name it with either of two settings; `data.label` is used first.
+    The user can name it with the setting `data.label` or, if that is not set, `data.label_column`.
     names: the columns of the table.
     label: `data.label`; None if the user did not set it.
     usual: `data.label_column`, by default "label". If the table has no column "label", this default

@@ -421,6 +421,9 @@ def main(
 ) -> list[LoopResult]:
     """Measure workloads, print a table, and write the results to `out`.
 
+    names: the names of the workloads.
+    blocks: the number of blocks of rounds for each workload.
+
     root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures.
     """
     from raysim.runtime import ray as cluster

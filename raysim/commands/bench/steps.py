@@ -219,7 +219,12 @@ def measure_pairs(
 
 
 def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> None:
-    """Print the results as a table and write them to `out`."""
+    """Print the results as a table and write them to `out`.
+
+    title: the first words of the line above the table.
+    blocks: how often each method was measured.
+    out: the path of the JSON file.
+    """
     rows = []
     for result in results:
         promised = "" if result.limit is None else f"{result.limit:.2f}"
@@ -238,7 +243,11 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
 
 
 def main(out: Path, blocks: int, say: Callable[[str], None]) -> None:
-    """Measure the local steps, print a table, and write `out`."""
+    """Measure the local steps of all methods, print a table, and write the results to `out`.
+
+    blocks: how often each method and its reference are measured, one after another.
+    say: function that gets a line after each block.
+    """
     make_deterministic(1)
     results = bench_steps(blocks, say)
     report("a local step compared with FedAvg's, one thread", results, blocks, out)
