@@ -58,7 +58,7 @@ FROZEN_BYTES = 4 * (LAYERS - 1) * WIDTH**2  # size of the large layers in float3
 
 # --- the time of a job --------------------------------------------------------------------------
 def raysim_job_s(spec: RunSpec, jobs: int) -> float:
-    """Return the CPU seconds of a job in raysim, without the first round and the run's end.
+    """Return the mean CPU seconds of a job in raysim, without the first and the last round.
 
     jobs: the number of jobs that are measured.
     """
@@ -72,8 +72,10 @@ def raysim_job_s(spec: RunSpec, jobs: int) -> float:
 
 
 def plain_job_s(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, jobs: int) -> float:
-    """Return the CPU seconds of a job in a plain loop, with torch.optim.SGD and peft.
+    """Return the mean CPU seconds of a job in a plain loop, with torch.optim.SGD and peft.
 
+    model: the network with adapters of peft.
+    tokens, labels: the samples from which each step draws a batch.
     jobs: the number of jobs that are measured.
     """
     factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -106,8 +108,8 @@ def measure_steps(blocks: int, jobs: int) -> None:
     tokens = torch.from_numpy(dataset.inputs.copy())
     labels = torch.from_numpy(dataset.labels.copy()).long()
     print(
-        f"CPU seconds of a job of {STEPS} steps, for peft with torch and for raysim; the ratio "
-        f"of the two should be at most {LIMIT}",
+        f"CPU seconds of a job of {STEPS} steps, for peft with torch and for raysim. The ratio is "
+        f"raysim's time divided by that of peft; it should be at most {LIMIT}.",
         flush=True,
     )
     for base, spec in specs.items():

@@ -39,8 +39,8 @@ LIMIT_MS = 2.0  # of a job, without the two copies
 class Idle(Learner):
     """A learner that returns the parameters that it received.
 
-    arrays: the number of arrays of parameters.
-    floats: the number of parameters in all of them.
+    arrays: the number of arrays into which the parameters are divided.
+    floats: the number of parameters in all arrays together.
     """
 
     name = "idle"
@@ -50,7 +50,7 @@ class Idle(Learner):
         self.floats = floats
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
-        """Return the parameters: arrays of zeros."""
+        """Return the initial parameters: arrays of zeros."""
         size = self.floats // self.arrays
         return {f"array{index}": np.zeros(size, np.float32) for index in range(self.arrays)}
 
@@ -61,24 +61,24 @@ class Idle(Learner):
         return parameters, None
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
-        """Return zeros as outputs."""
+        """Return ten zeros for each sample as outputs."""
         return np.zeros((len(inputs), 10))
 
 
 class Nothing(Idle):
-    """A method with the same parameters, whose training function does nothing."""
+    """A method whose training function does nothing; its model has as many parameters as `Idle`."""
 
     name = "nothing"
 
     def setup(self, run: Setup) -> None:
-        """Declare the parameters, and a training function that does nothing."""
+        """Declare a training function that does nothing, in place of the learner's `fit`."""
         run.train(lambda job: None)
         run.without_gradients()
         run.skip("absorb")
 
 
 def job_ms(method: Method) -> float:
-    """Return the CPU time of a job in milliseconds, as a mean over rounds of all clients."""
+    """Return the CPU time of one job in milliseconds: the mean over all jobs of a short run."""
     words = f"data=synthetic data.samples={CLIENTS * SAMPLES} data.test_samples=10"
     words += f" partition=iid partition.clients={CLIENTS} partition.test_fraction=0"
     words += f" schedule.cohort={CLIENTS} runtime=inprocess checkpoint.every=0 rounds={ROUNDS}"

@@ -43,8 +43,8 @@ class ConfigFiles(ConfigSource):
     This class replaces Hydra's own class for files, which parses each file again for each
     composition. Without the parsing, a composition takes a third less time.
 
-    roots: the folders, of which the first one has `config.yaml`. While raysim does not compose a
-    configuration, the list is empty.
+    roots: the folders. The first one has `config.yaml`. The list is empty unless raysim composes a
+    configuration at this moment.
     """
 
     roots: Sequence[Path] = ()
@@ -68,14 +68,14 @@ class ConfigFiles(ConfigSource):
     def is_config(self, config_path: str) -> bool:
         """Return True if one of the folders has this file.
 
-        config_path: without the ending ".yaml".
+        config_path: the path of the file in the folder, without the ending ".yaml".
         """
         return self._file(config_path) is not None
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the content of a file, which must exist.
 
-        config_path: without ".yaml".
+        config_path: the path of the file in the folder, without the ending ".yaml".
         """
         file = self._file(config_path)
         assert file is not None, config_path
@@ -86,10 +86,11 @@ class ConfigFiles(ConfigSource):
         return ConfigResult(self.provider, self.full_path(), config, header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> Names:
-        """Return the names of a group's files without their endings. Hydra lists them in errors.
+        """Return the names of a group's files and subfolders, which Hydra lists in its errors.
 
         config_path: the name of the group.
-        results_filter: CONFIG lists only files, GROUP only subfolders, None both.
+        results_filter: CONFIG selects the files, GROUP the subfolders, None both. The names of
+        files have no ending.
         """
         names: set[str] = set()
         for root in self.roots:
@@ -124,12 +125,13 @@ class SearchConfigFiles(SearchPathPlugin):
 class Composition(NamedTuple):
     """The result of one composition by Hydra.
 
-    values: the complete configuration. Hydra includes all values of the preset, even those of
-    options that are not chosen.
-    chosen_values: the values of some groups composed without the preset, by group. Their keys are
-    the keys of the chosen options. The groups are those in which the preset sets values and the
-    user chose an option. If the user chose the preset, "method" and "observer" are also among them.
-    choices: the option of every group.
+    values: the complete configuration. It has all values of the preset, even those for options that
+    the run does not use.
+    chosen_values: for some groups, the values that the group has without the preset. A group has
+    such an entry if the preset mentions it and the user chose an option of it. If the user chose a
+    preset, the groups "method" and "observer" have one whenever the preset mentions them. The keys
+    of an entry are the keys that the chosen option has.
+    choices: the option of each group; a list of options for "method" and "observer".
     """
 
     values: Node
@@ -144,9 +146,9 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
     The result is cached: copy it before you change it.
 
     A preset may set values for several options, such as for all methods of a paper's tables. Values
-    of options that the run has not chosen are removed. If the user chose no preset,
-    `experiment=default` is used, which does not change an option that the user chose.
-    options: the options that the user chose, with their groups.
+    for options that the run does not use are removed. If the user chose no preset,
+    `experiment=default` is used. It does not change the options that the user chose.
+    options: the names of the options that the user chose, by group.
     groups: all options and their files.
     folders: the user's own folders of options.
     """
@@ -238,9 +240,10 @@ def _values(config: DictConfig) -> Node:
 
 @contextmanager
 def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
-    """Let Hydra read the files of these folders inside `with`; later folders win.
+    """Let Hydra read the files of these folders until the end of the context.
 
-    roots: the folders; `config.yaml` is read from the first one.
+    roots: the folders. `config.yaml` is read from the first one. If several folders have a file of
+    the same name, Hydra gets the file of the last one.
     """
     with _HYDRA_LOCK:
         Plugins.instance().register(ConfigFiles)
@@ -259,10 +262,12 @@ def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
 
 
 def _read_preset(preset: str, groups: Groups) -> tuple[dict[str, list[str]], set[str]]:
-    """Return the options that a preset chooses, by group, and all groups that it names.
+    """Return the methods and observers that a preset chooses, and all groups that it mentions.
 
+    The first result maps "method" or "observer" to the names of the chosen options. A preset
+    mentions a group if it chooses an option of the group or sets values in it.
     preset: the name of an option of the group `experiment`.
-    groups: all options.
+    groups: all options and their files.
     """
     lists: dict[str, list[str]] = {}
     mentioned: set[str] = set()

@@ -16,9 +16,9 @@ Choices
 - scikit-learn needs at least as many samples in a batch as there are clusters. Smaller batches are
   enlarged to that size. A client with fewer samples makes a step of Lloyd's algorithm instead.
 - The initial centers are drawn from a normal distribution with the standard deviation `spread`.
-- Labels are used only for the score `purity`: the share of scored samples whose label is the most
-  frequent label of their cluster. `inertia_error` is the mean squared distance to the nearest
-  center.
+- Labels are used only for the score `purity`. This is the share of scored samples whose label is
+  the most frequent label of their cluster. The score `inertia_error` is the mean squared distance
+  of a scored sample to its nearest center.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class SklearnKMeans(Learner):
         above("learner.spread", self.spread, 0.0)
 
     def initial(self, task: Task, rng: np.random.Generator) -> bytes:
-        """Return random centers, with the count 0 for each.
+        """Return random centers, each with the count 0, as bytes.
 
-        task: gives the number of features.
-        rng: the random generator from which the centers are drawn.
+        task: its `shape` gives the number of features.
+        rng: the random generator that draws the centers.
         """
         centers = rng.normal(0.0, self.spread, (self.clusters, int(np.prod(task.shape))))
         return self._to_bytes(centers, np.zeros(self.clusters))
@@ -73,9 +73,9 @@ class SklearnKMeans(Learner):
     ) -> tuple[bytes, LocalResult]:
         """Move the centers; return them with the number of the client's samples in each cluster.
 
-        parameters: the received centers and counts, as bytes.
+        parameters: the received centers and counts, as bytes. The counts are not used.
         inputs: the client's samples, [n, ...].
-        labels: are not used.
+        labels: the client's labels, which are not used.
         """
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
         received, _ = self.centers(parameters)
@@ -111,9 +111,11 @@ class SklearnKMeans(Learner):
         return self._to_bytes(received, totals)
 
     def evaluate(self, parameters: bytes, data: EvaluationData) -> Mapping[str, float]:
-        """Return the scores "inertia_error" and "purity".
+        """Return the scores "inertia_error" and "purity" of the centers.
 
-        parameters: the centers to score.
+        "inertia_error" is the mean squared distance of a sample to its nearest center. "purity" is
+        the share of samples whose label is the most frequent label of their cluster.
+        parameters: the centers and counts, as bytes. The counts are not used.
         data: the samples and their labels.
         """
         inputs, labels = data.arrays()

@@ -13,21 +13,22 @@ of the bits:
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
     z_D = (z^-2 - (2 s)^-2)^(-1/2)
 
-A round publishes two noisy sums, that of the updates and that of the bits. With this z_D, they
-reveal as much as the sum of the updates alone, with the noise z C and without the bits.
+A round publishes two noisy sums: the sum of the updates and the sum of the bits. With this z_D,
+both together reveal as much as the sum of the updates alone would with the noise z C.
 
 The two epsilons
-- The guarantee is the (epsilon, delta)-differential privacy of all models of the run and of all
-  bounds C: up to epsilon and delta, they are equally probable with and without any one client,
-  whatever this client sends. The guarantee does not cover other columns of the history and the
+- The guarantee is (epsilon, delta)-differential privacy of clients, for all models of the run and
+  all bounds C. For two neighbouring data sets, these are equally probable up to epsilon and delta,
+  whatever the clients send. The guarantee does not cover other columns of the history and the
   scores of single clients, which only a simulation shows.
-- ``dp_fedavg.epsilon`` is for what raysim does: each round draws m of the n clients with samples,
+- ``dp_fedavg.epsilon`` is for what raysim does. Each round draws m of the n clients with samples,
   and all such sets are equally likely (schedule=synchronous with clients that are always
-  available). Neighbouring data sets differ in the data of one client. The sum can then change by
-  2 C, so its noise counts as z / 2 (Wang, Balle and Kasiviswanathan, AISTATS 2019).
+  available). Two data sets are neighbours if the data of one client is replaced by other data. The
+  sum of the clipped updates can then change by 2 C, so its noise counts as z / 2 (Wang, Balle and
+  Kasiviswanathan, AISTATS 2019).
 - ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that every client joins each
-  round independently with probability m / n, and that neighbouring data sets differ by the presence
-  of one client. A round of a fixed size does not have this guarantee.
+  round independently with probability m / n. Two data sets are neighbours if one of them has one
+  more client. A round of a fixed size does not have this guarantee.
 - If devices decide which clients take part (availability, over-selection, deadlines), neither
   number holds. Stale updates, shared BatchNorm statistics, and methods that upload or read more
   than the updates are refused.
@@ -136,9 +137,8 @@ def epsilon(
 class DPFedAvg(Method):
     """A server rule with clipped updates and noise, for differential privacy.
 
-    noise: z, which decides epsilon. If the bound is constant, it is the standard deviation of the
-    noise in the sum of the updates, divided by the bound. If the bound adapts, this noise is larger
-    (z_D).
+    noise: z, which decides epsilon. If the bound is constant, the noise in the sum of the updates
+    has the standard deviation z times the bound. If the bound adapts, this noise is larger (z_D).
     clip: the clipping bound C in the first round.
     quantile: the share of updates that the bound should not clip; None keeps the bound constant.
     rate: the speed at which the bound changes.
@@ -177,7 +177,7 @@ class DPFedAvg(Method):
     def setup(self, run: Setup) -> None:
         """Declare the server state, and refuse schedules and methods that would break privacy.
 
-        The state is the clipping bound and the number of rounds.
+        The server state is the clipping bound and the number of rounds so far.
         """
         run.excludes("fedexp", "its step depends on single updates, which are not private")
         run.needs_clients("its noise hides a client among others")
@@ -193,9 +193,9 @@ class DPFedAvg(Method):
         run.server_state("releases", lambda server: torch.tensor(0))
 
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
-        """Raise ValueError if the server gets other information about clients than clipped updates.
+        """Raise ValueError if the server gets more information about clients than clipped updates.
 
-        This information may be BatchNorm statistics, or what another method uploads or reads.
+        Examples are BatchNorm statistics, and tensors that another method uploads.
         Return an empty list of warnings, because `run.check` expects a function that returns
         warnings.
         run: the layout of the vector, and what each method has declared.

@@ -91,12 +91,12 @@ class _ConflictCounts:
 def _harmonize(
     products: np.ndarray, pairs: Pairs | None, conflict_test: str, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return coefficients c, float64 [m, m], of the harmonised updates g_i = sum_j c_ij G_j.
+    """Return c, float64 [m, m]: update i without its conflicts is the sum over j of c_ij G_j.
 
     products: the Gram matrix [m, m] of the original updates G_j.
-    pairs: the pairs (i, j) of updates to harmonise, in order; None takes all pairs.
-    conflict_test: "original" tests whether G_i and G_j are in conflict, "current" whether g_i, as
-    changed so far, is in conflict with G_j.
+    pairs: the pairs (i, j) of updates to test and change, in order; None takes all pairs.
+    conflict_test: "original" tests whether G_i conflicts with G_j. "current" tests whether g_i, as
+    changed by the earlier pairs, conflicts with G_j.
     counts: the function adds its conflicts and projections to these numbers.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
@@ -122,10 +122,12 @@ def _harmonize(
 def harmonized_gradients(
     *, gradients: Tensor, order: Pairs | None = None, conflict_test: str = "original"
 ) -> Tensor:
-    """Return the harmonised rows of `gradients` [m, d]; rows without conflicts stay the same.
+    """Remove the conflicts between updates; return the changed updates [m, d].
 
-    order: pairs [i, j] of rows; None means (0, 1), (0, 2), ..., (1, 2), ...
-    conflict_test: "original" tests the original updates, "current" the changed updates.
+    gradients: [m, d], the original updates. An update without conflicts does not change.
+    order: the pairs [i, j] of updates to test, in this order; None means (0, 1), (0, 2), ...,
+    (1, 2), ...
+    conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
     """
     products = gram_matrix(gradients.unbind()).numpy()
     coefficients = _harmonize(products, order, conflict_test, _ConflictCounts())
@@ -139,12 +141,14 @@ def harmonized_aggregate(
     order: Pairs | None = None,
     conflict_test: str = "original",
 ) -> Tensor:
-    """Return the weighted mean [d] of `harmonized_gradients`, computed from the original rows.
+    """Remove the conflicts between updates; return the weighted mean [d] of the changed updates.
 
-    gradients: [m, d].
-    weights: [m].
-    order: pairs [i, j] of rows; None means (0, 1), (0, 2), ..., (1, 2), ...
-    conflict_test: "original" tests the original updates, "current" the changed updates.
+    The mean is computed as one weighted sum of the original updates.
+    gradients: [m, d], the original updates.
+    weights: [m], the weight of each changed update.
+    order: the pairs [i, j] of updates to test, in this order; None means (0, 1), (0, 2), ...,
+    (1, 2), ...
+    conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
     Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
     """
     products = gram_matrix(gradients.unbind()).numpy()
@@ -159,7 +163,7 @@ class FedGH(Method):
     order: "lexicographic" takes the pairs (0, 1), (0, 2), ... by client number, "random" takes them
     in random order.
     conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
-    granularity: "model" harmonises whole updates, "tensor" each tensor separately.
+    granularity: "model" tests and changes whole updates, "tensor" each tensor separately.
     """
 
     name = "fedgh"
@@ -179,13 +183,13 @@ class FedGH(Method):
         self.granularity = granularity
 
     def setup(self, run: Setup) -> None:
-        """Warn about aggregations of a single update, which cannot have conflicts."""
+        """Warn if an aggregation can have a single update, which has no conflicts."""
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the weighted mean of the harmonised updates.
+        """Remove the conflicts between updates; return the weighted mean of the changed updates.
 
-        Without conflicts it is bit-identical to FedAvg's mean.
+        If no updates conflict, the result is bit-identical to FedAvg's mean.
         """
         updates = aggregation.updates
         by_client = sorted(
@@ -209,12 +213,14 @@ class FedGH(Method):
 def _harmonize_in_tree(
     products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return coefficients c, float64 [m]: the tree of pairs ends in sum_i c_i G_i.
+    """Add up updates in pairs without conflicts; return the result as coefficients, float64 [m].
+
+    The coefficients c_i mean that the result is sum_i c_i G_i.
 
     products: the Gram matrix [m + 1, m + 1] of the m updates G_i and, at the end, the running mean
     of past aggregates.
-    factors: [m], the factor on each update before the tree pairs them.
-    eps: the constant that is added to squared norms before a division.
+    factors: [m], the factor by which each update is multiplied at first.
+    eps: a small number that is added to squared norms, so that no division is by 0.
     counts: the function adds its conflicts and projections to these numbers.
     """
     inside, towards = products[:-1, :-1], products[:-1, -1]
@@ -223,7 +229,7 @@ def _harmonize_in_tree(
         return float(a @ inside @ b)
 
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
-        """Return a - overlap / (|direction|^2 + eps) direction.
+        """Return a - overlap / (|direction|^2 + eps) direction, as coefficients [m].
 
         a, direction: sums of the m updates, each given by its coefficients [m].
         overlap: the inner product of the pair before one of the two was changed.
@@ -238,7 +244,7 @@ def _harmonize_in_tree(
         `a` loses its projection on `b`. Then `b` loses its projection on the unchanged `a`, or in
         the last pair on the changed `a`.
         a, b: sums of the m updates, each given by its coefficients [m].
-        is_last_pair: True if the tree has no other pair any more.
+        is_last_pair: True if no other updates are left to add.
         """
         overlap = inner(a, b)
         if overlap < 0:
@@ -268,11 +274,12 @@ def _harmonize_in_tree(
 def hierarchical_harmonized_gradient(
     *, gradients: Tensor, reference: Tensor, eps: float = 1e-7
 ) -> Tensor:
-    """Return one harmonised update [d] for the updates of one tensor, by FedLD's tree of pairs.
+    """Add up the updates of one tensor in pairs, without conflicts; return the sum / m, [d].
 
-    gradients: [m, d], the updates.
+    The rule is that of `HierarchicalFedGH`.
+    gradients: [m, d], the updates of this tensor.
     reference: [d], the running mean of past aggregates, which decides the pairs.
-    eps: the constant that is added to squared norms before a division.
+    eps: a small number that is added to squared norms, so that no division is by 0.
     """
     products = gram_matrix([*gradients.unbind(), reference]).numpy()
     factors = np.ones(len(gradients))
@@ -285,9 +292,12 @@ _MOMENTUM = 0.99
 
 
 class HierarchicalFedGH(Method):
-    """A server rule that harmonises the updates of each tensor in a tree (FedLD's FedGH).
+    """A server rule that adds up the updates of each tensor in pairs, without conflicts.
 
-    eps: the number that is added to squared norms before a division, so that none is 0.
+    Two updates conflict if their inner product is negative. Then each of the two loses its
+    projection on the other one before they are added. The sums are paired again, until one update
+    is left. The code of FedLD contains this rule under the name FedGH.
+    eps: a small number that is added to squared norms, so that no division is by 0.
     """
 
     name = "fedgh_hierarchical"
@@ -300,11 +310,11 @@ class HierarchicalFedGH(Method):
         )
 
     def setup(self, run: Setup) -> None:
-        """Warn about aggregations of a single update, which cannot have conflicts."""
+        """Warn if an aggregation can have a single update, which has no conflicts."""
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the harmonised update of all tensors; in the first round, return the mean update.
+        """Return the new update of all tensors; in the first round, return the mean update.
 
         The server stores a running mean of the results, which decides the pairs in later rounds.
         """
@@ -329,7 +339,7 @@ class HierarchicalFedGH(Method):
         reference: Tensor,
         counts: _ConflictCounts,
     ) -> Tensor:
-        """Harmonise the updates in each tensor; return their weighted sum [d].
+        """Add up the updates of each tensor in pairs, without conflicts; return the sums [d].
 
         reference: the running mean of earlier results, [d] for d trainable parameters.
         counts: the function adds its conflicts and projections to these numbers.

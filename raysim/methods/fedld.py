@@ -209,20 +209,24 @@ class DampedMargin(Method):
 
 # --- server -------------------------------------------------------------------------------------
 def num_principal_components(*, num_clients: int, fraction: float) -> int:
-    """Return the number of components: fraction * num_clients, rounded down, at least 1."""
+    """Return L, the number of principal directions: at least 1.
+
+    It is fraction * num_clients, rounded down.
+    num_clients: the number of updates in the aggregation.
+    """
     return max(1, math.floor(fraction * num_clients + 1e-9))
 
 
 def _coefficients(products: Tensor, components: int, normalization: str, tol: float) -> Tensor:
-    """Return coefficients c, float64 [m, m], of the rebuilt updates g_i' = sum_j c_ij g_j.
+    """Return c, float64 [m, m]: update i is rebuilt as the sum over j of c_ij g_j.
 
     products: the inner products [m, m] of the original updates g_j.
-    components: the largest number L of principal directions that are used.
-    normalization: the weight w_l of direction l, with its eigenvalue lambda_l. "l2" is lambda_l /
-    sqrt(sum_{k <= L} lambda_k^2). "sum" is lambda_l divided by the sum of all eigenvalues. "none"
-    is 1.
-    tol: eigenvalues up to tol times the largest one, and projections of g_i up to tol |g_i|, count
-    as 0.
+    components: L, the largest number of principal directions that are used.
+    normalization: how the weight w_l of direction l follows from its eigenvalue lambda_l. With
+    "l2", w_l = lambda_l / sqrt(sum_{k <= L} lambda_k^2). With "sum", w_l is lambda_l divided by the
+    sum of all eigenvalues. With "none", w_l = 1.
+    tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. The projection
+    of g_i on a direction counts as 0 if it is at most tol |g_i|.
     """
     one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))
     # The eigenvalues of G G^T are m lambda_l, ascending.
@@ -247,15 +251,15 @@ def _coefficients(products: Tensor, components: int, normalization: str, tol: fl
 def revise_gradients(
     *, gradients: Tensor, num_components: int, normalization: str = "l2", tol: float = 1e-8
 ) -> Tensor:
-    """Return the updates [m, d] rebuilt from their principal directions.
+    """Rebuild updates from their principal directions; return the rebuilt updates [m, d].
 
     gradients: [m, d], the original updates g_i.
-    num_components: the largest number L of directions.
-    normalization: the weight w_l of direction l, with its eigenvalue lambda_l. "l2" is lambda_l /
-    sqrt(sum_{k <= L} lambda_k^2). "sum" is lambda_l divided by the sum of all eigenvalues. "none"
-    is 1.
-    tol: eigenvalues up to tol times the largest one, and projections of g_i up to tol |g_i|, count
-    as 0.
+    num_components: L, the largest number of principal directions that are used.
+    normalization: how the weight w_l of direction l follows from its eigenvalue lambda_l. With
+    "l2", w_l = lambda_l / sqrt(sum_{k <= L} lambda_k^2). With "sum", w_l is lambda_l divided by the
+    sum of all eigenvalues. With "none", w_l = 1.
+    tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. The projection
+    of g_i on a direction counts as 0 if it is at most tol |g_i|.
     """
     coefficients = _coefficients(
         gram_matrix(gradients.unbind()), num_components, normalization, tol
@@ -271,17 +275,17 @@ def principal_gradient_aggregate(
     normalization: str = "l2",
     tol: float = 1e-8,
 ) -> Tensor:
-    """Return the weighted mean [d] of the updates rebuilt from their principal directions.
+    """Rebuild updates from their principal directions; return their weighted mean [d].
 
-    It is computed as one weighted sum of the original updates.
+    The mean is computed as one weighted sum of the original updates.
     gradients: [m, d], the original updates g_i.
     weights: [m], the weight of each rebuilt update.
-    num_components: the largest number L of directions.
-    normalization: the weight w_l of direction l, with its eigenvalue lambda_l. "l2" is lambda_l /
-    sqrt(sum_{k <= L} lambda_k^2). "sum" is lambda_l divided by the sum of all eigenvalues. "none"
-    is 1.
-    tol: eigenvalues up to tol times the largest one, and projections of g_i up to tol |g_i|, count
-    as 0.
+    num_components: L, the largest number of principal directions that are used.
+    normalization: how the weight w_l of direction l follows from its eigenvalue lambda_l. With
+    "l2", w_l = lambda_l / sqrt(sum_{k <= L} lambda_k^2). With "sum", w_l is lambda_l divided by the
+    sum of all eigenvalues. With "none", w_l = 1.
+    tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. The projection
+    of g_i on a direction counts as 0 if it is at most tol |g_i|.
     Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
     """
     coefficients = _coefficients(
@@ -291,15 +295,18 @@ def principal_gradient_aggregate(
 
 
 class PrincipalGradient(Method):
-    """A server rule that rebuilds updates from the principal directions of all updates.
+    """A server rule that rebuilds each update from the principal directions of all updates.
 
-    fraction: the number L of principal directions, as a share of the number of updates.
-    normalization: the weight w_l of direction l, with its eigenvalue lambda_l. "l2" is lambda_l /
-    sqrt(sum_{k <= L} lambda_k^2), which keeps the lengths of the updates. "sum" is lambda_l divided
-    by the sum of all eigenvalues. "none" is 1.
-    granularity: "model" rebuilds whole updates, "tensor" each tensor separately.
-    tol: eigenvalues up to tol times the largest one count as 0, and so do projections up to tol
-    times the length of an update.
+    The rebuilt update is the weighted sum of the L principal directions, times the length of the
+    original update. Each direction gets the sign of the update's projection on it.
+    fraction: L divided by the number of updates.
+    normalization: how the weight w_l of direction l follows from its eigenvalue lambda_l. With
+    "l2", w_l = lambda_l / sqrt(sum_{k <= L} lambda_k^2). Then a rebuilt update is as long as the
+    original one. With "sum", w_l is lambda_l divided by the sum of all eigenvalues. With "none",
+    w_l = 1.
+    granularity: "model" rebuilds whole updates, "tensor" rebuilds each tensor separately.
+    tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. The projection
+    of an update on a direction counts as 0 if it is at most tol times the update's length.
     """
 
     name = "fedld_principal"
@@ -321,7 +328,7 @@ class PrincipalGradient(Method):
         self.tol = at_least("method.fedld_principal.tol", tol, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Warn about aggregations of a single update, which does not change."""
+        """Warn if an aggregation can have a single update, which the rule would not change."""
         run.warn_if_single("the revised update is the update itself")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

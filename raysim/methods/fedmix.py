@@ -1,7 +1,8 @@
 """FedMix: approximate the loss of mixing a client's samples with means of other clients' samples.
 
 Mixing inputs with the means is NaiveMix. FedMix takes the first-order Taylor expansion of the loss
-of such a mixture. The means enter it only as a product with the loss's gradient by the inputs.
+of such a mixture. The means occur only in a product with the loss's gradient with respect to the
+inputs.
 
 Source: Yoon, Shin, Hwang and Yang, "FedMix: Approximation of Mixup under Mean Augmented Federated
 Learning" (ICLR 2021), Proposition 1 and the local update. A sample x with label y gets a pair of

@@ -10,11 +10,12 @@ previous local model:
     loss  = cross-entropy + mu l_con
 
 Departures from the paper
-- A client that never trained has no previous model, and its loss has no l_con. The authors' code
-  gives a random model to a client that is sampled late.
-- Both frozen models are in eval mode, as in the authors' code. MOON in FedBR's code never updates
-  the previous encoder, which is an error and is not copied.
-- The previous model is kept with its classifier: a few floats more than the encoder that is used.
+- The first job of a client has no previous model, and its loss has no l_con. The authors' code
+  gives this client a random model as the previous one.
+- The received model and the previous models are in eval mode, as in the authors' code. The code of
+  FedBR contains MOON as a baseline. There the previous model is never updated, which is an error
+  and is not copied.
+- A client stores its previous models with their classifiers, although only the features are used.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def model_contrastive_loss(
 ) -> Tensor:
     """Return the contrastive loss, the mean over the batch; 0 without a previous model.
 
-    z_local, z_global: [B, D], features of the trained and of the received model.
+    z_local, z_global: [B, D], features of the model in training and of the received model.
     z_previous: [P, B, D], features of P previous models of the client.
     temperature: tau; the cosines are divided by it.
     """
@@ -56,13 +57,17 @@ def model_contrastive_loss(
 
 
 class Moon(Method):
-    """A method that pulls features to those of the received model, away from earlier models.
+    """A method that pulls features to those of the received model, away from previous models.
+
+    A previous model is the trained model at the end of an earlier job of the client.
 
     mu: the weight of the contrastive loss.
     temperature: tau; the cosines in the loss are divided by it.
-    head: "mlp" adds a projection of two linear layers to the model, with `width` hidden units
-    (None: as many as features) and `out` outputs; "none" compares the features themselves.
-    previous: the number P of the client's earlier models from which features are pushed away.
+    head: "mlp" adds a projection of two linear layers to the model, and compares its outputs.
+    "none" compares the features themselves.
+    width: the hidden units of the projection; None means as many as the model has features.
+    out: the outputs of the projection.
+    previous: P, the number of the client's previous models from which features are pushed away.
     """
 
     name = "moon"
@@ -86,9 +91,10 @@ class Moon(Method):
         self.previous = int(at_least("method.moon.previous", previous, 1))
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """Append the projection to the extractor; return the model unchanged with head="none".
+        """Append the projection to the extractor; return the new model.
 
-        The features are the projection's outputs. It is trained and averaged like the extractor.
+        The features are then the outputs of the projection, which is trained and averaged like the
+        extractor. With head="none", return the model unchanged.
         """
         base = cast(Classifier, model)
         if self.head == "none":
@@ -98,7 +104,7 @@ class Moon(Method):
         return Classifier(nn.Sequential(base.extractor, *projection), self.out, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Keep the client's last trained models on the client, empty at first.
+        """Declare the client state: the client's previous models; none at first.
 
         The state is [models, layout.total], with at most P models.
         """
@@ -130,7 +136,7 @@ class Moon(Method):
         return loss + self.mu * contrast
 
     def end(self, job: LocalJob) -> None:
-        """Store the trained model as a previous one; of more than P models, drop the oldest."""
+        """Store the trained model as a previous model. Keep only the last P models."""
         if self.mu:
             previous = job.state["previous"].to(job.params)
             models = torch.cat([previous, job.params.unsqueeze(0)])
@@ -138,7 +144,7 @@ class Moon(Method):
 
     @staticmethod
     def _features(job: LocalJob, out: Outputs, number: int, values: Tensor) -> Tensor:
-        """Return the features of the batch in a previous model, without gradients.
+        """Return the features that a previous model computes for the batch, without gradients.
 
         number: the position of this model among the client's previous models.
         values: [layout.total], the vector of this previous model.

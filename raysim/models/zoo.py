@@ -1,4 +1,7 @@
-"""Recipes for networks of torchvision, timm and Hugging Face, by the names that these use."""
+"""Recipes for networks of torchvision, timm and Hugging Face.
+
+A network is chosen by the name that its library uses, such as "resnet18" in torchvision.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ class Torchvision(ExternalModel):
     """A recipe for a classifier of torchvision.models.
 
     name: torchvision's name of the classifier, such as "resnet18".
-    pretrained: True loads the model's default weights, from torch.hub's cache or by download;
-    a head with another number of classes gets random weights.
+    pretrained: True loads the model's default weights, from torch.hub's cache or by download.
+    If the data has another number of classes than these weights, the head gets random weights.
     options: arguments of the function that makes the model.
     """
 
@@ -102,10 +105,10 @@ class Timm(ExternalModel):
 class HuggingFaceModel(ExternalModel):
     """A recipe for a classifier or a causal language model of the package transformers.
 
-    name: a folder, or the name of a model on the hub, with the configuration to use. It may also be
-    a type of model, such as bert, whose default configuration is then used.
-    pretrained: True loads the weights of that folder or model. A head with another number of
-    classes gets random weights.
+    name: a local folder or a name on the hub, from which the model's configuration is read. It can
+    also be a type of model, such as "bert", which has its usual configuration.
+    pretrained: True loads the weights of that folder or name. If the data has another number of
+    classes than these weights, the head gets random weights.
     options: values that replace those of the model's configuration.
     task: "classify" makes a network that returns a logit for each class of a sequence or an image,
     [B, C]. "causal" makes a language model: for each of T positions, it returns a logit for each of
@@ -189,8 +192,8 @@ class HuggingFaceModel(ExternalModel):
 class _Logits(nn.Module):
     """A network of `transformers` that returns logits.
 
-    random_weights: the names of the weights that have random values because the files of a
-    pretrained model do not have them. The head of a classifier is left out.
+    random_weights: the names of the weights that are in no file of the pretrained model, so that
+    their values are random. The weights of a classifier's head are left out.
     """
 
     def __init__(self, net: nn.Module, random_weights: Sequence[str]):
@@ -199,9 +202,10 @@ class _Logits(nn.Module):
 
 
 def find_random_weights(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of weights of a pretrained model that its files do not have.
+    """Return the names of the weights that are in no file of the pretrained model.
 
-    The head of a classifier is left out, because it depends on the data.
+    Their values are random. The weights of a classifier's head are left out, because the data
+    decides its size.
     """
     names: list[str] = []
     for module in model.modules():
@@ -211,7 +215,10 @@ def find_random_weights(model: nn.Module) -> tuple[str, ...]:
 
 
 class _TokenLogits(_Logits):
-    """A network of `transformers` that returns logits for tokens [B, T]; padding is masked."""
+    """A network of `transformers` that returns logits [B, C] for tokens [B, T].
+
+    padding: the number of the padding token, which the network must ignore.
+    """
 
     def __init__(self, net: nn.Module, random_weights: Sequence[str], padding: int):
         super().__init__(net, random_weights)
@@ -226,8 +233,8 @@ class _TokenLogits(_Logits):
 class _NextTokenLogits(_Logits):
     """A causal network of `transformers` that returns logits [B, C, T] for tokens [B, T].
 
-    No mask is needed: padding is at the end of a sequence, where no earlier position can see it.
-    Outputs for tokens that the data do not have are left out.
+    It needs no mask for padding: padding is at the end of a sequence, and no position sees later
+    positions. The logits of tokens that the data does not contain are left out.
     """
 
     def __init__(self, net: nn.Module, random_weights: Sequence[str], num_classes: int):
@@ -240,7 +247,7 @@ class _NextTokenLogits(_Logits):
 
 
 class _ImageLogits(_Logits):
-    """A network of `transformers` that returns logits for images [B, c, h, w]."""
+    """A network of `transformers` that returns logits [B, C] for images [B, c, h, w]."""
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.net(pixel_values=images).logits
@@ -250,13 +257,13 @@ class _ImageLogits(_Logits):
 def _load_fitting_values(
     net: nn.Module, values: Mapping[str, Tensor], name: str, num_classes: int
 ) -> None:
-    """Load the values for which the network has a tensor of the same name and shape.
+    """Load the pretrained values for which the network has a tensor of the same name and shape.
 
-    values: the pretrained tensors, by name.
+    values: the pretrained values, by the names of the tensors.
     name: `model.name`, for errors.
     num_classes: the number of outputs of the network's head.
-    A head with another number of outputs keeps its random values. Raise ValueError if any other
-    tensor has another shape.
+    Raise ValueError if the network has a tensor of the same name, but of another shape. The head is
+    allowed to have another shape.
     """
     state = net.state_dict()
     fitting, mismatched = {}, []
@@ -271,10 +278,12 @@ def _load_fitting_values(
 
 @contextmanager
 def _quiet(transformers: Any, is_local: bool) -> Iterator[None]:
-    """Keep `transformers` from writing its own report of the weights of every network it makes.
+    """Keep `transformers` from printing a report whenever it loads weights.
 
-    Every process makes the network several times. raysim reports weights that are missing once.
-    is_local: True if nothing is downloaded; then no progress is shown, either.
+    Every process makes the network several times. raysim reports only once which weights are
+    missing.
+    is_local: True if the model is in a local folder. Then nothing is downloaded, and no progress
+    bar is shown.
     """
     loggers = [logging.getLogger(f"transformers.{name}") for name in NOISY_MODULES]
     messages = transformers.utils.logging
@@ -300,7 +309,7 @@ def _refuse_options(config: Any, unknown: Collection[str]) -> None:
     """Raise `RefusedError` if `model.options` has names that a configuration does not have.
 
     config: the configuration of a model of `transformers`.
-    unknown: the names in `model.options` that this configuration does not have.
+    unknown: the names in `model.options` that the configuration does not have; may be empty.
     """
     if unknown:
         name = sorted(unknown)[0]
@@ -312,13 +321,14 @@ def _refuse_options(config: Any, unknown: Collection[str]) -> None:
 def _check_shapes(
     name: str, mismatched: Iterable[tuple[str, Shape, Shape]], head_size: int | None
 ) -> None:
-    """Raise ValueError if pretrained weights have other shapes than the model, except for the head.
+    """Raise ValueError if pretrained weights have other shapes than the weights of the model.
 
+    The weights of the head are allowed to have other shapes, because the data decides its size.
     name: `model.name`, for the error.
-    mismatched: for each weight of another shape: its name, shape in the file, and shape in the
-    model.
-    head_size: the number of outputs of the model's head, which depends on the data; None if the
-    pretrained head must fit.
+    mismatched: for each weight with another shape: its name, its shape in the file, and its shape
+    in the model.
+    head_size: the number of outputs of the model's head. None does not allow other shapes in the
+    head, either.
     """
     wrong = []
     for weight, stored, shape in sorted(mismatched):
@@ -334,11 +344,11 @@ def _check_shapes(
 
 
 def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | None) -> list[str]:
-    """Return the names of the weights, except the head's, that a pretrained model's files lack.
+    """Return the names of the weights that stay random, because they are in no pretrained file.
 
-    missing: the names of all weights that the files lack.
-    head_size: the number of outputs of the model's head, which depends on the data; None if the
-    files must have the head.
+    The weights of the head are left out, because the data decides the size of the head.
+    missing: the names of the weights that are in no file of the pretrained model.
+    head_size: the number of outputs of the head. None returns the weights of the head, too.
     """
     state = net.state_dict()
     return [
@@ -347,8 +357,9 @@ def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | Non
 
 
 def _check_length(name: str, config: Any, length: int) -> None:
-    """Raise ValueError if rows of tokens are longer than a model with learned positions can read.
+    """Raise ValueError if rows of tokens are longer than the model can read.
 
+    A model with rotary positions can read rows of any length.
     name: `model.name`, for the error.
     config: the configuration of the model of `transformers`.
     length: the number of tokens in a row.

@@ -1,7 +1,7 @@
 """Show which code the threads of a process execute, even if the process hangs.
 
-A process writes the call stacks of its threads when it gets the signal SIGUSR1. `faulthandler`
-does that without the interpreter's lock, so it works while a library blocks the process.
+A process writes the call stacks of its threads when it gets the signal SIGUSR1. `faulthandler` does
+that without the interpreter's lock, so it works while a library blocks the process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import IO, NamedTuple
 
 from raysim.primitives.files import replace_file
 
-STACKS = "stacks"  # the folder of these files in the folder of a run
+STACKS = "stacks"  # the folder with files of call stacks, in the folder of a run
 RAY_MESSAGES = "ray"  # the name of the file with Ray's messages, which is in the same folder
-ANSWER_TIMEOUT_S = 2.0  # a process that runs writes its stacks within milliseconds
+ANSWER_TIMEOUT_S = 2.0  # a process that runs writes its call stacks within milliseconds
 POLL_INTERVAL_S = 0.05
 _PREFIX = "raysim-stacks-"
 # A process that got the signal without this module would end; other systems have no such signal.
@@ -42,8 +42,8 @@ class StackSource(NamedTuple):
 def open_stack_source() -> StackSource | None:
     """Let this process write the call stacks of its threads when another process requests it.
 
-    Return the number of this process and the file for the stacks; None if the operating system does
-    not have the signal SIGUSR1.
+    Return the number of this process and the file for its call stacks; None if the operating system
+    does not have the signal SIGUSR1.
     """
     if _SIGNAL is None:
         return None
@@ -69,7 +69,9 @@ def _own_file() -> IO[bytes]:
 
 
 def read_stacks(source: StackSource | None) -> str:
-    """Return the call stacks of a process on this machine; "" if they are unknown.
+    """Return the call stacks of a process's threads as text; "" if they are unknown.
+
+    The process must be on this machine.
 
     If the process does not react, the text is its state, such as "T (stopped)".
     """
@@ -110,10 +112,10 @@ def _describe_state(process: int) -> str:
 
 
 def stack_file(folder: Path, name: str) -> Path:
-    """Return the path of the file for the call stacks of a process.
+    """Return the path of the file into which the call stacks of a process are written.
 
     folder: the run's folder.
-    name: the process, such as "coordinator" or "worker-3".
+    name: the name of the process, such as "coordinator" or "worker-3".
     """
     return folder / STACKS / f"{name}.txt"
 
@@ -121,7 +123,7 @@ def stack_file(folder: Path, name: str) -> Path:
 def write_stacks(folder: Path, name: str, text: str) -> Path:
     """Write the call stacks of a process into a run's folder; return the path of the file.
 
-    name: the process, such as "coordinator" or "worker-3".
+    name: the name of the process, such as "worker-3".
     text: the call stacks, as `read_stacks` returns them.
     """
     path = stack_file(folder, name)
@@ -135,8 +137,8 @@ def write_stacks(folder: Path, name: str, text: str) -> Path:
 def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
     """Let `kill -USR1` write this process's call stacks into a run's folder, inside `with`.
 
-    A program that handles this signal itself keeps its handler. A file without stacks is removed.
-    name: this process, such as "coordinator" or "worker-3".
+    A program that handles this signal itself keeps its handler. A file without text is removed.
+    name: the name of this process, such as "worker-3".
     """
     if _SIGNAL is None or signal.getsignal(_SIGNAL) != signal.SIG_DFL:
         yield

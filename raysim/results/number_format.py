@@ -1,8 +1,8 @@
 """Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
 
 Every function that formats one number has the argument `like`. If `value` is a standard deviation,
-`like` is the mean next to it, and the text has the unit and the decimals of this mean. If `value`
-is no deviation, `like` is None. A missing value (None) becomes a dash.
+`like` is the mean to which it belongs. The text then has the unit and the decimals of this mean. If
+`value` is no deviation, `like` is None. A missing value (None) becomes a dash.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_UNIT_RATIO = 1000  # of the numbers of a column that share a unit
 
 
 def format_score(value: float | None, *, like: float | None = None) -> str:
-    """Return a score with four decimals.
+    """Return a score as text with four decimals.
 
-    like: has no effect, because a mean and its standard deviation both have four decimals.
+    like: is ignored; other functions of this module need it. All scores have four decimals.
     """
     return MISSING if value is None else f"{value:.4f}"
 
@@ -34,7 +34,7 @@ def format_percent(value: float | None, *, like: float | None = None) -> str:
     """Return a score in percent with two decimals: 81.234 becomes "81.23".
 
     value: the score in percent, from 0 to 100.
-    like: has no effect, because a mean and its standard deviation both have two decimals.
+    like: is ignored; other functions of this module need it. All percentages have two decimals.
     """
     return MISSING if value is None else f"{value:.2f}"
 
@@ -43,7 +43,8 @@ def format_number(value: float | None, *, like: float | None = None) -> str:
     """Return a number of any size with at least four digits: 12.3456 becomes "12.35".
 
     Numbers below 10 get four decimals.
-    like: the mean if `value` is a deviation. The text then has as many decimals as the mean.
+    like: if `value` is a standard deviation, the mean to which it belongs. The text then has as
+    many decimals as the mean. None if `value` is no deviation.
     """
     if value is None:
         return MISSING
@@ -66,9 +67,10 @@ class UnitFormat:
     ) -> str:
         """Return a number with this unit and a prefix k, M, G or T.
 
-        like: the mean if `value` is a deviation. The text then has the mean's prefix and decimals.
-        unit_of: a number whose prefix the text gets: M for 1000000. None means `like` or, without
-        it, `value`.
+        like: if `value` is a standard deviation, the mean to which it belongs. The text then has
+        the mean's prefix and decimals. None if `value` is no deviation.
+        unit_of: a number whose prefix the text gets, such as 1000000 for M. None uses the prefix of
+        `like`, or that of `value` if `like` is None.
         """
         text = format_count(value, like=like, unit_of=unit_of)
         if text == MISSING:
@@ -86,9 +88,10 @@ def format_count(
 ) -> str:
     """Return a number with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
-    like: the mean if `value` is a deviation. The text then has the mean's prefix and decimals.
-    unit_of: a number whose prefix the text gets: M for 1000000. None means `like` or, without it,
-    `value`.
+    like: if `value` is a standard deviation, the mean to which it belongs. The text then has the
+    mean's prefix and decimals. None if `value` is no deviation.
+    unit_of: a number whose prefix the text gets, such as 1000000 for M. None uses the prefix of
+    `like`, or that of `value` if `like` is None.
     """
     if value is None:
         return MISSING
@@ -101,7 +104,8 @@ def format_count(
 def format_rounds(value: float | None, *, like: float | None = None) -> str:
     """Return a number of rounds: a whole number without decimals, any other with one decimal.
 
-    like: the mean if `value` is a deviation. A deviation always has one decimal.
+    like: if `value` is a standard deviation, the mean to which it belongs. A deviation always has
+    one decimal. None if `value` is no deviation.
     """
     if value is None:
         return MISSING
@@ -114,10 +118,10 @@ def format_seconds(
     """Return a time in the unit that suits it: seconds, minutes, hours or days.
 
     value: the time in seconds.
-    like: the mean in seconds if `value` is a deviation. The text then has the mean's unit and
-    decimals.
-    unit_of: a time in seconds whose unit the text gets: hours for 7200. None means `like` or,
-    without it, `value`.
+    like: if `value` is a standard deviation, the mean to which it belongs, in seconds. The text
+    then has the mean's unit and decimals. None if `value` is no deviation.
+    unit_of: a time in seconds whose unit the text gets, such as 7200 for hours. None uses the unit
+    of `like`, or that of `value` if `like` is None.
     """
     if value is None:
         return MISSING
@@ -159,8 +163,8 @@ FORMATS_WITH_UNIT = (format_bytes, format_watt_hours, format_grams, format_count
 def _format_digits(value: float, like: float | None, size: float) -> str:
     """Return value / size as text.
 
-    A value that is no deviation gets three digits. A deviation gets as many decimals as its mean.
-    like: the mean if `value` is a deviation; otherwise None.
+    A standard deviation gets as many decimals as its mean. Any other value gets three digits.
+    like: if `value` is a standard deviation, the mean to which it belongs. Otherwise None.
     size: the size of the unit, such as 1000 for k.
     """
     if like is None:
@@ -175,7 +179,7 @@ def _format_digits(value: float, like: float | None, size: float) -> str:
 def format_mean(mean: float | None, deviation: float | None, show: FormatNumber) -> str:
     """Return "mean ± deviation", or only the mean if `deviation` is None.
 
-    A unit that both have is written once: "7.68 ± 1.55 MB".
+    The unit is written once, at the end: "7.68 ± 1.55 MB".
     show: function that formats both numbers.
     """
     if deviation is None:

@@ -126,7 +126,8 @@ class Dispatcher:
     def enqueue(self, job: Job, aggregation: int) -> None:
         """Put a job into the queue; it is trained as soon as a worker has time.
 
-        aggregation: the number of the version to which the job's update will be added.
+        aggregation: the number of the aggregation that will use the job's update. The run's first
+        aggregation has the number 0.
         """
         self._queue.put(job, aggregation)
 
@@ -143,7 +144,7 @@ class Dispatcher:
 
         Afterwards send other jobs to idle workers.
         jobs: all jobs of the aggregation, in the order in which they are aggregated.
-        aggregation: the number of the version to which their updates will be added.
+        aggregation: its number. The run's first aggregation has the number 0.
         """
         waiting = {job.number for job in self._queue.take_all(aggregation)}
         unsent = [job for job in jobs if job.number in waiting]

@@ -16,7 +16,7 @@ def check_failures(
 
     If the run has a folder, a checkpoint is written first.
     jobs: the number of jobs of the aggregation.
-    version: the number of the version to which the updates would be added.
+    version: the number of the aggregation. The run's first aggregation has the number 0.
     tolerate: the largest share of jobs that may fail, 0 to 1.
     saver: writes the checkpoint.
     """

@@ -23,12 +23,16 @@ class JobQueue:
     def put(self, job: Job, aggregation: int) -> None:
         """Add a job to the queue.
 
-        aggregation: the number of the version to which the job's update will be added.
+        aggregation: the number of the aggregation that will use the job's update. The run's first
+        aggregation has the number 0.
         """
         heapq.heappush(self._jobs, (aggregation, job.finish, job.client, job.number, job))
 
     def take_all(self, aggregation: int) -> list[Job]:
-        """Remove and return all jobs whose updates will be added to version `aggregation`."""
+        """Remove and return all jobs whose updates this aggregation or an earlier one needs.
+
+        aggregation: the number of the aggregation. The run's first aggregation has the number 0.
+        """
         jobs: list[Job] = []
         while self._jobs and self._jobs[0][0] <= aggregation:
             jobs.append(heapq.heappop(self._jobs)[-1])
@@ -39,11 +43,11 @@ class JobQueue:
     ) -> list[Job]:
         """Remove and return the first jobs in the queue that a worker accepts.
 
-        accepts: function of a job and a bool; it returns True if the worker accepts the job. The
-        bool is True as long as no job was accepted.
+        accepts: function that returns True if the worker accepts a job. Its arguments are the job,
+        and True if no other job was accepted before it.
         max_jobs: the largest number of jobs to return.
-        max_work: a number of samples. When the accepted jobs have this many samples in total, no
-        more jobs are added.
+        max_work: a number of samples. No more jobs are added once the accepted jobs have this many
+        samples in total.
         """
         bundle: list[Job] = []
         passed: list[tuple[int, float, int, int, Job]] = []

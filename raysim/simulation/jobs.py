@@ -52,8 +52,9 @@ _HOLDING = (JobState.DISPATCHED, JobState.IN_FLIGHT)
 class JobRow:
     """A planned job, its state, and the aggregation that will use its update.
 
-    aggregation: the number of the version to which the update will be added; -1 if this is not
-    known yet, and for an update that is never aggregated.
+    aggregation: the number of the aggregation that will use the update. The run's first aggregation
+    has the number 0. It is -1 if the aggregation is not known yet, and if no aggregation will use
+    the update.
     """
 
     job: Job

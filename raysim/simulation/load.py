@@ -1,4 +1,8 @@
-"""Compute the load of a job at its dispatch, from the settings and the methods alone."""
+"""Compute the load of a job: the samples to process, and the floats that its client exchanges.
+
+The load is known when a job is dispatched. It depends on the settings, the methods and the sizes of
+tensors, and never on the result of the job.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,17 @@ from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import RunSpec, sample_flops
 from raysim.vectors.layout import Layout
 
-FloatsOf: TypeAlias = Callable[[str], int]  # the floats of a tensor, by its full name
-SentFloats: TypeAlias = Callable[[int, str], int]  # by client and full name
+# A function from the full name of a tensor, "method.name", to its number of floats.
+FloatsOf: TypeAlias = Callable[[str], int]
+# A function from a client and the full name of a tensor to the number of floats that it receives.
+SentFloats: TypeAlias = Callable[[int, str], int]
 
 
 @dataclass(frozen=True)
 class _Traffic:
     """A tensor that clients receive in addition to the model.
 
-    floats: its number of floats.
+    floats: the number of floats of the tensor.
     when: function that returns True for a job whose client receives the tensor.
     """
 
@@ -40,12 +46,14 @@ class _Traffic:
 
 @dataclass(frozen=True)
 class VaryingTensors:
-    """The tensors of a method whose sizes change from version to version, by full name.
+    """The tensors of a method whose sizes change from version to version.
 
-    sent: the number of floats of each tensor that clients receive, in version 0.
-    uploaded: the number of floats of each tensor that clients send, in version 0.
-    planned: for each uploaded tensor, the function that the method gave to `Setup.upload`. It
-    returns the tensor's number of floats, given the number of floats that the client received.
+    The keys are the full names of the tensors, "method.name".
+    sent: the size in version 0, in floats, of each tensor that clients receive.
+    uploaded: the size in version 0, in floats, of each tensor that clients send.
+    planned: for each tensor that clients send, the function that the method gave to
+    `Setup.upload`. From the number of floats that the client received, it computes the number of
+    floats of the tensor.
     """
 
     sent: Mapping[str, int]
@@ -71,10 +79,10 @@ class VaryingTensors:
         return down, up - sum(self.uploaded.values())
 
     def unplanned_floats(self, update: Update, floats_of: FloatsOf) -> int:
-        """Return by how many floats an update is larger than planned; negative if smaller.
+        """Return by how many floats an update is larger than planned; negative if it is smaller.
 
-        floats_of: function that returns the number of floats of a tensor, given its full name, in
-        the update's base version.
+        floats_of: function that returns the number of floats of a tensor in the update's base
+        version. Its argument is the tensor's full name.
         """
         planned = sum(self.uploaded.values())
         if update.version:
@@ -83,7 +91,7 @@ class VaryingTensors:
 
 
 def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
-    """Return the tensors whose sizes change, for each method that declares any."""
+    """Return the tensors whose sizes change: one object for each method that declares any."""
     layout = declarations.layout
     varying = []
     for declared in declarations.methods:
@@ -104,7 +112,7 @@ def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
 class Loads:
     """A callable that returns the `Load` of a job: samples, and floats received and sent.
 
-    A sample that goes through a forward pass only counts as `FORWARD` samples (less than one).
+    If a sample makes only a forward pass, it counts as `FORWARD` samples (less than one).
     spec: the run.
     declarations: what the methods of the run declare.
     counts: int64 [clients], the training samples of each client.
@@ -141,11 +149,11 @@ class Loads:
         self._varying = varying_tensors(declarations)
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
-        """Return the load of a client's next job.
+        """Return the load of a client's next job: samples, and floats received and sent.
 
         version: the base version. To estimate the load of a job that is not planned, pass 0.
         earlier: the number of the client's earlier jobs.
-        accepted: the number of earlier jobs that were aggregated.
+        accepted: the number of these jobs that were aggregated.
         """
         samples = self._counts.item(client)
         load = self._plain.get(samples)
@@ -236,7 +244,7 @@ class PeerLoads:
 
         version: the base version. To estimate the load of a job that is not planned, pass 0.
         earlier: the number of the client's earlier jobs.
-        accepted: the number of earlier jobs that were aggregated.
+        accepted: the number of these jobs that were aggregated.
         """
         load = self._loads(client, version, earlier, accepted)
         exchanges = (version + 1) % self._every == 0
@@ -269,7 +277,7 @@ class ChoiceLoads:
 
         version: the base version. To estimate the load of a job that is not planned, pass 0.
         earlier: the number of the client's earlier jobs.
-        accepted: the number of earlier jobs that were aggregated.
+        accepted: the number of these jobs that were aggregated.
         """
         load = self._loads(client, version, earlier, accepted)
         passes = FORWARD * self._replicas * self._counts.item(client)

@@ -201,7 +201,7 @@ class Planner:
     dispatched.
     load: function that returns the `Load` of a client's next job. Its arguments are the client, the
     version, the number of the client's earlier jobs, and how many of these were aggregated.
-    patience: the largest number of virtual seconds to wait for the first client of the run.
+    patience: the most virtual seconds from the run's start until a client must be available.
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
     costs: adds up what jobs cost; None if nothing costs anything.
@@ -351,7 +351,7 @@ class Planner:
 
         Raises RuntimeError if the actions of the schedule contradict each other.
         Raises NoClientsLeftError if no client will become available again.
-        Raises ValueError if the first client becomes available too late.
+        Raises ValueError if no client of the run is available in the first `patience` seconds.
         """
         self._short.clear()
         sites = self._sites
@@ -806,7 +806,7 @@ class Planner:
 
         A client is needed if a dispatch at the current time found too few clients in its pool.
         Return infinity if no such client becomes available.
-        Raises ValueError if the run would wait longer than `patience` for its first client.
+        Raises ValueError if no client of the run is available in the first `patience` seconds.
         Raises NoClientsLeftError if no client becomes available and no job is in flight.
         """
         if self.devices.presence is None:

@@ -103,7 +103,7 @@ class Replicas:
         return self._memory.bytes_on_disk
 
     def read(self, replica: int) -> Server:
-        """Return the server of a replica, whose tensors the caller reads next.
+        """Return the server of a replica. Call this before its tensors are read.
 
         A loop over all replicas must use this function, so that only a few replicas on disk are in
         memory at the same time.
@@ -283,8 +283,9 @@ class Replicas:
         sums: GroupSums,
         versions: Versions,
     ) -> None:
-        """Make the next version of each replica with updates; let replicas exchange if planned.
+        """Make the next version of each replica that has updates.
 
+        If the aggregation plans an exchange, also let the replicas exchange.
         jobs: the jobs of the aggregation, in the order in which they are aggregated.
         updates: one for each job; None for a failed job.
         sums: the sums of updates that workers have computed.
@@ -317,7 +318,7 @@ class Replicas:
         versions: Versions,
         have_exchanged: bool,
     ) -> set[int]:
-        """Let each replica that has jobs aggregate; return the replicas that have changed.
+        """Let each replica that has jobs aggregate their updates; return the changed replicas.
 
         aggregation: the planned aggregation.
         jobs: the jobs of the aggregation, in the order in which they are aggregated.
@@ -374,9 +375,10 @@ class Replicas:
         return changed
 
     def _mean(self, row: MixingRow) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean of replicas' vectors, and the maximum of their integer buffers.
+        """Return the weighted mean of some replicas' vectors.
 
-        row: the replicas and their weights.
+        Also return the maximum of these replicas' integer buffers.
+        row: the replicas, `row.sources`, and their weights.
         """
         sources = [self.read(source) for source in row.sources]
         vectors = [server.vector.numpy() for server in sources]
@@ -386,7 +388,8 @@ class Replicas:
     def _give_numbers(self) -> None:
         """Give a new version number to each replica that the last aggregation has changed.
 
-        Replicas that share a vector get the same number, unless methods send other tensors with it.
+        Replicas that share a vector get the same number. However, if a method sends further tensors
+        with the vector, each replica gets its own number, because these tensors may differ.
         """
         number_of: dict[int, int] = {}
         for replica in self._changed:
@@ -398,10 +401,10 @@ class Replicas:
 
     # --- the mean of the replicas -----------------------------------------------------------------
     def scored(self) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean of the vectors with which replicas are scored, [layout.shared].
+        """Return the model to score: the weighted mean of the replicas' vectors, [layout.shared].
 
-        A method may score another vector than the trained one, for example an average of earlier
-        versions. Also return the maximum of the integer buffers, [layout.shared_counters].
+        A method may choose another vector to be scored than the trained one, for example a mean of
+        earlier versions. Also return the maximum of the integer buffers, [layout.shared_counters].
         """
         return self._mean_of([server.scored() for server in self.servers])
 
@@ -430,7 +433,10 @@ class Replicas:
         return self._weighted_mean(vectors), torch.from_numpy(counters)
 
     def _weighted_mean(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the mean of vectors, one of each replica, with the weights of the replicas."""
+        """Return the mean of vectors, weighted by the replicas' weights.
+
+        vectors: one vector of each replica.
+        """
         weights = self._mean_weights()
         arrays = [vector.numpy() for vector in vectors]
         if not self.bytes_on_disk:
@@ -465,9 +471,9 @@ class Replicas:
 
     # --- checkpoints ------------------------------------------------------------------------------
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint needs, by name; none if clients never move.
+        """Return the arrays that a checkpoint needs, by name; {} if clients never move.
 
-        These are the replica of each client, and the arrays of the rule that moves clients.
+        They are `clients_of` and the arrays of the rule that moves clients.
         """
         if not self.network.moves_clients:
             return {}
@@ -493,12 +499,12 @@ class Replicas:
 
 
 class _Bases(Mapping[int, PublishedVersion]):
-    """The versions that the updates of one replica started from, as its server numbers them.
+    """A mapping from a replica's own version numbers to the stored versions.
 
-    A key is the number of the replica's own aggregations before the version.
+    A replica's own number of a version is the number of this replica's aggregations before it.
 
-    versions: the stored versions of all replicas, which have other numbers.
-    number_of: for each key, the number of the version in `versions`.
+    versions: the stored versions of all replicas, which have other numbers there.
+    number_of: for each of the replica's own numbers, the number of the version in `versions`.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):
@@ -515,7 +521,7 @@ class _Bases(Mapping[int, PublishedVersion]):
 
 
 def _positions_by_replica(jobs: Sequence[Job]) -> dict[int, list[int]]:
-    """Return the positions of each replica's jobs in `jobs`, by replica."""
+    """Map each replica to the positions of its jobs in `jobs`."""
     positions: dict[int, list[int]] = {}
     for position, job in enumerate(jobs):
         positions.setdefault(job.replica, []).append(position)

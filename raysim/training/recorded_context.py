@@ -26,7 +26,7 @@ from raysim.vectors.layout import Vector
 
 Entry: TypeAlias = tuple[str, str]  # the name of a table and a key in it
 
-# The table with `base`, `received`, `received_counters` and `start`, the vector before training.
+# The name of the table with "base", "received", "received_counters" and "start"; see `tables_of`.
 VECTORS = "vectors"
 # The Python values of a client that a step may read.
 FACTS: Mapping[str, Callable[[Lane], Any]] = {
@@ -56,12 +56,12 @@ class Reads:
 
 
 class TrackedTable(UserDict[str, Tensor]):
-    """A table of tensors that records which of its first tensors a step reads.
+    """A table of tensors that records which of its original tensors a step reads.
 
-    If the step replaces a tensor and then reads the new one, this is not recorded.
+    If the step replaces a tensor and then reads the new one, this read is not recorded.
 
     name: the name of the table, such as "state".
-    values: the first tensors.
+    values: the original tensors, by key.
     reads: the object in which the reads are recorded.
     """
 
@@ -95,20 +95,20 @@ class TrackedTable(UserDict[str, Tensor]):
 class RecordedLane(Lane):
     """A lane whose steps are recorded.
 
-    modes: True (train mode) or False (eval mode), by the name of a network or module. It contains
-    the modes that earlier steps of the lane's job have set. The mode that was set last comes last.
+    modes: maps the name of a network or module to True (train mode) or False (eval mode). It has
+    the modes that earlier steps of the lane's job have set, in the order in which they were set.
     """
 
     modes: dict[str, bool] = field(default_factory=dict)
     _start: Tensor | None = None
 
     def restart(self) -> None:
-        """Forget the previous job."""
+        """Forget the modes and the start vector of the lane's previous job."""
         self.modes, self._start = {}, None
 
     @property
     def start(self) -> Tensor:
-        """Return the vector [layout.total] from which training started."""
+        """The vector before training, [layout.total], with the personal parameters."""
         if self._start is None:
             self._start = torch.cat([self.ctx.base, self.ctx.start.personal])
         return self._start
@@ -131,10 +131,15 @@ def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
 def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
     """Return all tensors of a lane's client that a step may read, by table and key.
 
-    "state" has the client state, "kept" has what methods keep until the end of the job
-    (`LocalJob.scratch`), "download" has the tensors that methods sent to the client, and "draws"
-    has the random tensors of the next step. Their keys are "method.name". The table `VECTORS` has
-    the received model and the vector before training.
+    - "state": the client state.
+    - "kept": the tensors that methods keep until the end of the job (`LocalJob.scratch`).
+    - "download": the tensors that methods on the server sent to the client.
+    - "draws": the random tensors of the next step.
+    - `VECTORS`: the vectors of the client before its first step. "received" and "received_counters"
+      are what the client received, and "base" is the shared vector from which training starts.
+      "start" is "base" with the personal parameters; it is missing if there are none.
+
+    In all other tables, a key is the name of a method and the name of a tensor: "method.name".
     """
     ctx = lane.ctx
     vectors = {
@@ -174,7 +179,7 @@ class Sizes:
 class RecordedContext(Context):
     """The context of a job in a recorded step; it notes which values hooks read.
 
-    Its tensors are inputs of the recording.
+    The tensors of this context are inputs of the recording.
 
     ctx: the context of the job outside of the recording.
     tables: the tensors that the step may read, as `tables_of` returns them.
@@ -236,12 +241,11 @@ class RecordedContext(Context):
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return one more set of all networks, in eval mode and without gradients.
+        """Return a second set of all networks, by name, in eval mode and without gradients.
 
-        The result is a dictionary of the networks by their names. Until the step ends, they use the
-        tensor `values` itself and not a copy of it.
+        Until the step ends, these networks use the tensor `values` itself and not a copy of it.
 
-        name: a name for the set. Only the first call of a step with this name uses `values`.
+        name: a name for the set. Later calls in the same step with this name ignore `values`.
         values: the parameters and buffers of the set [layout.total]; None means the model from
         which training started.
         """

@@ -82,7 +82,11 @@ class LocalOptimizer:
         self.steps = 0
 
     def save(self) -> dict[str, Tensor]:
-        """Return the buffers as flat tensors, by name."""
+        """Return the buffers and the number of steps: "first", "second" and "steps".
+
+        A buffer is one flat tensor for all parameters. Buffers that the optimizer does not use are
+        left out.
+        """
         lists = {"first": self.first, "second": self.second}
         flat = {
             name: torch.cat([part.reshape(-1) for part in parts])
@@ -106,10 +110,10 @@ class LocalOptimizer:
         self.steps = int(saved["steps"])
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Move `params` in place, against the gradients `grads`.
+        """Make an optimizer step: change `params` in place, with the gradients `grads`.
 
-        rate: the learning rate; a scalar tensor if the step is recorded, for example as a CUDA
-        graph, because the rate may then change between replays.
+        rate: the learning rate. It is a scalar tensor if the step is recorded, for example as a
+        CUDA graph, because the rate may then change between replays.
         """
         settings = self.settings
         self.steps += 1
@@ -189,7 +193,7 @@ class LocalOptimizer:
     def _adam_by_counts(
         self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor
     ) -> None:
-        """Make a step of Adam, where the number of steps is a tensor.
+        """Make a step of Adam whose number of steps is given as a tensor.
 
         counts: the number of steps, including this one. It is a scalar tensor, or a tensor [K] with
         a number for each row of parameters [K, ...].
@@ -345,12 +349,12 @@ class _StageOptimizer:
     """The optimizer of a training stage, or of a part of its parameters (`OptimizedPart`).
 
     shared: the slices of the shared parameters that the optimizer changes.
-    rate: the factor on the learning rate, from the stage and from `local.rates`.
+    rate_factor: the factor on the learning rate: the stage's factor times that of `local.rates`.
     """
 
     optimizer: LocalOptimizer
     shared: tuple[slice, ...]
-    rate: float
+    rate_factor: float
 
 
 class Optimizers:
@@ -368,55 +372,58 @@ class Optimizers:
 
     def of(
         self,
-        stage: str,
+        name: str,
         settings: OptimizerSettings,
         like: Sequence[Tensor],
         shared: tuple[slice, ...],
-        rate: float,
+        rate_factor: float,
     ) -> LocalOptimizer:
-        """Return the optimizer of a stage; create it at its first step.
+        """Return the optimizer of this name; create it if the job does not have it yet.
 
-        It continues from the buffers that `resume` received for this stage, if there are any.
-        stage: the name of the optimizer.
+        A new optimizer continues from the buffers that `resume` received for this name, if any.
         settings: the settings of a new optimizer.
-        like: the parameters; only their shapes are used, for the buffers.
+        like: the parameters. Only their shapes are used, for the buffers.
         shared: the slices of the shared parameters that the optimizer changes.
-        rate: the factor on the learning rate, from the stage and from `local.rates`.
+        rate_factor: the factor on the learning rate: the stage's factor times that of
+        `local.rates`.
         """
-        if stage not in self._working:
+        if name not in self._working:
             optimizer = LocalOptimizer(settings)
-            self._working[stage] = _StageOptimizer(optimizer, shared, rate)
-            saved = self.saved_buffers(stage)
+            self._working[name] = _StageOptimizer(optimizer, shared, rate_factor)
+            saved = self.saved_buffers(name)
             if saved:
                 optimizer.load(saved, like)
-        return self._working[stage].optimizer
+        return self._working[name].optimizer
 
-    def saved_buffers(self, stage: str) -> dict[str, Tensor]:
-        """Return the buffers that `resume` received for a stage; {} if there are none."""
-        prefix = f"{stage}/"
+    def saved_buffers(self, name: str) -> dict[str, Tensor]:
+        """Return the buffers that `resume` received for an optimizer; {} if there are none."""
+        prefix = f"{name}/"
         return {
             key.removeprefix(prefix): value
             for key, value in self._saved.items()
             if key.startswith(prefix)
         }
 
-    def get(self, stage: str) -> LocalOptimizer | None:
-        """Return the optimizer of a stage, or None before its first step."""
-        return self._working[stage].optimizer if stage in self._working else None
+    def get(self, name: str) -> LocalOptimizer | None:
+        """Return the optimizer of this name, or None if it has made no step in this job."""
+        return self._working[name].optimizer if name in self._working else None
 
     def put(
-        self, stage: str, optimizer: LocalOptimizer, shared: tuple[slice, ...], rate: float
+        self, name: str, optimizer: LocalOptimizer, shared: tuple[slice, ...], rate_factor: float
     ) -> None:
-        """Set the optimizer of a stage of local training for all later steps.
+        """Add an optimizer to the job, or replace the one of the same name.
 
-        stage: the name of the optimizer.
         shared: the slices of the shared parameters that the optimizer changes.
-        rate: the factor on the learning rate, from the stage and from `local.rates`.
+        rate_factor: the factor on the learning rate: the stage's factor times that of
+        `local.rates`.
         """
-        self._working[stage] = _StageOptimizer(optimizer, shared, rate)
+        self._working[name] = _StageOptimizer(optimizer, shared, rate_factor)
 
     def save(self) -> dict[str, Tensor]:
-        """Return the buffers of all stages, by "stage/buffer", for `resume` in a later job."""
+        """Return the buffers of all optimizers, by "optimizer/buffer", for `resume` in a later job.
+
+        "optimizer" stands for the name of the optimizer.
+        """
         buffers: dict[str, Tensor] = {}
         for name, working in self._working.items():
             saved = working.optimizer.save()
@@ -428,16 +435,15 @@ class Optimizers:
         self._saved = saved
 
     def movements(self) -> list[tuple[slice, int, float]]:
-        """Return a tuple for each slice of shared parameters that an optimizer changed.
+        """Return the slices of shared parameters that optimizers changed in this job.
 
-        The tuple has the slice, the number of steps in this job, and the factor on the learning
-        rate of the job. If the factor changes from step to step, it is the mean over the job's
-        steps.
+        With each slice, return the number of its steps in this job, and the factor on the job's
+        learning rate. If the factor changes from step to step, it is the mean over the steps.
         """
         moves: list[tuple[slice, int, float]] = []
         for name, working in self._working.items():
             earlier_steps = int(self.saved_buffers(name).get("steps", 0))
             steps = working.optimizer.steps - earlier_steps
-            factor = working.rate * self.mean_factor
+            factor = working.rate_factor * self.mean_factor
             moves += [(part, steps, factor) for part in working.shared]
         return moves

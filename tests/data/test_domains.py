@@ -1,4 +1,7 @@
-"""Test several data sets as the domains of one, and errors of sets with other classes or shapes."""
+"""Test data sets that together form one data set, each as one domain.
+
+Also test the errors for data sets with different classes or image shapes.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_second_build_opens_the_stored_file(cache: Path) -> None:
     assert first.path.parent == cache and len(list(cache.glob("*.arrow"))) == 2
 
 
-def test_setting_data_cache_takes_precedence_over_environment(tmp_path: Path) -> None:
+def test_data_cache_setting_takes_precedence_over_environment(tmp_path: Path) -> None:
     assert Synthetic(cache=str(tmp_path / "other")).build().path.parent == tmp_path / "other"
 
 
@@ -403,7 +403,7 @@ def test_real_sets_have_their_published_means(
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
-def test_setting_data_only_selects_classes_in_the_given_order(tmp_path: Path) -> None:
+def test_data_only_setting_selects_classes_in_its_order(tmp_path: Path) -> None:
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):

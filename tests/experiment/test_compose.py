@@ -141,7 +141,7 @@ def test_path_with_plus_signs_is_not_a_list() -> None:
         ("method=[],[fedbr,mixup]", ["[]", "[fedbr,mixup]"]),
     ],
 )
-def test_override_of_a_study_is_expanded_to_its_values(word: str, values: list[str]) -> None:
+def test_study_override_is_expanded_to_one_override_per_value(word: str, values: list[str]) -> None:
     key = word.partition("=")[0]
     assert expand_override(word) == (key, [f"{key}={value}" for value in values])
 
@@ -195,7 +195,7 @@ def test_chosen_option_has_only_the_keys_of_its_class(word: str) -> None:
     assert set(values) - {TARGET} == set(defaults(resolve(values[TARGET], group)))
 
 
-def test_setting_local_steps_unsets_epochs_and_vice_versa() -> None:
+def test_local_steps_override_unsets_epochs_and_vice_versa() -> None:
     assert node("local.steps=7")["local"]["epochs"] is None
     assert node("experiment=fedbr/rotated_mnist", "local.epochs=2")["local"]["steps"] is None
     assert "local.epochs=2 and local.steps=7" in sentence("local.steps=7", "local.epochs=2")

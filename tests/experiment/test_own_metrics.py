@@ -163,7 +163,7 @@ def test_wrong_metrics_of_a_user_are_refused(metrics: Any, key: str) -> None:
         raysim.build(**{k: v for k, v in SMALL.items() if k != "quiet"}, metrics=metrics)
 
 
-def test_setting_evaluate_lower_refuses_an_unknown_metric() -> None:
+def test_evaluate_lower_setting_refuses_an_unknown_metric() -> None:
     with pytest.raises(RefusedError, match=r"^evaluate\.lower: brierr .*brier"):
         raysim.run(**SMALL, metrics=["accuracy", brier], **{"evaluate.lower": ["brierr"]})
 

@@ -134,7 +134,7 @@ def test_missing_or_single_file_package_has_no_options(package: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["method=quiet", "method=fedprox+quiet", "method=quiet,fedprox"])
-def test_unknown_option_error_names_local_package(
+def test_unknown_option_error_names_package_in_working_folder(
     words: str, package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.call(["study" if "," in words else "run", words]) == 2

@@ -76,7 +76,7 @@ class TestArrays:
         wrong = np.count_nonzero(noisy.open().labels[train] != CLASSES[train])
         assert wrong == sum(int(0.5 * size) for size in noisy.partition.train.counts)
 
-    def test_setting_data_only_applies_to_a_users_arrays(self) -> None:
+    def test_data_only_setting_applies_to_a_users_arrays(self) -> None:
         data = built("data.only=[2,0]").spec.data.open()
         assert data.class_names == ["2", "0"]
         assert len(data) == 40

@@ -52,7 +52,7 @@ def test_language_page_shows_the_stored_runs() -> None:
     assert study.page_text(json.loads(study.STORE.read_text())) == study.PAGE.read_text()
 
 
-def test_language_study_collects_the_best_rate_and_keeps_other_methods(
+def test_language_study_collects_the_best_learning_rate(
     store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "SEEDS", range(1))

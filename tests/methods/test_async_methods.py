@@ -216,7 +216,7 @@ def test_fadas_defaults_are_those_of_the_released_code() -> None:
     torch.testing.assert_close(ended["params"], 0.3 * 0.1 * delta / (0.1 * delta.abs() + 1e-8))
 
 
-def test_fadas_threshold_changes_rate_of_stale_updates_only() -> None:
+def test_fadas_threshold_changes_only_rate_of_stale_updates() -> None:
     seen = {}
     for threshold in (0, 5, None):
         at, bases = server(FADAS(0.5, threshold)), dict[int, Tensor]()

@@ -13,7 +13,7 @@ from raysim.methods.fedopt import FedAvgM
 from raysim.training.run_spec import declare_run
 
 
-def test_fedcm_direction_does_not_depend_on_server_rate() -> None:
+def test_fedcm_direction_is_independent_of_server_learning_rate() -> None:
     one, other = (
         run(run_spec(FedCM(), FedAvgM(rate, 0.0)), rounds=1).coordinator.server
         for rate in (1.0, 0.3)

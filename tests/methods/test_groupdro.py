@@ -105,7 +105,7 @@ def test_groupdro_uploads_loss_without_terms_of_other_methods() -> None:
     assert not torch.equal(plain.vectors[0], laden.vectors[0])
 
 
-def test_groupdro_client_without_task_loss_uploads_zero() -> None:
+def test_groupdro_upload_is_zero_if_no_step_has_the_task_loss() -> None:
     study = run_spec(
         Dann(0.5, width=4, discriminator_steps=9),
         GroupDRO(0.5),

@@ -155,7 +155,7 @@ def test_hetlora_prunes_ranks_that_training_makes_small() -> None:
 
 
 @pytest.mark.parametrize("method", [None, FFALoRA, FedSALoRA, FlexLoRA, HetLoRA])
-def test_shared_lora_base_is_only_read(method: Any) -> None:
+def test_lora_base_in_shared_memory_is_never_written(method: Any) -> None:
     methods = [] if method is None else [method()]
     spec = run_spec(FedProx(0.1), *methods, model=SMALL)
     buffers: list[pickle.PickleBuffer] = []
@@ -171,7 +171,7 @@ def test_shared_lora_base_is_only_read(method: Any) -> None:
 
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16"])
-def test_shared_lora_base_has_the_same_bits_on_ray(base: Any, workers: Workers) -> None:
+def test_lora_base_in_shared_memory_has_same_bits_on_ray(base: Any, workers: Workers) -> None:
     model = Mlp((WIDTH,), Lora(RANK, base=base))
 
     def make() -> RunSpec:

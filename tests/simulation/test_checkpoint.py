@@ -110,7 +110,7 @@ def test_checkpoint_divides_many_tensors_among_files(
     assert "states-00000002.safetensors is not a regular file" in checkpoint.find_damage(path)
 
 
-def test_setting_keep_limits_the_number_of_checkpoints(tmp_path: Path) -> None:
+def test_keep_setting_limits_the_number_of_checkpoints(tmp_path: Path) -> None:
     result = Checkpoints(tmp_path / "three", keep=3), Checkpoints(tmp_path / "two")
     for version in (2, 9, 10, 100):
         for each in result:

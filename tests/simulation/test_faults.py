@@ -266,7 +266,7 @@ def test_buffer_leaves_out_failed_clients() -> None:
     assert all(row["clients"] + row["failures"] == 3 for row in result.rows)  # type: ignore[operator]
 
 
-def test_round_with_failures_only_advances_the_clock() -> None:
+def test_round_whose_jobs_all_fail_only_advances_the_clock() -> None:
     hits = frozenset((client, 1) for client in range(6))
     result = run(run_spec(Raising(hits)), ALL, Ideal(), rounds=3, tolerate=1.0)
     assert result.rows[1]["train_loss"] is None

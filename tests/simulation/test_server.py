@@ -164,7 +164,7 @@ def test_group_without_any_update_is_accepted() -> None:
     assert not np.array_equal(result.vector.numpy(), START)
 
 
-def test_round_with_failures_only_keeps_the_vector() -> None:
+def test_round_whose_jobs_all_fail_keeps_the_vector() -> None:
     result = step(server(), [None, None])
     assert np.array_equal(result.vector.numpy(), START)
     assert result.version == 1

@@ -1,13 +1,13 @@
 """FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1.
 
-Symbols: S_i, the loss of sample i; alpha_i, its uncertainty, 1 minus the range of its class
-probabilities; a_e, the fraction of the biased samples that epoch e uses. A sample is unbiased if
-its loss is at most the loss of the most uncertain sample. All others are biased.
+S_i is the loss of sample i. alpha_i is the sample's uncertainty: 1 minus the range of its class
+probabilities. A sample is unbiased if its loss is at most the loss of the most uncertain sample.
+All other samples are biased. a_e is the fraction of the biased samples that epoch e uses.
 
 The textbook draws its own batches. The samples of an epoch are put in the order of the client's
-data, then shuffled. If a job has a number of steps, these are divided into `phases` parts, which
-are used like epochs. A last batch of one sample is left out if the network has BatchNorm, which
-cannot normalise it.
+data, then shuffled. If a job has a fixed number of steps, the steps are divided into `phases`
+parts, which are used like epochs. If the network has BatchNorm, a last batch of one sample is left
+out, because BatchNorm cannot normalise it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def fedbss(
 ) -> Book:
     """Run FedAvg with uniform weights; from version `warmup` on, an epoch uses selected samples.
 
-    These are all unbiased samples, and the fraction a_e of the biased ones.
+    Epoch e uses every unbiased sample of the client, and a fraction a_e of its biased samples.
     kind: how a_e grows, a key of `FRACTION`; "all" uses all samples.
     refresh: the samples of a client are ranked again in every `refresh`-th of its jobs.
-    fraction_of: with "loss", all samples are used, and a_e multiplies the losses of the biased
-    ones.
+    fraction_of: "samples" selects a fraction a_e of the biased samples. "loss" uses all samples and
+    multiplies the losses of the biased samples by a_e.
     """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
@@ -103,16 +103,20 @@ def fedbss(
 
 
 def ranked(received: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return S_i (eq. 3) and alpha_i (eq. 4) of all samples x under the received model.
+    """Return the losses S_i (eq. 3) and the uncertainties alpha_i (eq. 4) of all samples.
 
-    The model is in eval mode.
+    received: the received model, which is used in eval mode.
+    x, y: the inputs and the labels of the samples.
     """
     p = logits(dict(received), x, False).softmax(1)
     return -p[range(len(y)), y].log(), 1 - (p.max(1).values - p.min(1).values)
 
 
 def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
-    """Return the samples' order by ascending loss S_i, and the number of unbiased ones (eq. 5)."""
+    """Sort the samples by ascending loss S_i; return this order and the number of unbiased samples.
+
+    Eq. 5 decides which samples are unbiased. They come first in the order.
+    """
     order = torch.tensor(sorted(range(len(losses)), key=lambda i: float(losses[i])))
     border = max(order.tolist(), key=lambda i: float(alphas[i]))
     return order, int((losses <= losses[border]).sum())
@@ -123,8 +127,8 @@ def batches(
 ) -> tuple[list[np.ndarray], list[float]]:
     """Return for each batch of a job the positions of its samples, and the fraction a_e (eq. 6).
 
-    An epoch uses the first samples of `order`: the unbiased ones, and the fraction a_e of the
-    biased ones.
+    An epoch uses the first samples of `order`: every unbiased sample, and a fraction a_e of the
+    biased samples.
     order: the client's samples by ascending loss.
     unbiased: the number of unbiased samples.
     kind: how a_e grows, an argument of `fedbss`.

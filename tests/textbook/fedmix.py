@@ -80,7 +80,7 @@ def fedmix(
     """Run FedAvg with the mean over the batch of l1 + l2 + l3.
 
     l1 = (1 - lam) CE((1 - lam) x, y), and l2 = lam CE((1 - lam) x, y_bar). l3, the Taylor term, is
-    lam times the dot product of x_bar and l1's gradient by the input.
+    lam times the dot product of x_bar and l1's gradient with respect to the input.
     count: the number of pairs of a client.
     samples: the number of samples in the mean of a pair.
     single: True: one pair for the whole batch; False: one for each row.

@@ -1,9 +1,14 @@
 """Loss decomposition: Zeng et al. 2024, eqs. (1) and (2), in rounds of FedAvg or FedBN.
 
-Symbols: A_ij, the loss of client i's trained model on client j's training samples; b_j, the loss of
-the next shared model on client j's training samples; p_i = n_i / n, client i's share of the
-samples. The parts may be negative. On client j's samples every model has the personal tensors of
-client j.
+A_ij is the loss of client i's trained model on client j's training samples. b_j is the loss of the
+next shared model on client j's training samples. p_i = n_i / n is client i's share of the samples:
+
+    sum_j p_j b_j = local_loss + distribution_shift + aggregation
+    local_loss = sum_i p_i A_ii        distribution_shift = sum_ij p_i p_j (A_ij - A_ii)
+    aggregation = sum_ij p_i p_j (b_j - A_ij)
+
+The last two parts may be negative. Each model is scored on client j's samples with the personal
+tensors of client j.
 """
 
 from __future__ import annotations
@@ -19,9 +24,14 @@ NAMES = ("global_loss", "local_loss", "distribution_shift", "aggregation")
 
 
 def loss_decomposition(world: World, most: int = 1000) -> Book:
-    """Return the parts of the decomposition in each round as columns, from A_ij, b_j and p_i.
+    """Run FedAvg or FedBN; return the parts of the loss in each round as columns.
 
-    most: the largest number of samples of a client that are used; they are drawn at random.
+    `global_loss` is the loss of the next shared model. It is the sum of the other three columns.
+    `local_loss` is the mean loss of the clients' trained models on their own samples.
+    `distribution_shift` is added to it if each trained model is scored on all clients' samples.
+    `aggregation` is added if the shared model replaces the trained models.
+    most: the largest number of samples of a client on which losses are computed. They are drawn at
+    random.
     """
     personal = {
         client: {name: world.start[name] for name in world.personal}

@@ -92,7 +92,7 @@ def layer(name: str) -> str:
 def evaluated(p: Params, x: Tensor) -> Tensor:
     """Return the network's logits in eval mode.
 
-    Their gradient by BatchNorm's statistics is defined, too.
+    Their gradient with respect to BatchNorm's statistics is defined, too.
     """
     z = F.linear(x.flatten(1), p["model.extractor.1.weight"], p["model.extractor.1.bias"])
     if f"{NORM}.weight" in p:

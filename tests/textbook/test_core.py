@@ -38,19 +38,19 @@ STEPS = replace(LOCAL, epochs=None, steps=5)
 
 
 def trained(normed: bool = False, **local: Any) -> dict[str, Any]:
-    """Return the arguments `local` and `model` of a run.
+    """Return the arguments `local` and, if it is not the usual one, `model` of a run.
 
-    normed: True: the network has BatchNorm.
-    local: local settings that differ from `LOCAL`.
+    normed: True for a network with BatchNorm.
+    local: the settings of local training that differ from `LOCAL`.
     """
     return {"local": replace(LOCAL, **local)} | ({"model": NORMED_MLP} if normed else {})
 
 
 def late(**run: Any) -> dict[str, Any]:
-    """Return the settings of a row whose updates are stale.
+    """Return the arguments `schedule` and `run` of a `Row`, for a run with stale updates.
 
-    All four clients are in flight, and an aggregation has two updates. The client with the most
-    samples is the slowest, so its updates are stale by some versions.
+    All four clients always have a job in flight, and an aggregation uses the first two updates that
+    arrive. The client with the most samples is the slowest, so its updates are stale.
     run: further arguments of `tiny_runs.coordinate`.
     """
     return {"schedule": Buffered(concurrency=4, size=2), "run": {"rounds": 6} | run}

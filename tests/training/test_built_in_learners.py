@@ -205,7 +205,7 @@ def test_built_in_learner_error_names_the_key(words: str, key: str) -> None:
         raysim.build(f"data=synthetic runtime=inprocess {words}")
 
 
-def test_hf_trainer_warns_of_a_rate_that_suits_only_sgd() -> None:
+def test_hf_trainer_warns_of_learning_rate_that_suits_only_sgd() -> None:
     def warnings(**options: Any) -> list[str]:
         local = Local(lr=options.pop("lr"))
         spec = run_spec(HFTrainer(options), local=local)

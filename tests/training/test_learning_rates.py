@@ -53,13 +53,13 @@ def torch_rates(make: Any) -> list[float]:
     ],
     ids=["cosine", "linear", "step", "decay"],
 )
-def test_schedules_have_the_rates_of_torch(settings: dict[str, Any], make: Any) -> None:
+def test_schedules_have_the_learning_rates_of_torch(settings: dict[str, Any], make: Any) -> None:
     local = Local(lr=0.4, **settings)
     rates = [local.rate(version) for version in range(ROUNDS)]
     assert rates == pytest.approx(torch_rates(make), rel=1e-12)
 
 
-def test_warmup_rises_to_the_rate_and_delays_the_schedule() -> None:
+def test_warmup_rises_to_learning_rate_and_delays_the_schedule() -> None:
     local = Local(lr=0.4, schedule="linear", schedule_rounds=7, warmup_rounds=3)
     rates = [local.rate(version) for version in range(9)]
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0])
@@ -92,7 +92,7 @@ def test_impossible_learning_rate_schedules_are_refused(settings: dict[str, Any]
         Local(lr=0.4, **settings)
 
 
-def test_run_with_a_rate_of_zero_is_refused() -> None:
+def test_run_with_a_learning_rate_of_zero_is_refused() -> None:
     local = Local(schedule="cosine", schedule_rounds=3)
     RunSettings(rounds=3, local=local)
     with pytest.raises(ValueError, match=r"local\.schedule_rounds=4"):

@@ -182,7 +182,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"local\.rates\.adapters"):
             declare_run(run_spec(local=Local(rates={"adapters": 2.0})))
 
-    def test_negative_rate_is_refused(self) -> None:
+    def test_negative_learning_rate_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"local\.rates\.head"):
             Local(rates={"head": -1.0})
 

@@ -79,7 +79,7 @@ class Moves(Method):
         self.moves += [update.moves for update in aggregation.updates]
 
 
-def test_own_training_reports_steps_and_rate() -> None:
+def test_own_training_reports_steps_and_learning_rate() -> None:
     usual, own = Moves(), Moves()
     run(run_spec(usual), rounds=2)
     run(run_spec(PlainSgd(), own), rounds=2)

@@ -216,7 +216,7 @@ def test_probe_file_stores_received_features_once(tmp_path: Path) -> None:
     assert length((3, 4)) - length((3, 3)) >= make(features=500).received.nbytes
 
 
-def test_probe_file_keeps_received_features_that_differ(tmp_path: Path) -> None:
+def test_probe_file_keeps_received_features_of_every_client(tmp_path: Path) -> None:
     probes = [make(0), make(1)]
     probes[1].received[0, 0] += 1
     save_probes(probes, tmp_path / "probes.safetensors")

@@ -240,7 +240,7 @@ def test_batches_of_one_sample_run_if_the_network_can(name: str, tmp_path: Path)
     )
 
 
-def test_run_with_clients_of_one_sample_only_is_refused() -> None:
+def test_run_whose_clients_all_have_one_sample_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"^partition: "):
         build_experiment(REFUSING["BatchNorm1d"], sizes=[1, 1, 1, 1])
 

@@ -1,4 +1,4 @@
-"""Test how the trainer gathers data, continues with optimizers, and loads frozen networks."""
+"""Test how the trainer gathers data, keeps optimizers between jobs, and loads frozen networks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GatherLog:
         monkeypatch.setattr(self.trainer.data, "gather", gather)
 
     def train(self, job: Job) -> list[int]:
-        """Train a job; return the number of rows of each gathering."""
+        """Train a job; return the number of rows in each call of `gather`."""
         self.gathered.clear()
         vector = self.trainer.vector
         self.trainer.train(job, vector.shared.clone(), vector.counters.clone(), {}, EMPTY_STATE)
@@ -124,7 +124,7 @@ def test_usual_batch_sizes_include_a_last_size_of_most_clients() -> None:
 
 
 class Continuing(Method):
-    """A method whose client continues with the same optimizer in its next job."""
+    """A method that keeps a client's optimizer buffers from one job to the client's next job."""
 
     name = "continuing"
 

@@ -105,7 +105,7 @@ class TestCopiesAndWaits:
         on_device = run(run_spec(*methods, local=local), rounds=2)
         assert (on_device.bits, on_device.history) == (on_cpu.bits, on_cpu.history)
 
-    def test_workers_of_one_process_share_the_data(self) -> None:
+    def test_worker_objects_in_one_process_share_the_data(self) -> None:
         first, second = Worker(run_spec()).trainer, Worker(run_spec()).trainer
         assert first.data.inputs is second.data.inputs and first.labels is second.labels
 

@@ -52,7 +52,7 @@ def test_integer_buffers_have_a_vector_of_their_own() -> None:
     assert (layout.shared_counters, layout.total_counters, layout.personal) == (1, 1, 0)
 
 
-def test_layout_of_personal_tensors_only_shares_nothing() -> None:
+def test_layout_with_only_personal_tensors_shares_nothing() -> None:
     nets = {"model": nn.Linear(2, 2)}
     layout = plan_layout(nets, ("model.weight", "model.bias"))
     assert (layout.trained, layout.shared, layout.total) == (0, 0, 6)

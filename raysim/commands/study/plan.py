@@ -178,9 +178,8 @@ def _merge_stored_plan(study: StudyPlan) -> StudyPlan:
         if key not in ALWAYS_NAMED and varies_now != varied_before:
             values = "several values" if varies_now else "one value"
             raise RefusedError(
-                f"{key}: with {values} for this key, the names of the runs in {study.folder} "
-                "would change, so a study that continues cannot change this. Start another study "
-                "in a new folder."
+                f"{key}: the study in {study.folder} cannot continue with {values} for this key, "
+                "because the names of its runs would change. Start another study in a new folder."
             )
     return merged
 

@@ -28,9 +28,9 @@ def run_folders(folder: Path, number: int, seeds: Sequence[int]) -> list[Path]:
 
 
 class Trial:
-    """The runs of a setting, one for each seed, which advance together.
+    """The runs of one setting, one run for each seed, which advance together.
 
-    The mean of their rows is reported to Ray Tune.
+    The mean of the runs' rows is reported to Ray Tune.
     runs: the runs, in the order of the seeds.
     metric: the column of the history by which Ray Tune compares trials.
     """
@@ -42,10 +42,10 @@ class Trial:
         self.rounds_done = 0
 
     def advance(self) -> list[Row]:
-        """Advance to the next measurement of the metric, or to the end; return the new rows.
+        """Advance to the next round that measures the metric, or to the end; return the new rows.
 
-        The rows are means over the seeds, and are on the disk when this returns. Raise
-        `RunStoppedError` if the runs end without a measurement of the metric.
+        A row is the mean over the seeds. The runs' histories are on the disk when this function
+        returns. Raise `RunStoppedError` if the runs end without a measurement of the metric.
         """
         rows: list[Row] = []
         while self.rounds_done < self.rounds:
@@ -81,8 +81,8 @@ class Trial:
     def write_due_checkpoint(self) -> None:
         """Write the checkpoint of the last reported round, if `checkpoint.every` requests one.
 
-        A run reports a round first, and writes the checkpoint of this round later. So this function
-        lets each run of the trial continue until its checkpoint is written.
+        A run reports a round before it writes the checkpoint of this round. This function therefore
+        lets each run of the trial go on until the checkpoint exists.
         """
         for run in self.runs:
             run.write_due_checkpoint(self.rounds_done)
@@ -106,13 +106,13 @@ def open_trial(
     """Begin or continue a trial; return it.
 
     number: the trial's number.
-    configs: the complete configuration of the run with each seed.
+    configs: the complete configurations of the runs, one for each seed.
     metric: the column of the history by which Ray Tune compares trials.
     start_events: function that starts a run in a folder and yields its events.
     folder: the sweep's folder.
     allow: the packages whose classes and options the configurations may use.
-    accepts_changes: True if settings of an unfinished run may differ from the stored ones, as in
-    population-based training.
+    accepts_changes: True if an unfinished run may continue with other settings than its stored
+    ones, as in population-based training.
     Raise `RunFailedError` for a run whose configuration is impossible.
     """
     runs: list[SteppedRun] = []

@@ -22,7 +22,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class MessageFile:
-    """A file that gets the messages of Ray in this process. It must be closed."""
+    """A file that gets the messages of Ray in this process. The caller must close the file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -36,7 +36,7 @@ class MessageFile:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if there were no messages."""
+        """True if no message was written to the file."""
         return os.fstat(self._file.fileno()).st_size == 0
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class RayMessages:
         self._waiting_text = ""
 
     def add(self, text: str) -> None:
-        """Write a message to all open files; if no file is open, keep it for the next one."""
+        """Write a message to all open files. If no file is open, keep the message for the next."""
         plain_text = _COLOURS.sub("", text)
         with self._lock:
             if not self._files:
@@ -66,14 +66,14 @@ class RayMessages:
                 file.write(plain_text)
 
     def take_waiting_text(self) -> str:
-        """Return and forget the messages that came while no file was open."""
+        """Return the messages that came while no file was open, and forget them."""
         with self._lock:
             text, self._waiting_text = self._waiting_text, ""
         return text
 
     @contextmanager
     def written_to(self, file: MessageFile) -> Iterator[None]:
-        """Write messages to a file until the end of the context, then close it."""
+        """Write messages to a file until the end of the context, then close the file."""
         file.write(self.take_waiting_text())
         with self._lock:
             self._files.append(file)
@@ -117,10 +117,10 @@ def _routed_output(messages: RayMessages) -> AbstractContextManager[Any]:
 
 @contextmanager
 def separate_messages() -> Iterator[None]:
-    """Take what Ray's threads print out of raysim's output, until the end of the context.
+    """Keep the messages of Ray's threads away from standard output until the end of the context.
 
-    `messages_written_to` writes these messages into the folder of a run. Messages that come outside
-    of such a run are printed at the end of the context, on standard error.
+    While a context of `messages_written_to` is open, they go to its file. Messages that never got
+    such a file are printed at the end, on standard error.
     """
     global _messages
     _messages = messages = RayMessages()
@@ -134,9 +134,9 @@ def separate_messages() -> Iterator[None]:
 
 @contextmanager
 def messages_written_to(folder: Path) -> Iterator[MessageFile | None]:
-    """Write Ray's messages into the folder of a run, until the end of the context.
+    """Write Ray's messages to a file in the folder of a run, until the end of the context.
 
-    Yield the file. If raysim has not connected this process to Ray, yield None and write nothing.
+    Yield this file. If raysim has not connected this process to Ray, yield None and write nothing.
     This context and a progress bar both replace `sys.stdout`. Begin the context after the progress
     bar has started; otherwise the bar would get the messages.
     """
