@@ -85,10 +85,10 @@ def cross_layer_gradient(
 
 
 def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
-    """Return a view [n, k] of a tensor, each row of which is mixed separately.
+    """Return a tensor as n rows of k values, [n, k]; each row is mixed separately.
 
     A row is a kernel. With granularity="tensor", or if kernels are 1x1, there is one row, the whole
-    tensor.
+    tensor. The result shares the memory of a contiguous tensor.
     """
     size = math.prod(values.shape[2:]) if granularity == "kernel" else 1
     if size == 1:

@@ -408,7 +408,10 @@ def _fold_statistics(
     """Return the tensors of a BatchNorm, with its running statistics moved into weight and bias.
 
     The outputs in eval mode stay the same. torch differentiates weight and bias, but not running
-    statistics.
+    statistics. A BatchNorm without weight and bias gets its running statistics without gradients.
+    path: the path of the BatchNorm in the model.
+    module: the BatchNorm.
+    tensors: the model's tensors by path, with the values to use.
     """
     mean, var = tensors[f"{path}.running_mean"], tensors[f"{path}.running_var"]
     if not module.affine:

@@ -306,13 +306,15 @@ def proxy_means(
     generator: np.random.Generator,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return means of training samples of a public set, normalised as `proxy` says.
+    """Return means [size[0], ...] of training samples of a public set, as `proxy` normalises them.
 
     proxy: the source of the set, with the mean and the deviation of its channels.
     dataset: the data set that `proxy` builds.
     size: the number of means, and the number of samples in each mean.
     sources: "unbalanced" draws each sample equally often; other values draw each class equally
     often.
+    generator: the generator that draws the samples.
+    dtype: the dtype of the means.
     """
     labels = dataset.labels[: dataset.train_rows]
     chances = None if sources == "unbalanced" else class_chances(labels)
@@ -325,7 +327,11 @@ def proxy_means(
 
 
 def check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
-    """Raise ValueError for a public set whose images, mean or deviation do not fit the data."""
+    """Raise ValueError for a public set whose images, mean or deviation do not fit the data.
+
+    proxy: the source of the public set, with the mean and the deviation of its channels.
+    dataset: the data set that `proxy` builds.
+    """
     shape, (channels, *size) = dataset.shape, run.task.shape
     run.require(
         shape == run.task.shape,

@@ -220,6 +220,7 @@ def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
 
     The outputs must be the same tensor object. Equal numbers are not enough: a scale that starts at
     1, or dropout in evaluation, may follow the layer without changing the numbers.
+    inputs: examples [B, ...].
     """
     layer_outputs: list[object] = []
 

@@ -127,7 +127,7 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Yield the path for writing a file, which is sent at the end."""
+        """Yield a local path for writing a file; afterwards the file is sent to the store."""
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as folder:
             draft = Path(folder) / "draft"
             yield draft
@@ -137,7 +137,10 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def local(self, name: str) -> Iterator[Path]:
-        """Fetch a file and yield the path for reading it. Raise `OSError` if that fails."""
+        """Fetch a copy of a file and yield its path for reading; remove the copy afterwards.
+
+        Raise `OSError` if the file cannot be fetched.
+        """
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as folder:
             copy = Path(folder) / "copy"
             with self._errors_with_address(name):

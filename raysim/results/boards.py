@@ -63,7 +63,8 @@ class TensorBoard(Observer):
 class WeightsAndBiases(Observer):
     """An observer that sends settings, rows, summary and pictures to Weights & Biases.
 
-    project, entity: the project and the account that show the run.
+    project: the project that shows the run.
+    entity: the account of the project; None takes the user's default account.
     mode: "online", "offline" (stored in the run's folder until `wandb sync` sends it) or
     "disabled"; None takes the environment variable WANDB_MODE, else "online".
 

@@ -89,7 +89,7 @@ def numbers_in(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def round_of(row: Row) -> int:
-    """Return the round of a row; 0 if the row has none."""
+    """Return the value of the column `round` in a row; 0 if the value is None."""
     return int(row["round"] or 0)
 
 

@@ -274,7 +274,10 @@ def _describe_shortage(
 
 
 def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
-    """Describe the resources of the nodes; nodes with equal resources are one entry."""
+    """Describe the resources of the nodes; nodes with equal resources are one entry.
+
+    per_worker: the resources that a worker reserves; no other resources are described.
+    """
     kinds = Counter(
         format_resources({name: node.get(name, 0.0) for name in per_worker}) for node in nodes
     )

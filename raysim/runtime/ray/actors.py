@@ -368,7 +368,11 @@ class RayRuntime:
         return ray.put(value)
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """Start a method of a worker; return a reference for each returned value."""
+        """Start a method of a worker; return a reference for each returned value.
+
+        args: the arguments of the method, or references to them.
+        returns: the number of values that the method returns.
+        """
         if method == "train_apart":
             self._adder(self.nodes[worker])  # it starts while the worker trains
         task = self._methods.get((worker, method, returns))
