@@ -37,13 +37,14 @@ class BestRounds:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the scores of some clients in a round; return the scores of their best rounds.
 
-        clients: the scored clients.
+        clients: the numbers of the scored clients.
         validation: [clients], the validation score of each of these clients in the current round;
         nan for a client without validation samples.
         hits: the current scores of these clients' test samples, one entry for each sample. The
         samples of the first client come first, then those of the second one, and so on.
         Return two arrays like `validation` and `hits`, with the scores of each client's best round
         in place of the current round.
+        Raises ValueError if `hits` does not have the shape of the scores in the checkpoint.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))
