@@ -84,12 +84,12 @@ class SelectionView:
     count: the largest number of clients to choose.
     pool: the number of the pool to choose from; -1 if the clients are not divided into pools.
     now: the virtual time in seconds.
-    version: the current model version.
+    version: the number of the current model version.
     concurrency: the largest number of clients that the schedule keeps in flight.
     facts: the facts of all clients, idle or not.
     is_idle: bool [clients of the run], True for clients that are idle, available and in the pool.
-    state: the rule's own arrays, by name; it may replace and change them, and checkpoints contain
-    them.
+    state: the arrays that the rule remembers, by name. The rule may replace and change them, and
+    checkpoints contain them.
 
     The property `clients` has the idle, available clients. Other properties, such as `samples` and
     `loss`, have a value for each of these clients. The last four fields are for raysim: rules use
@@ -116,7 +116,7 @@ class SelectionView:
 
     @cached_property
     def samples(self) -> Ints:
-        """The training samples of each client, int64 [n]."""
+        """The number of training samples of each client in `clients`, int64 [n]."""
         return self.facts.samples[self.clients]
 
     @cached_property

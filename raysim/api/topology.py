@@ -243,7 +243,8 @@ class Network:
         """Yield the exchanges of replicas after an aggregation, one after another.
 
         An exchange is a list of weighted means; all of them are computed before any replica
-        changes. There is one exchange or, with `pairwise`, one for each replica in `replicas`.
+        changes. There is one exchange. With `pairwise`, there is one for each replica in `replicas`
+        that has a neighbour.
 
         version: the number of the run's aggregations so far.
         replicas: the replicas with updates in the aggregation, ascending.

@@ -112,7 +112,8 @@ class WatchedRun:
     spy: the runtime of the run, which has stored the messages.
     uploads: the names of the tensors that clients send next to the update.
     personal: the names of the networks' tensors that stay on the clients.
-    secrets: name and bytes of each client state that is not declared as an upload.
+    secrets: name and bytes of each client state that is not declared as an upload. States with too
+    few different bytes are left out, because a message may contain such bytes by chance.
     """
 
     run: FinishedRun

@@ -159,7 +159,10 @@ class FinishedRun:
 
     @property
     def in_flight(self) -> set[int]:
-        """The numbers of the jobs that were still in flight when the run ended."""
+        """The numbers of the jobs that were dispatched but had not ended when the run ended.
+
+        Their updates were not aggregated, even if some had arrived.
+        """
         planner = self.coordinator.planner
         return {*planner.running, *(job.number for job in planner.arrived)}
 

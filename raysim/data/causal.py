@@ -81,9 +81,9 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Vocabulary:
-    """Return a vocabulary of characters: the first is token 1, and 0 ends a document.
+    """Return a vocabulary of characters; token 0 ends a document.
 
-    letters: the characters, in the order of their tokens.
+    letters: the characters in the order of their tokens: the first one is token 1.
     has_other: True adds a last token for all other characters; with False, `encode` raises
     ValueError for other characters.
     """
@@ -301,15 +301,15 @@ def _join_documents(documents: Sequence[Document], end: int) -> tuple[Ints, Ints
 class DocumentSettings:
     """The settings that turn rows of a table into documents, and documents into rows of tokens.
 
-    columns: `data.columns`, the name of one column of text or token numbers; None if the table has
-    only one such column.
+    columns: `data.columns`, a list with the name of the column of text or of token numbers. None
+    takes the only such column.
     prompt: the column of prompts; a prompt stands in front of the row's text, and its labels do not
     count. None means that there are no prompts.
     tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer; None means
     bytes for text, and the numbers themselves for token numbers.
     padding: `data.padding`, the token that ends a document; used only if documents are token
     numbers and there is no tokenizer.
-    length: tokens in a row.
+    length: the largest number of tokens in a row.
     packing: True joins the documents of a user before they are cut into rows; False begins a new
     row with each document; None means False if there are prompts, else True.
     """

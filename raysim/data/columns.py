@@ -50,7 +50,6 @@ def find_label(names: Sequence[str], place: str) -> str:
     """Return the column with a usual name for labels (`LABEL_NAMES`).
 
     names: the columns of the table.
-
     place: the name of the table in errors.
     Raise ValueError if there is no such column.
     """
@@ -103,7 +102,8 @@ def find_inputs(
     known: the columns of labels, users and domains.
     place: the name of the table in errors.
     are_separate: True if each column is a separate input.
-    Raise ValueError if the columns cannot be one input together.
+    Raise ValueError if `columns` is None and no column is left, or if the columns that are left
+    cannot be one input together.
     """
     if columns is not None:
         return columns, []

@@ -31,7 +31,7 @@ class _NamedText(NamedTuple):
 class _Corpus(Source):
     """The settings of sources that read text.
 
-    length: tokens in a row.
+    length: the largest number of tokens in a row.
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
     packing: True joins the documents of a user before they are cut into rows; with False each
     document begins a new row.

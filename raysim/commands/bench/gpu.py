@@ -266,7 +266,11 @@ def _make_method(make: MakeMethod, rounds: int) -> Method | None:
 
 
 def _run_check(spec: RunSpec, workers: int = 1) -> tuple[np.ndarray, Coordinator]:
-    """Execute a run; return its final vector followed by all client states, and the coordinator."""
+    """Execute a run; return one array with its results, and the coordinator.
+
+    The array has the final vector, then the floats of all client states.
+    workers: the number of workers.
+    """
     runtime = InProcess(*(Worker(spec, f"worker-{index}") for index in range(workers)))
     server_spec = replace(spec, device="cpu")
     coordinator = Coordinator(server_spec, Synchronous(CHECK_CLIENTS), Ideal(), runtime)

@@ -251,7 +251,10 @@ def compare_settings(
 
 
 def result_groups(study: StudyPlan, scores: Sequence[RunScores]) -> list[RunGroup]:
-    """Return a group of finished runs for each setting that has any, in the order of the study."""
+    """Return a group of finished runs for each setting, in the order of the study.
+
+    Settings without a finished run are left out.
+    """
     groups = []
     for of_setting in group_by_setting(scores):
         results = [run_scores.result for run_scores in of_setting if run_scores.result]

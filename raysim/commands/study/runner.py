@@ -117,7 +117,7 @@ def make_runs(
     say: Say = print,
     show: Callable[..., None] = lambda text, progress="": None,
 ) -> dict[str, str]:
-    """Execute the runs that are not finished; return for each failed run why it failed.
+    """Execute the runs that are not finished; return why runs failed, by the name of the run.
 
     parallel: the number of runs at a time.
     allow: the packages whose classes the options use.

@@ -116,7 +116,7 @@ def _own_metrics(planned: StudyPlan) -> list[str]:
 def _make_and_report(
     planned: StudyPlan, parallel: int, metrics: Sequence[str], allow: Sequence[str], quiet: bool
 ) -> dict[str, str]:
-    """Execute the runs and print the tables; return for each failed run why it failed.
+    """Execute the runs and print the tables; return why runs failed, by the name of the run.
 
     planned: the checked study.
     parallel: the number of runs at a time.
