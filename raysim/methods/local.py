@@ -5,8 +5,8 @@ It is a baseline: another method is useful if clients score higher with it than 
 Source: "Single" in FRAug's Table 2 (ICCV 2023) and "Local" in FedBR's Table 1 (ICML 2023).
 
 Departures from the papers
-- The optimizer starts again in each job, as in all federated methods, so that only sharing
-  differs; keep_optimizer=True keeps its buffers.
+- The optimizer starts again in each job, as in federated methods. So this baseline differs from
+  FedAvg only in that nothing is shared. keep_optimizer=True keeps the optimizer's buffers.
 - A client trains when it is sampled. All clients train in each round if schedule.cohort is the
   number of clients.
 """

@@ -7,7 +7,7 @@ is not Per-FedAvg, the meta-learning method. With w the shared model, client k's
 
     after_local      v_k = the model that client k trained last, even if it was many rounds ago
     finetune         v_k = w after some epochs on the client's data; only for the evaluation
-    finetune_last    the same, after the last round only
+    finetune_last    like finetune, but clients are fine-tuned only after the last round
 
 Departures from the paper
 - The paper names neither the mode nor the number of steps, so a reported result must name its
@@ -41,7 +41,7 @@ class PFedAvg(Method):
     """FedAvg that scores each client with a model adapted to the client's data.
 
     mode: the client's model: "after_local" is its last trained model, "finetune" the shared model
-    after fine-tuning, "finetune_last" the same after the last round only.
+    after fine-tuning. "finetune_last" fine-tunes only after the last round.
     adapt_epochs: the epochs of fine-tuning.
     head_only: True fine-tunes only the head.
     """

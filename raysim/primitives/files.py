@@ -48,7 +48,7 @@ def draft_file(path: Path) -> Iterator[Path]:
 
 
 def abandoned_drafts(folder: Path) -> list[Path]:
-    """Return the drafts that killed processes left in a folder and in the folders inside it.
+    """Return the drafts in a folder, and in its subfolders, whose processes were killed.
 
     Call it only while no other process writes there (`lock_folder`).
     """

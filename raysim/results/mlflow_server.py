@@ -70,7 +70,7 @@ KEY_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 5000
 
 
 def set_mlflow_environment() -> None:
-    """Set environment variables that MLflow reads at each call; keep values of the user."""
+    """Set environment variables that MLflow reads at each call; keep those that the user set."""
     for key, value in MLFLOW_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
 
@@ -155,7 +155,7 @@ class Mlflow:
     def _database_lock(self) -> AbstractContextManager[None]:
         """Lock a SQLite database while its tables or its experiment are created.
 
-        Without the lock, one of two processes would fail.
+        Without the lock, two processes may create them at the same time, and one of them fails.
         """
         return (
             wait_for_folder(self._database.parent, "tracking.uri")
