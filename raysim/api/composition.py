@@ -318,7 +318,11 @@ def parameter_parts(declared: MethodDeclaration) -> list[str]:
 
 
 def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError if one method replaces the training steps and another one changes them."""
+    """Raise ValueError if a method replaces local training and another one does not allow this.
+
+    If a method declares `run.train`, no method may change the training steps or keep the optimizer.
+    If the trained model has no gradients or no parameters, no other method may need them.
+    """
     owner = next((declared for declared in all_declared if declared.train is not None), None)
     if owner is None:
         return

@@ -195,8 +195,8 @@ class Evaluation:
     columns.
     common: True also scores client models on the central test set.
     probe: the number of aggregations between two probes; 0 means never. A probe stores features
-    and outputs of each client's trained model before the aggregation, on `probe_rows` images of the
-    central test set.
+    and outputs of each client's trained model before the aggregation. It uses `probe_rows` samples
+    of the central test set.
     decompose: the number of aggregations between two loss decompositions, on at most
     `decompose_rows` training samples of a client; 0 means never. A loss decomposition splits the
     loss of the new version into the three parts of the FedLD paper, which
@@ -399,6 +399,9 @@ class Local:
         Cosine and linear stay at final_lr after version T. The result is multiplied by
         lr_decay^version and, if version < W, by (version + 1) / (W + 1). The shapes are those of
         torch.optim.lr_scheduler (CosineAnnealingLR, LinearLR, StepLR).
+
+        With `schedule_over="steps"`, every schedule uses the formula of "constant" here, because
+        `step_factors` then changes the learning rate within the job.
         """
         rate = self.lr * self.lr_decay**version
         if self.schedule_over == "rounds":

@@ -252,8 +252,8 @@ class TrainingResult:
     """The result of one call to a worker, which may train several jobs.
 
     updates: the update or the failure of each job, in the order of the jobs.
-    sums: maps the numbers of several jobs to the weighted sum of their deltas, [layout.shared]. The
-    updates of these jobs have `delta=None`.
+    sums: maps groups of jobs to the weighted sum of their deltas, [layout.shared]. A group is the
+    tuple of the jobs' numbers. The updates of these jobs have `delta=None`.
     worker: the name of the worker.
     busy: the wall seconds that the worker worked since its last result; for reports only.
     states: the size in bytes of each job's final client state.

@@ -263,7 +263,9 @@ class Setup:
         ]
 
     def needs(self, *needs: Need) -> None:
-        """Raise an error if the data or the model lack something that the method needs.
+        """Declare what the method needs from the data and the model.
+
+        A run whose data or model lack one of the needs raises ValueError before it starts.
 
         needs: any of these:
         - "classes": labels are classes.
@@ -275,7 +277,9 @@ class Setup:
         self.declared.needs.extend(needs)
 
     def excludes(self, other: str, why: str) -> None:
-        """Declare that the method cannot be combined with the method `other`.
+        """Declare that the method cannot be combined with another method of the list.
+
+        other: the name of the other method.
 
         why: the reason in the error, such as "it replaces the labels".
         """

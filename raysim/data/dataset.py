@@ -126,7 +126,7 @@ class Dataset:
 
     @cached_property
     def has_unlabelled(self) -> bool:
-        """Return True if some samples have no class."""
+        """Return True if labels are one class per sample, and some samples have no label."""
         return self.kind == "classification" and bool((self.labels == IGNORED).any())
 
     @property

@@ -60,14 +60,15 @@ def fetch(
     The job may still be running, because raysim replaces a result file only when the new content is
     complete. Files of the same name on this machine are replaced.
     job: the id that `raysim submit` prints, or the URL of a run.
-    target: the folder on this machine; None takes the name of the job's folder.
+    target: the folder on this machine. None takes a folder in the current folder, with the same
+    name as the job's folder.
     address: the URL of the job server; None reads Ray's environment variables and, without these,
     takes the job server on this machine.
     folder: the folder with the results on the node of the job; None takes the value of out= in the
     job's command.
     checkpoints: True also copies the checkpoints.
     limit_mb: the largest size of the archive in MB.
-    Raise `RefusedError` if there is no such job or folder, or if the archive is larger.
+    Raise `RefusedError` if there is no such job or folder, or if the archive exceeds the limit.
     """
     if is_url(job):
         return _fetch_url(job, target, checkpoints)
