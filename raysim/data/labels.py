@@ -184,7 +184,7 @@ def _read_positions(
 ) -> LabelSet:
     """Return labels that have a class for each position: int64 [n, ...].
 
-    An array [n, 1, ...] is read as [n, ...].
+    values: an array [n, ...] with the class of each position; [n, 1, ...] means the same.
     names: the names of the classes, if the data have any.
     place: the file or the argument that has the data, for errors.
     ignore: the label of positions that have no class (`data.ignore`).

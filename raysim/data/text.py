@@ -385,10 +385,10 @@ class Markov(Source):
         """Return sequences as documents for a language model.
 
         Each token is stored as its number plus 1, because 0 marks the end of a document.
-        sequences: int64 [n, length], the tokens of each document.
+        sequences: int64 [n, T], the tokens of n documents.
         lengths: [n], how many tokens of each sequence are used; further ones are left out.
-        names: [n], the user of each sample.
-        is_test: [n], True for samples of the central test set.
+        names: [n], the user of each document.
+        is_test: [n], True for documents of the central test set.
         """
         documents = []
         for sequence, length, name, test in zip(sequences, lengths, names, is_test, strict=True):

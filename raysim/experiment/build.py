@@ -322,6 +322,7 @@ def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
     """Return why the planner cannot plan later aggregations before earlier ones are trained.
 
     Return "" if it can.
+    declarations: what the run's methods declared, such as messages that change in size.
     """
     if not spec.selection.plans_ahead:
         return "the selection needs reports"
@@ -357,10 +358,13 @@ def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
 def _choose_step_mode(
     spec: RunSpec, declarations: Declarations, runtime: RuntimeOptions, schedule: Schedule
 ) -> RunSpec:
-    """Set the lanes, the use of CUDA graphs and the precision of training steps in the spec.
+    """Return the spec with the lanes, the use of graphs and the precision of training steps.
 
-    Lanes and graphs that are None in `runtime` are chosen by the model and the device.
-    runtime: the options of the group `runtime`.
+    A graph is a recorded step (on a GPU a CUDA graph).
+    declarations: the run's networks, and what its methods declared.
+    runtime: the options of the group `runtime`. If `lanes` or `graph` is None, the model, the
+    device and the schedule decide it.
+    schedule: the rule for when clients are dispatched.
     Raise `RefusedError` if the device does not have the precision.
     """
     if runtime.precision == "tf32" and not spec.device.startswith("cuda"):

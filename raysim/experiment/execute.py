@@ -193,20 +193,24 @@ def _build_once(
 
 
 def _run_with_restarts(
-    experiment: Experiment, place: Place, console: Console, quiet: bool, users: Sequence[Observer]
+    experiment: Experiment,
+    place: Place,
+    console: Console,
+    quiet: bool,
+    user_observers: Sequence[Observer],
 ) -> Result:
     """Execute a run; if a process is lost, continue from the last checkpoint.
 
     place: the run's folder, and the checkpoint from which the run continues, if it has one.
     quiet: True prints only warnings and errors.
-    users: the user's observers.
+    user_observers: the user's observers.
     """
     options = experiment.spec.settings.checkpoint
     restarts_left = MAX_RESTARTS
     while True:
         checkpoint = last_checkpoint(place.folder, options)
         try:
-            return _run_once(experiment, place, console, quiet, users)
+            return _run_once(experiment, place, console, quiet, user_observers)
         except ProcessLostError as error:
             has_progressed = last_checkpoint(place.folder, options) != checkpoint
             restarts_left = MAX_RESTARTS if has_progressed else restarts_left - 1
@@ -225,13 +229,17 @@ def _run_with_restarts(
 
 
 def _run_once(
-    experiment: Experiment, place: Place, console: Console, quiet: bool, users: Sequence[Observer]
+    experiment: Experiment,
+    place: Place,
+    console: Console,
+    quiet: bool,
+    user_observers: Sequence[Observer],
 ) -> Result:
     """Execute a run. Raise ProcessLostError if a process is lost.
 
     place: the run's folder, and the checkpoint from which the run continues, if it has one.
     quiet: True prints only warnings and errors.
-    users: the user's observers.
+    user_observers: the user's observers.
     """
     if place.is_finished:
         say(console, place.note)
@@ -256,4 +264,4 @@ def _run_once(
             begin_folder(experiment, place)
         stack.enter_context(stacks_on_signal(place.folder, "driver"))
         all_events = chain([first_event], events)
-        return record(experiment, place.folder, all_events, console, quiet, users)
+        return record(experiment, place.folder, all_events, console, quiet, user_observers)

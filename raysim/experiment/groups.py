@@ -55,8 +55,8 @@ class Groups:
 def find_groups(folders: Sequence[Path] = ()) -> Groups:
     """Find all options of `conf`, of the installed packages and of the user's own folders.
 
-    A file in one of the user's folders replaces a file of the same name in `conf`, in a package, or
-    in an earlier one of the user's folders.
+    A file in one of the user's folders replaces a file of the same name in any folder before it:
+    `conf`, a package, or another folder of the user.
     folders: the user's own folders of options.
     Raise `RefusedError` for a folder that does not exist, for a broken link, and for a package's
     file that has the name of another option.
@@ -118,7 +118,8 @@ def yaml_files(root: Path) -> Iterator[Path]:
 def config_roots(folders: Sequence[Path]) -> list[Path]:
     """Return the folders with options: `conf`, installed packages, and the user's folders.
 
-    The order matters: a file replaces a file of the same name in an earlier folder.
+    The order matters: a file in one of the user's folders replaces a file of the same name in an
+    earlier folder.
     folders: the user's folders.
     """
     return list(dict.fromkeys([conf_folder(), *conf_folders_of(installed_packages()), *folders]))

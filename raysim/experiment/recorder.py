@@ -172,7 +172,7 @@ def record(
     events: Iterator[Event],
     console: Console,
     quiet: bool,
-    users: Sequence[Observer] = (),
+    user_observers: Sequence[Observer] = (),
 ) -> Result:
     """Follow a run to its end with all observers, raysim's and the user's; return its result.
 
@@ -180,11 +180,12 @@ def record(
     folder: the run's folder.
     events: the events of the run, in order.
     quiet: True lets raysim's observers print nothing.
-    users: the user's observers, which are called after raysim's.
+    user_observers: the user's observers, which are called after raysim's.
     Raise `Interrupted` if the user stops the run.
     """
     run = current_run(experiment, folder)
-    follower = Follower(run, events, [*run_observers(experiment, folder, console, quiet), *users])
+    own_observers = run_observers(experiment, folder, console, quiet)
+    follower = Follower(run, events, [*own_observers, *user_observers])
     try:
         follower.follow_to_end()
     except KeyboardInterrupt:
@@ -229,8 +230,9 @@ def current_run(experiment: Experiment, folder: Path) -> CurrentRun:
 def run_observers(
     experiment: Experiment, folder: Path, console: Console, quiet: bool, *, is_trial: bool = False
 ) -> list[Observer]:
-    """Return the observers of a run in the order in which they are called.
+    """Return raysim's observers of a run in the order in which they are called.
 
+    folder: the run's folder.
     is_trial: True if a sweep makes the run. The sweep sends the trial's rows to MLflow and draws
     one picture of all trials, so the run itself does neither.
     quiet: True if the observers must print nothing.

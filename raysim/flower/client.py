@@ -73,6 +73,7 @@ class AppRunner:
 
         The global generators of `random`, NumPy and torch are seeded from the run's seed, the
         client and `number`, and restored afterwards.
+        message: the message to the client.
         number: how many messages the client has received before.
         state: the records that the client has kept so far.
         Raises AppError if the app raises an error, exits, does not return a message with content,

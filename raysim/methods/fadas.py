@@ -194,7 +194,10 @@ class FADAS(Method):
         run.server_state("steps", lambda server: torch.zeros(1, dtype=torch.int64))
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return AMSGrad's step along the mean update, at the rate for the largest staleness."""
+        """Return AMSGrad's step along the mean update, at the rate for the largest staleness.
+
+        direction: the mean update.
+        """
         rate = self.server_lr
         if self.threshold is not None:
             rate = delay_adaptive_lr(

@@ -122,7 +122,10 @@ class FedDyn(Method):
         job.state["gradient"] = updated_gradient(correction, trained, received, self.alpha)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Update the drift, and return the server's step: the mean update minus drift / alpha."""
+        """Update the drift, and return the server's step: the mean update minus drift / alpha.
+
+        direction: the mean update of the participants.
+        """
         count = len(aggregation.updates)
         drift = server.state["drift"]
         drift = updated_drift(drift, direction, count, server.population, self.alpha)

@@ -124,7 +124,12 @@ def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> S
 
 
 def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return feature sums [C, D] and counts [C] of the classes, and the sum of all squares."""
+    """Return feature sums [C, D] and counts [C] of the classes, and the sum of all squares.
+
+    features: [B, D].
+    labels: the class of each row, int64 [B].
+    num_classes: the number C of classes.
+    """
     values = features.double()
     classes = torch.arange(num_classes, device=labels.device)
     members = (labels == classes.unsqueeze(1)).double()

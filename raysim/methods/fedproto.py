@@ -54,7 +54,9 @@ def class_means(
 ) -> tuple[Tensor, Tensor]:
     """Return the mean features [C, d] and the number of samples [C] of each class, float64.
 
-    batches: features [B, d] and labels int64 [B]. A class without samples has zeros.
+    A class without samples has zeros.
+    batches: the features [B, d] and the labels int64 [B] of each batch.
+    num_classes: the number C of classes.
     """
     sums, counts = [], []
     for features, labels in batches:

@@ -51,7 +51,10 @@ def sharpness_shift(grad: Tensor, rho: float) -> Tensor:
 
 
 def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tensor:
-    """Return FedASAM's step uphill, rho T^2 g / |T g| with T = |params| + eta; all are [n]."""
+    """Return FedASAM's step uphill, rho T^2 g / |T g| with T = |params| + eta; all are [n].
+
+    grad: g, the gradient with respect to `params`.
+    """
     scale = params.abs() + eta
     return scale * sharpness_shift(scale * grad, rho)
 
