@@ -36,7 +36,7 @@ from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.primitives.checks import one_of
-from raysim.vectors.blocks import new_like
+from raysim.vectors.blocks import BLOCK, new_like, split_range
 from raysim.vectors.layout import Layout
 
 if TYPE_CHECKING:
@@ -114,23 +114,81 @@ class Compressor(Method):
         """
         return 1.0
 
-    def remove_sent(
-        self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
-    ) -> None:
-        """Subtract the decoded values from `wanted`, in place.
+    def exchange(
+        self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
+    ) -> tuple[np.ndarray, Tensor]:
+        """Send `values` with error feedback; return the message and the sender's next memory.
 
-        Only error feedback ef14 calls this function, and stores the result as the sender's next
-        memory. A compressor whose decoded values are mostly 0 may override it to change only a few
-        entries.
-
-        message: the message that `encode` returned.
-        decoded: [layout.trained], the values that `decode` returned for the message, multiplied by
-        `contraction`.
-        wanted: [layout.trained], the vector that was encoded: v + m in the formulas at the top of
-        this file.
-        `decoded` and `wanted` are on the device of the sender.
+        Fill `values` with the values that the receiver has. A compressor may override this function
+        with a faster one that has the same results. A subclass of such a compressor that overrides
+        `encode` must override this function as well.
+        values: [layout.trained], the vector v at the top of this file.
+        memory: [layout.trained], the sender's memory m, which must not be changed; empty if m is 0.
+        key, kept: see `encode`.
+        All tensors but `kept` are on the device of the sender.
         """
-        wanted.sub_(decoded)
+        following = self._add_memory(values, memory)
+        message = self._message(following, layout, key, kept)
+        self._receive(message, layout, values, self.contraction(layout))
+        is_on_cpu = values.device.type == "cpu"
+        for part in split_range(0, len(values), BLOCK if is_on_cpu else len(values)):
+            received = values[part]
+            if self.feedback == "ef14":
+                following[part].sub_(received)
+                continue
+            if len(memory):
+                received.add_(memory[part])
+            following[part].copy_(received)
+        return message, following
+
+    # --- functions for `exchange` -----------------------------------------------------------------
+    def _add_memory(self, values: Tensor, memory: Tensor) -> Tensor:
+        """Return the vector to encode in a new tensor: v - m with ef21, and v + m with ef14.
+
+        values: [layout.trained], the vector v.
+        memory: [layout.trained], the memory m; empty if m is 0.
+        """
+        wanted = new_like(values)
+        if not len(memory):
+            return wanted.copy_(values)
+        if self.feedback == "ef21":
+            return torch.sub(values, memory, out=wanted)
+        return torch.add(values, memory, out=wanted)
+
+    def _message(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
+        """Return the message of `encode`, which shares no memory with `values`.
+
+        values: [layout.trained], the vector to encode, on any device.
+        key, kept: see `encode`.
+        Raise ValueError if the message does not have the declared size.
+        """
+        sent = values.to("cpu", torch.float32)
+        message = self.encode(sent, layout, key, kept)
+        if np.may_share_memory(message, sent.numpy()):
+            message = message.copy()  # decoding overwrites `values`
+        words = self.words(layout)
+        if message.dtype != np.uint32 or message.shape != (words,):
+            raise ValueError(
+                f"compression={self.name}: the function 'encode' returned {message.dtype} "
+                f"{list(message.shape)}, but it must return uint32 [{words}], because the function "
+                f"'words' returned {words}. Correct one of the two functions."
+            )
+        return message
+
+    def _receive(
+        self, message: np.ndarray, layout: Layout, values: Tensor, factor: float = 1.0
+    ) -> None:
+        """Fill `values` with the decoded message, multiplied by `factor`.
+
+        values: [layout.trained], on any device.
+        """
+        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
+        out = values if is_direct else torch.empty(len(values))
+        self.decode(message, layout, out)
+        if factor != 1.0:
+            out *= factor
+        if not is_direct:
+            values.copy_(out)
 
     # --- the run ----------------------------------------------------------------------------------
     @property
@@ -171,55 +229,14 @@ class Compressor(Method):
         key: a random number below 2^63, which `encode` gets for this message.
         Raise ValueError if the message does not have the size that `words` returns.
         """
-        memory = state.get(MEMORY)
-        wanted = values
-        if memory is not None:
-            wanted = new_like(values)
-            if not len(memory):
-                wanted.copy_(values)
-            elif self.feedback == "ef21":
-                torch.sub(values, memory, out=wanted)
-            else:
-                torch.add(values, memory, out=wanted)
         kept = state.get(KEPT, torch.empty(0)).to("cpu", torch.float32)
-        sent = wanted.to("cpu", torch.float32)
-        message = self.encode(sent, layout, key, kept)
-        if np.may_share_memory(message, sent.numpy()):
-            message = message.copy()  # decoding overwrites `values`
-        words = self.words(layout)
-        if message.dtype != np.uint32 or message.shape != (words,):
-            raise ValueError(
-                f"compression={self.name}: the function 'encode' returned {message.dtype} "
-                f"{list(message.shape)}, but it must return uint32 [{words}], because the function "
-                f"'words' returned {words}. Correct one of the two functions."
-            )
-        self._receive(message, layout, values, has_memory=memory is not None)
         following: dict[str, Tensor] = {}
-        if memory is not None:
-            if self.feedback == "ef21":
-                if len(memory):
-                    values += memory
-                following[MEMORY] = wanted.copy_(values)
-            else:
-                self.remove_sent(message, layout, values, wanted)
-                following[MEMORY] = wanted
+        if MEMORY in state:
+            message, memory = self.exchange(values, state[MEMORY], layout, key, kept)
+            following[MEMORY] = memory
+        else:
+            message = self._message(values, layout, key, kept)
+            self._receive(message, layout, values)
         if KEPT in state:
             following[KEPT] = self.keep(message, layout).to(values)
         return following
-
-    def _receive(
-        self, message: np.ndarray, layout: Layout, values: Tensor, has_memory: bool
-    ) -> None:
-        """Fill `values`, float [layout.trained], with the decoded message.
-
-        has_memory: True if the sender uses error feedback; the decoded values are then multiplied
-        by `contraction`.
-        """
-        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
-        out = values if is_direct else torch.empty(len(values))
-        self.decode(message, layout, out)
-        factor = self.contraction(layout) if has_memory else 1.0
-        if factor != 1.0:
-            out *= factor
-        if not is_direct:
-            values.copy_(out)

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from raysim.api.compression import Compressor, Direction, Feedback
@@ -36,14 +37,22 @@ from raysim.primitives.checks import at_least, in_range
 from raysim.vectors.blocks import compile_function
 from raysim.vectors.layout import Layout
 
+CHUNK = 512  # entries that are rounded at once
+GOLDEN = 0x9E3779B9  # 2^32 divided by the golden ratio; positions times this number are far apart
+NOTHING = torch.empty(0)
+
 
 def _round_randomly(
     values: np.ndarray,
     starts: np.ndarray,
     scales: np.ndarray,
     levels: int,
-    key: int,
+    key: np.ndarray,
+    steps: np.ndarray,
     digits: np.ndarray,
+    received: np.ndarray,
+    memory: np.ndarray,
+    contraction: float,
 ) -> None:
     """Round each entry at random to one of 2 s + 1 digits, where s is `levels`.
 
@@ -54,34 +63,61 @@ def _round_randomly(
     The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position. All
     variables have 32 bits, so that the CPU can compute several entries with one instruction.
 
+    level(v) = floor(levels |v| / scale + u) is rounded at random. The random number u in [0, 1) is
+    a 32-bit hash of the key and of the entry's position. All variables of the hash have 32 bits, so
+    that the CPU computes several entries with one instruction. numba computes with 64 bits what
+    depends on a loop's index or on an argument that is a number; so `key` and `steps` are arrays.
+    With error feedback (if `received` is not empty), fill `received` with the values that the
+    receiver has, and replace `values` by the next memory. A chunk of entries is in the fastest
+    cache meanwhile. Its loops are separate so that every product and every sum is rounded, as in
+    `Compressor.exchange`.
     values: float32 [entries].
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     scales: float32 [buckets].
     levels: the number of levels above 0.
-    key: the message's random number.
+    key: the low and the high word of the message's random number, uint32 [2].
+    steps: the numbers 0 GOLDEN, 1 GOLDEN, 2 GOLDEN, ..., uint32 [CHUNK].
     digits: [entries], the array to fill.
+    received: float32 [entries], or empty without error feedback.
+    memory: float32 [entries], the last memory with ef21; empty with ef14.
+    contraction: float32, the factor for decoded values.
     """
-    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32((key >> 32) & 0xFFFFFFFF)
-    golden = np.uint32(0x9E3779B9)
-    most = np.int32(levels)
+    low, high = key[0], key[1]
+    most = np.float32(levels)
     for bucket in range(len(starts) - 1):
         scale = scales[bucket]
-        factor = np.float32(levels) / scale if scale > 0 else np.float32(0)
-        first = starts[bucket]
-        part, out = values[first : starts[bucket + 1]], digits[first : starts[bucket + 1]]
-        offset = np.uint32(np.uint32(first) * golden)
-        for index in range(len(part)):
-            mixed = np.uint32(offset + np.uint32(np.uint32(index) * golden)) ^ low
-            mixed = np.uint32(np.uint32(mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x21F0AAAD))
-            mixed = np.uint32(mixed + high)
-            mixed = np.uint32(mixed ^ (mixed >> np.uint32(15)))
-            mixed = np.uint32(mixed * np.uint32(0x735A2D97))
-            mixed = np.uint32(mixed ^ (mixed >> np.uint32(15)))
-            uniform = np.float32(np.int32(mixed >> np.uint32(8))) * np.float32(2.0**-24)
-            value = part[index]
-            level = min(np.int32(abs(value) * factor + uniform), most)
-            sign = np.int32(1) if value >= 0 else np.int32(-1)
-            out[index] = np.int32(most + sign * level)
+        factor = most / scale if scale > 0 else np.float32(0)
+        unit = scale / most
+        for first in range(starts[bucket], starts[bucket + 1], len(steps)):
+            stop = min(first + len(steps), starts[bucket + 1])
+            part, out = values[first:stop], digits[first:stop]
+            offset = np.uint32(np.uint32(first) * np.uint32(GOLDEN))
+            for index in range(len(part)):
+                mixed = np.uint32(np.uint32(offset + steps[index]) ^ low)
+                mixed = np.uint32(mixed ^ np.uint32(mixed >> np.uint32(16)))
+                mixed = np.uint32(np.uint32(mixed * np.uint32(0x21F0AAAD)) + high)
+                mixed = np.uint32(mixed ^ np.uint32(mixed >> np.uint32(15)))
+                mixed = np.uint32(mixed * np.uint32(0x735A2D97))
+                mixed = np.uint32(mixed ^ np.uint32(mixed >> np.uint32(15)))
+                uniform = np.float32(np.int32(mixed >> np.uint32(8))) * np.float32(2.0**-24)
+                value = part[index]
+                level = min(np.float32(np.floor(abs(value) * factor + uniform)), most)
+                out[index] = np.int32(most + np.copysign(level, value))
+            if not len(received):
+                continue
+            to = received[first:stop]
+            for index in range(len(part)):
+                decoded = np.float32(np.int32(np.int32(out[index]) - np.int32(levels))) * unit
+                to[index] = decoded * contraction
+            if not len(memory):
+                for index in range(len(part)):
+                    part[index] -= to[index]
+                continue
+            old = memory[first:stop]
+            for index in range(len(part)):
+                to[index] += old[index]
+            for index in range(len(part)):
+                part[index] = to[index]
 
 
 def _restore(
@@ -187,10 +223,41 @@ class _Quantizer(Compressor):
         key: the number from which the random rounding is computed.
         kept: not used, because a message does not depend on earlier messages.
         """
+        return self._round(values, layout, key, NOTHING, NOTHING)
+
+    def exchange(
+        self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
+    ) -> tuple[np.ndarray, Tensor]:
+        """Send `values` with error feedback; return the message and the sender's next memory.
+
+        Entries are encoded, decoded and put into the next memory in one pass.
+        """
+        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
+        if not (is_direct and len(memory)):
+            return super().exchange(values, memory, layout, key, kept)
+        following = self._add_memory(values, memory)
+        added = memory if self.feedback == "ef21" else NOTHING
+        return self._round(following, layout, key, values, added), following
+
+    def _round(
+        self, values: Tensor, layout: Layout, key: int, received: Tensor, memory: Tensor
+    ) -> np.ndarray:
+        """Return the message for `values`; the arguments are those of `_round_randomly`."""
         starts, array = self.starts(layout), values.numpy()
         scales = self.scales(array, starts)
         digits = np.empty(len(array), np.uint16 if self.width > 8 else np.uint8)
-        compile_function(_round_randomly)(array, starts, scales, self.levels, key, digits)
+        compile_function(_round_randomly)(
+            array,
+            starts,
+            scales,
+            self.levels,
+            np.array([key], np.uint64).view(np.uint32),
+            np.arange(CHUNK, dtype=np.uint32) * np.uint32(GOLDEN),
+            digits,
+            received.numpy(),
+            memory.numpy(),
+            np.float32(self.contraction(layout)),
+        )
         return np.concatenate([scales.view(np.uint32), pack(digits, self.width)])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:

@@ -26,53 +26,86 @@ from torch import Tensor
 from raysim.api.compression import Compressor, Direction, Feedback
 from raysim.compressors.bits import pack_positions, unpack_positions, words_of_positions
 from raysim.primitives.checks import in_range
-from raysim.vectors.blocks import compile_function
+from raysim.vectors.blocks import compile_function, new_like
 from raysim.vectors.layout import Layout
 
 SAMPLE = 1 << 14  # entries from which the threshold of a long vector is estimated
 SMALL = 1 << 17  # entries of a vector that is partitioned as a whole
-GROUP = 16  # entries that are compared at once; of 100 groups about 20 have a large entry
-WITHOUT_SIGN = np.uint32(0x7FFFFFFF)  # the bits of a float32 but for its sign
+CHUNK = 1 << 10  # entries that are compared at once; the results stay in the fastest cache
+# Byte 7 - i of this number is i. A word whose only bit that is 1 is the lowest bit of byte i, times
+# this number, has i in its highest byte.
+BYTE_INDEX = 0x0001020304050607
+NOTHING = np.empty(0, np.float32)
 
 
 def _collect(
-    groups: np.ndarray, threshold: int, positions: np.ndarray, magnitudes: np.ndarray
+    values: np.ndarray,
+    memory: np.ndarray,
+    threshold: float,
+    flags: np.ndarray,
+    words: np.ndarray,
+    positions: np.ndarray,
+    magnitudes: np.ndarray,
 ) -> int:
-    """Find the entries whose magnitude is at least `threshold`; return how many there are.
+    """Find the large entries of values - memory; return their number.
 
-    The magnitude of an entry v is an integer: the bits of |v|. It has the same order as |v|.
-    If less than GROUP places are left in `positions` for the next row, stop and return the length
-    of `positions` plus 1: there are probably too many such entries.
-    groups: uint32 [n, GROUP], the bits of all entries, row by row.
-    positions: the array to fill with the positions of the entries.
-    magnitudes: the array to fill with the magnitudes of the entries, uint32, as long as
-    `positions`.
+    The magnitude of an entry is its absolute value. An entry is large if its magnitude is at least
+    `threshold`. A chunk of entries is compared first, and each entry gets a byte: 1 if it is large,
+    else 0. Then 8 of these bytes are read as one word. Most words are 0, so the loop over large
+    entries is short.
+    Return len(positions) + 1 if there may be more entries than fit into `positions`.
+    values: float32 [d], finite.
+    memory: float32 [d], finite; empty for zeros.
+    flags: space for the bytes of a chunk, uint8 [CHUNK].
+    words: the same memory as `flags`, uint64 [CHUNK / 8].
+    positions: the array to fill with the positions of the entries, in ascending order.
+    magnitudes: the array to fill with the magnitudes of the entries, as long as `positions`.
     """
-    count, room = 0, len(positions) - GROUP
-    for group in range(len(groups)):
-        largest = np.uint32(0)
-        for index in range(GROUP):
-            largest = max(largest, groups[group, index] & WITHOUT_SIGN)
-        if largest < threshold:
-            continue
-        if count > room:
-            return len(positions) + 1
-        for index in range(GROUP):
-            magnitude = groups[group, index] & WITHOUT_SIGN
-            positions[count], magnitudes[count] = group * GROUP + index, magnitude
-            count += magnitude >= threshold  # the next entry overwrites one that is too small
+    count, room = 0, len(positions) - 8
+    for start in range(0, len(values), len(flags)):
+        part = values[start : start + len(flags)]
+        old = memory[start : start + len(flags)]
+        if len(old):
+            for index in range(len(part)):
+                flags[index] = abs(part[index] - old[index]) >= threshold
+        else:
+            for index in range(len(part)):
+                flags[index] = abs(part[index]) >= threshold
+        for index in range(len(part), len(flags)):
+            flags[index] = 0
+        for word in range(len(words)):
+            bits = words[word]
+            if bits and count > room:
+                return len(positions) + 1
+            while bits:
+                lowest = bits & (~bits + np.uint64(1))
+                byte = np.int64((lowest * np.uint64(BYTE_INDEX)) >> np.uint64(56))
+                place = 8 * word + byte
+                entry = part[place] - old[place] if len(old) else part[place]
+                positions[count], magnitudes[count] = start + place, abs(entry)
+                count += 1
+                bits ^= lowest
     return count
 
 
-def largest_positions(values: np.ndarray, count: int) -> np.ndarray:
-    """Return the positions of the `count` entries with the largest absolute values, ascending.
+def _copy_twice(memory: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
+    """Copy `memory` to two arrays; all are float32 [d]. -0 becomes 0, as in a sum with 0."""
+    for index in range(len(memory)):
+        value = memory[index] + np.float32(0)
+        first[index] = value
+        second[index] = value
 
-    Of entries with equal absolute values, the ones with the lowest positions are taken. The bits of
-    floats without the sign bit are compared as integers, which gives the same order in less time.
+
+def largest_positions(values: np.ndarray, count: int, memory: np.ndarray = NOTHING) -> np.ndarray:
+    """Return the positions of the `count` entries of values - memory with the largest magnitudes.
+
+    The magnitude of an entry is its absolute value. The positions are ascending. Of equal entries
+    the first ones are taken.
     values: float32 [d], finite.
+    memory: float32 [d], finite; empty for zeros.
     """
-    bits = values.view(np.uint32)
-    positions, magnitudes = _candidates(bits, count) or (None, bits & WITHOUT_SIGN)
+    candidates = _candidates(values, count, memory)
+    positions, magnitudes = candidates or (None, np.abs(_difference(values, memory)))
     threshold = np.partition(magnitudes, len(magnitudes) - count)[len(magnitudes) - count]
     is_large = magnitudes >= threshold
     surplus = np.count_nonzero(is_large) - count
@@ -82,38 +115,40 @@ def largest_positions(values: np.ndarray, count: int) -> np.ndarray:
     return np.flatnonzero(is_large) if positions is None else positions[is_large]
 
 
-def _candidates(bits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+def _difference(values: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """Return values - memory; an empty memory stands for zeros."""
+    return values - memory if len(memory) else values
+
+
+def _candidates(
+    values: np.ndarray, count: int, memory: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Return positions and magnitudes of some entries, among them the `count` largest ones.
 
-    The magnitude of an entry v is an integer: the bits of |v|. A threshold is estimated from a
-    sample of the magnitudes. The result has all entries whose magnitude is at least the threshold,
-    in the order of their positions.
-
-    Return None if the vector is short, if `count` is large, or if the threshold selects too few or
-    too many entries. The caller then compares all entries.
-    bits: uint32 [d], the bits of all entries.
+    A threshold for the magnitude is estimated from a sample of the entries. The result has all
+    entries whose magnitude is at least the threshold, in the order of their positions. The
+    arguments are those of `largest_positions`.
+    Return None if the vector is short or `count` is large. Also return None if the threshold would
+    select too few or too many entries. The caller then compares all entries.
     """
-    length = len(bits)
+    length = len(values)
     if length <= SMALL or 4 * count >= length:
         return None
-    sample = bits[:: length // SAMPLE] & WITHOUT_SIGN
+    step = length // SAMPLE
+    sample = np.abs(_difference(values[::step], memory[::step]))
     wanted = math.ceil(len(sample) * count / length * 1.25) + 16
     threshold = np.partition(sample, len(sample) - wanted)[len(sample) - wanted]
     positions = np.empty(2 * count + length // 64, np.int64)
-    magnitudes = np.empty(len(positions), np.uint32)
-    whole = length // GROUP * GROUP
-    collected = compile_function(_collect)(
-        bits[:whole].reshape(-1, GROUP), threshold, positions, magnitudes
+    magnitudes = np.empty(len(positions), np.float32)
+    flags = np.empty(CHUNK, np.uint8)
+    collect = compile_function(_collect)
+    collected = collect(
+        values, memory, threshold, flags, flags.view(np.uint64), positions, magnitudes
     )
-    last = bits[whole:] & WITHOUT_SIGN
-    is_large = last >= threshold
     # The sample was not typical: too many entries are that large, or too few.
-    if collected > len(positions) or collected + np.count_nonzero(is_large) < count:
+    if collected > len(positions) or collected < count:
         return None
-    return (
-        np.concatenate([positions[:collected], whole + np.flatnonzero(is_large)]),
-        np.concatenate([magnitudes[:collected], last[is_large]]),
-    )
+    return positions[:collected], magnitudes[:collected]
 
 
 class _Sparse(Compressor):
@@ -154,11 +189,20 @@ class TopK(_Sparse):
 
         key, kept: not used, because this compressor is not random and remembers nothing.
         """
-        array = values.numpy()
-        positions = largest_positions(array, self.count(layout))
-        return np.concatenate(
-            [array[positions].view(np.uint32), pack_positions(positions, len(array))]
-        )
+        return self._encode(values.numpy(), layout)
+
+    def _encode(
+        self, values: np.ndarray, layout: Layout, memory: np.ndarray = NOTHING
+    ) -> np.ndarray:
+        """Return the message for values - memory, which is not computed for all entries.
+
+        memory: float32 [layout.trained]; empty for zeros.
+        """
+        positions = largest_positions(values, self.count(layout), memory)
+        entries = values[positions]
+        if len(memory):
+            entries -= memory[positions]
+        return np.concatenate([entries.view(np.uint32), pack_positions(positions, len(values))])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
         """Fill `out` with the entries of the message at their positions, and with 0 elsewhere."""
@@ -166,18 +210,34 @@ class TopK(_Sparse):
         out.zero_()
         out.numpy()[self._positions(message, layout)] = entries
 
-    def remove_sent(
-        self, message: np.ndarray, layout: Layout, decoded: Tensor, wanted: Tensor
-    ) -> None:
-        """Set to 0 the entries of `wanted` that the message contains.
+    def exchange(
+        self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
+    ) -> tuple[np.ndarray, Tensor]:
+        """Send `values` with error feedback; return the message and the sender's next memory.
 
-        What is left in `wanted` becomes the sender's next memory for error feedback ef14. The
-        entries in the message need no correction, because the receiver decodes them exactly.
-        decoded: the decoded message, [layout.trained]; not used here.
-        wanted: the vector that the sender encoded, [layout.trained]; it is changed in place.
+        The receiver decodes the sent entries exactly, and 0 elsewhere. So with ef14 the next memory
+        is the encoded vector without the sent entries. With ef21 it is the last memory plus these
+        entries.
         """
-        positions = torch.from_numpy(self._positions(message, layout)).to(wanted.device)
-        wanted[positions] = 0
+        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
+        if self.feedback == "ef14":
+            following = self._add_memory(values, memory)
+            message = self._message(following, layout, key, kept)
+            positions = torch.from_numpy(self._positions(message, layout)).to(values.device)
+            self._receive(message, layout, values)
+            following.index_fill_(0, positions, 0)
+            return message, following
+        if not (is_direct and len(memory)):
+            return super().exchange(values, memory, layout, key, kept)
+        message = self._encode(values.numpy(), layout, memory.numpy())
+        positions = torch.from_numpy(self._positions(message, layout))
+        received = torch.from_numpy(message[: len(positions)].view(np.float32))
+        received = received + memory.index_select(0, positions)
+        following = new_like(values)
+        compile_function(_copy_twice)(memory.numpy(), values.numpy(), following.numpy())
+        values.index_copy_(0, positions, received)
+        following.index_copy_(0, positions, received)
+        return message, following
 
     def _positions(self, message: np.ndarray, layout: Layout) -> np.ndarray:
         count = self.count(layout)

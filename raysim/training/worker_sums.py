@@ -67,9 +67,6 @@ class GroupSum:
     def __init__(self, count: int):
         self._count = count
         self._waiting: dict[tuple[int, int], Tensor | None] = {}  # by level and index
-        # Vectors that are not needed any more. New memory costs as much as a sum, because the
-        # system clears its pages.
-        self._free: list[Tensor] = []
         self.total: Tensor | None = None
 
     def add(self, position: int, delta: Tensor | None, weight: float) -> None:
@@ -91,7 +88,6 @@ class GroupSum:
                     siblings.append(other)
             index >>= 1
         self.total = self._sum(delta, weight, siblings)
-        self._free.clear()
 
     def _sum(self, delta: Tensor | None, weight: float, siblings: list[Tensor]) -> Tensor | None:
         """Return weight * delta + siblings[0] + siblings[1] + ..., added in this order.
@@ -102,11 +98,9 @@ class GroupSum:
         if delta is None:
             return functools.reduce(Tensor.add_, siblings) if siblings else None
         if not siblings:
-            out = self._free.pop() if self._free else new_like(delta)
-            return torch.mul(delta, weight, out=out)
+            return torch.mul(delta, weight, out=new_like(delta))
         *others, total = siblings
         _add_product(delta, weight, others, total)
-        self._free += others
         return total
 
 

@@ -371,6 +371,30 @@ class TestFeedback:
         once = np.linalg.norm(coded(compressor, update) - update) / np.linalg.norm(update)
         assert error < max(0.25 * once, 1e-5)
 
+    @pytest.mark.parametrize(
+        "compressor",
+        [TopK(0.01), TopK(0.3), QSGD(), QSGD(300, 100), QSGD(1, None), TernGrad()],
+        ids=str,
+    )
+    @pytest.mark.parametrize("kind", ["ef21", "ef14"])
+    def test_fast_exchange_has_the_bits_of_the_plain_one(
+        self, compressor: Compressor, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(compressor, "feedback", kind)
+        layout = layout_of(nn.Linear(1000, 300))
+        fast = plain = torch.empty(0)
+        for turn in range(3):
+            received = torch.from_numpy(values_of(layout, turn))
+            expected = received.clone()
+            before, old = fast, fast.clone()
+            arguments = layout, KEY + turn, torch.empty(0)
+            message, fast = compressor.exchange(received, fast, *arguments)
+            words, plain = Compressor.exchange(compressor, expected, plain, *arguments)
+            assert (message == words).all()
+            assert torch.equal(received.view(torch.int32), expected.view(torch.int32))
+            assert torch.equal(fast.view(torch.int32), plain.view(torch.int32))
+            assert torch.equal(before, old)
+
 
 def test_compressor_message_of_wrong_size_is_refused() -> None:
     class Longer(TopK):

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny_runs import ROUNDS, run_spec, with_settings
 
 from raysim.runtime import inprocess
 from raysim.simulation.fleet import Ideal
 from raysim.training.determinism import openblas_threads
 from raysim.vectors import blocks
-from raysim.vectors.blocks import compile_function, in_blocks
+from raysim.vectors.blocks import compile_function, in_blocks, new_like
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100])
@@ -61,6 +63,50 @@ def test_run_limits_numpy_to_one_thread_and_restores_it() -> None:
         ]
         assert during and all(found == {1} for found in during)
         assert threads() == before
+
+
+class TestNewLike:
+    LENGTH = blocks.LARGE_PAGES_BYTES // 4
+
+    @pytest.fixture(autouse=True)
+    def _no_unused_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(blocks._RecycledMemory, "_unused", [])
+
+    def test_new_vector_has_memory_of_a_deleted_one(self) -> None:
+        example = torch.empty(self.LENGTH)
+        vector = new_like(example)
+        place = vector.data_ptr()
+        del vector
+        again = new_like(example)
+        assert again.data_ptr() == place
+        assert again.shape == example.shape
+        assert again.dtype == example.dtype
+
+    def test_memory_in_use_is_not_given_to_another_vector(self) -> None:
+        example = torch.empty(self.LENGTH)
+        first, second = new_like(example).fill_(1), new_like(example).fill_(1)
+        array, part = first.numpy(), second[3:]
+        copied = pickle.loads(pickle.dumps(new_like(example).fill_(1).numpy()))
+        del first, second
+        others = [new_like(example).fill_(2) for _ in range(3)]
+        assert (array == 1).all()
+        assert (part == 1).all()
+        assert (copied == 1).all()
+        assert all((other == 2).all() for other in others)
+
+    def test_memory_of_another_size_is_not_used(self) -> None:
+        longer = new_like(torch.empty(2 * self.LENGTH))
+        place = longer.data_ptr()
+        del longer
+        vector = new_like(torch.empty(self.LENGTH))
+        assert vector.data_ptr() != place
+        assert len(vector) == self.LENGTH
+
+    def test_process_keeps_limited_unused_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(blocks, "MAX_UNUSED_BYTES", 2 * blocks.LARGE_PAGES_BYTES)
+        vectors = [new_like(torch.empty(self.LENGTH)) for _ in range(4)]
+        vectors.clear()
+        assert len(blocks._RecycledMemory._unused) == 2
 
 
 # --- machine code on disk -------------------------------------------------------------------------
