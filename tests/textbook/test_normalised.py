@@ -18,6 +18,7 @@ from raysim.methods.fedproto import FedProto
 from raysim.methods.fedprox import FedProx
 from raysim.methods.qfedavg import QFedAvg
 from raysim.simulation.schedule import Synchronous
+from raysim.training.run_spec import declare_run
 from textbook.afl import afl, nearest_on_simplex
 from textbook.apfl import apfl
 from textbook.check import LOCAL, Row, check
@@ -95,6 +96,15 @@ def test_effective_steps_equal_distance_moved_by_sgd(
         sgd.step()
     expected = effective_steps(7, momentum, pull, nesterov)
     assert float(position.detach()) / 0.01 == pytest.approx(expected, rel=1e-12)
+
+
+def test_fednova_warns_of_fedprox_whose_mu_it_does_not_know() -> None:
+    def warnings(mu: float) -> list[str]:
+        return list(declare_run(run_spec(FedProx(0.5), FedNova(mu))).warnings)
+
+    (warning,) = warnings(mu=0.0)
+    assert warning.startswith("method.fednova.mu=0") and "method.fedprox.mu" in warning
+    assert warnings(mu=0.5) == []
 
 
 def test_fednova_reaches_minimum_of_the_mean_loss_unlike_fedavg() -> None:
