@@ -73,9 +73,10 @@ class ScoredTask(Protocol):
 class Metric:
     """A metric that a user defines by a function.
 
-    function: gets outputs [n, C] and labels, as the loss does. It returns either a value for each
-    sample [n], whose mean is the score, or one number, the score of all samples.
-    name: its name in columns of the history; None takes the function's name.
+    function: a function of outputs [n, C] and labels, in the form in which the loss gets them. It
+    returns a value for each sample [n], whose mean is the score, or one number, the score of all
+    samples.
+    name: the metric's name in columns of the history; None takes the function's name.
     higher: True if a higher score is better; None reads the function's attribute
     `higher_is_better`, and takes True if it has none.
     per: "sample" if the function returns a value for each sample, "set" if it returns one number;

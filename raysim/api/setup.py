@@ -562,8 +562,9 @@ class Setup:
         """Train each client with `function(job)` instead of raysim's steps.
 
         The function trains `job.model` and `job.network(...)` in any way, on `job.dataset()`, and
-        returns a `LocalResult` or None. `begin`, `end` and all server hooks work as usual. Only one
-        method of a list may declare this, and no other method may take part in the steps.
+        returns a `LocalResult` or None. The hooks `begin` and `end` and all hooks of the server are
+        called as usual. Only one method of a list may declare this. No other method of the list may
+        override hooks of the steps.
         """
         self.declared.train = function
 
@@ -659,7 +660,11 @@ class Setup:
         self.declared.adds_rows = True
 
     def skip(self, *hooks: str) -> None:
-        """Do not call these hooks in this run, because they do nothing with these settings."""
+        """Do not call some hooks of this method in this run.
+
+        A method declares this if the hooks would do nothing with the method's settings.
+        hooks: the names of the hooks.
+        """
         self.declared.skipped.update(hooks)
 
     # --- scoring and the server's step --------------------------------------------------------

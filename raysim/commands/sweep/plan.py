@@ -183,7 +183,8 @@ class SweepPlan:
     def points(self) -> list[Point]:
         """Return the settings of a grid or a random search.
 
-        These settings are known before the sweep starts.
+        These settings are known before the sweep starts. Each setting is returned once, so a random
+        search in a small space may have fewer than `trials` settings.
         """
         if self.options.search == "grid":
             points = distinct_points([self.setting(point) for point in grid_points(self.space)])
