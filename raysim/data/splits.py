@@ -171,8 +171,8 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
     proportions: the class distribution of each client, [N, C].
     turns: the number of the client that draws at each turn, [T].
     uniforms: a random number in [0, 1) for each turn, which decides the class, [T].
-    pools: the number of remaining samples of each class, [C]. It is decreased in place by 1 at each
-    turn.
+    pools: the number of remaining samples of each class, [C]. At each turn, the number of the drawn
+    class decreases by 1, in place.
     """
     shares = np.where(pools > 0, proportions, 0.0)
     classes = np.empty(len(turns), dtype=np.int64)

@@ -139,7 +139,7 @@ def _separate_options(
     overrides: texts "key=value".
     settings: overrides as Python values, by key.
     groups: all options; an override whose key is a group chooses an option.
-    Raise `RefusedError` for a key that occurs in both, and for unknown options.
+    Raise `RefusedError` for a key in both `overrides` and `settings`, and for unknown options.
     """
     parsed = [read_full_key(text) for text in overrides]
     setting_values = full_keys(flatten_settings(settings))
@@ -192,7 +192,7 @@ def _restore_objects(
 
 
 def _keep_runtime(config: DictConfig, stored: Node) -> None:
-    """Copy the stored runtime settings of a resumed run to `config`.
+    """Copy the stored runtime settings of a resumed run to `config`, in place.
 
     If the overrides choose another runtime, only the settings on which the bits of the results
     depend are copied.
@@ -205,7 +205,7 @@ def _keep_runtime(config: DictConfig, stored: Node) -> None:
 
 
 def _add_set_keys(config: DictConfig, keys: Sequence[str]) -> None:
-    """Add keys to the list of keys that the user set, which methods cannot change."""
+    """Add keys to `config`'s list of keys that the user set; methods cannot change these keys."""
     earlier_keys = config.choices.get(SET_KEYS) or []
     config.choices[SET_KEYS] = sorted({*earlier_keys, *keys})
 

@@ -120,7 +120,11 @@ def _model(experiment: Experiment, declarations: Declarations) -> str:
 
 
 def _extra_traffic(declared: MethodDeclaration, layout: Layout) -> str:
-    """Describe the floats that a method sends in addition to the model; "" if there are none."""
+    """Describe the floats that a method sends in addition to the model; "" if there are none.
+
+    declared: what the method declared in `setup`.
+    layout: the positions of all tensors, on which the number of floats may depend.
+    """
     down = sum(number_of_floats(send.floats, layout) for send in declared.sends)
     up = sum(number_of_floats(floats, layout) for floats in declared.uploads.values())
     if not down and not up:

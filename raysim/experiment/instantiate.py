@@ -39,7 +39,8 @@ _TYPE_NAMES = {
 def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
     """Return the class that a `_target_` names.
 
-    path: the key of the node, for errors.
+    target: the name of the class with its module, such as "raysim.methods.fedprox.FedProx".
+    path: the key of the configuration node that has the name, for errors.
     allow: the packages besides raysim from which classes may be imported.
     Raise `RefusedError` if the target is not a class or may not be imported.
     """
@@ -92,10 +93,10 @@ def import_target(
 
 
 def build_object(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
-    """Call a class with the values of a node; return the object.
+    """Call a class with the values of a configuration node; return the object.
 
     node: the arguments by name; `_target_` is not an argument.
-    path: the key of the node, for errors.
+    path: the key of `node` in the configuration, for errors.
 
     Raise `RefusedError`, with the key, for a wrong value.
     """
@@ -109,10 +110,10 @@ def build_object(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T
 def arguments(
     cls: Callable[..., object], node: Mapping[str, Any], path: str, later: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the checked arguments that a node gives to a class.
+    """Return the checked arguments that a configuration node gives to a class.
 
     node: the arguments by name; `_target_` is not an argument.
-    path: the key of the node, for errors.
+    path: the key of `node` in the configuration, for errors.
     later: names of arguments that the caller adds, so that they may be missing here.
     Raise `RefusedError`, with the key, for unknown, missing and wrong arguments.
     """
@@ -178,9 +179,10 @@ def _join(path: str, key: str) -> str:
 
 
 def _add_path(message: str, path: str) -> str:
-    """Return the error message of a constructor, with the key of the node in front.
+    """Return the error message of a constructor, with the key of its arguments in front.
 
-    path: the key of the node. It is not added to a message that already contains it.
+    path: the key of the configuration node with these arguments. It is not added to a message that
+    contains it already, or that starts with its last part.
     """
     last_part = path.rpartition(".")[2]
     if not path or path in message or message.startswith(last_part):

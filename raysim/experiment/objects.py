@@ -507,9 +507,9 @@ def _is_importable(cls: Any) -> bool:
     return getattr(module, cls.__name__, None) is cls
 
 
-def _are_equal(one: object, other: object) -> bool:
-    """Return True if two objects have equal attributes; lists and tuples count as equal."""
-    values, other_values = _attributes(one), _attributes(other)
+def _are_equal(first: object, second: object) -> bool:
+    """Return True if two objects have equal attributes; a tuple counts as a list."""
+    values, other_values = _attributes(first), _attributes(second)
     if values.keys() != other_values.keys():
         return False
     return all(_are_equal_values(values[name], other_values[name]) for name in values)
@@ -521,8 +521,8 @@ def _attributes(part: object) -> dict[str, Any]:
     return vars(part)
 
 
-def _are_equal_values(one: Any, other: Any) -> bool:
+def _are_equal_values(first: Any, second: Any) -> bool:
     try:
-        return bool(_plain_value(one) == _plain_value(other))
+        return bool(_plain_value(first) == _plain_value(second))
     except TypeError:
-        return pickle.dumps(one) == pickle.dumps(other)
+        return pickle.dumps(first) == pickle.dumps(second)

@@ -42,11 +42,12 @@ def build_part(
 ) -> Any:
     """Return the part of a group, such as "fleet".
 
-    The part is the user's object if there is one, else an object of the node's class.
-    objects: the user's objects, by group.
+    The part is the user's object if there is one, else an object of the class that the
+    configuration names for the group.
     config: the run's configuration.
     allow: the packages besides raysim whose classes the configuration may name (`--allow`).
-    Raise `RefusedError` if the node gives no class, or a class that belongs to another group.
+    objects: the user's objects, by group.
+    Raise `RefusedError` if the configuration names no class, or a class of another group.
     """
     if group in objects:
         return objects[group]
@@ -145,7 +146,8 @@ def build_list(
 ) -> tuple[T, ...]:
     """Return all parts of a group that may have several, such as "method" or "observer".
 
-    config: the run's configuration, which has a node for each part, by the part's name.
+    config: the run's configuration. It has a node for each part, by the part's name: a dictionary
+    with the class and its arguments.
     kind: the base class that all parts must extend.
     allow: the packages besides raysim whose classes the configuration may name.
     objects: the user's objects, by "GROUP.NAME". They are used in place of the nodes.

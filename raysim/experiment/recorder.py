@@ -290,7 +290,7 @@ def run_observers(
 
 
 def _find_availability(experiment: Experiment) -> Availability | None:
-    """Return the object that knows when each client is available; None if all always are."""
+    """Return the times at which each client is available; None if all are always available."""
     spec = experiment.spec
     clients = len(spec.data.partition.train.counts)
     flops = functools.partial(sample_flops, spec)

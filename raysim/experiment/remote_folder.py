@@ -125,7 +125,7 @@ def local_copy(
 def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Experiment:
     """Return a copy of the run with another results folder.
 
-    checkpoints: the address at which the run stores its checkpoints.
+    checkpoints: the address of the run's checkpoints, if the user set no `checkpoint.folder`.
     folder: the new results folder.
     """
     settings = experiment.spec.settings

@@ -328,7 +328,7 @@ def _format_choice(group: str, choice: object) -> str:
 
 
 def _keys_that_decide_bits(keys: list[str]) -> Iterator[str]:
-    """Yield the keys that decide the bits of a run, so that a resumed run cannot change them.
+    """Yield the keys that decide the bits of a run, once each; a resumed run must not change them.
 
     keys: all full keys of the two configurations, such as "local.lr"; a key may be there twice.
     """

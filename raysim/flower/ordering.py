@@ -3,8 +3,8 @@
 A `flwr.server.Server` calls its clients in threads and collects the results in the order of a set.
 Therefore sums of floats would differ from run to run. The ServerApp of an older app has a strategy,
 or a server with a strategy, in one of its attributes. raysim runs a copy of this ServerApp. In the
-copy, a sorting strategy takes the place of the app's strategy. It belongs to a subclass of the
-app's strategy, and sorts the results by virtual time before it aggregates them.
+copy, a sorting strategy takes the place of the app's strategy. Its class is a subclass of the class
+of the app's strategy. It sorts the results by virtual time before it aggregates them.
 """
 
 from __future__ import annotations

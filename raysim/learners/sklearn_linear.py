@@ -20,7 +20,7 @@ Choices
   value s, which becomes the logits (0, s).
 - With more classes there is a row for each class. If a client has samples of only two classes,
   `fit` trains one row d, the difference between the rows of these two classes. With r the mean of
-  the two rows before, the trained rows are r - d/2 and r + d/2.
+  the two received rows, the trained rows are r - d/2 and r + d/2.
 - A client with samples of only one class cannot be trained by `fit`. It returns the received
   coefficients.
 """

@@ -114,7 +114,8 @@ class Dann(Method):
     width: the width of the discriminator's two hidden layers.
     discriminator_steps: the number of discriminator steps for each step of the classifier.
     rate: factor on local.lr for the discriminator.
-    mode: "alternate" takes turns; "grl" trains both in one step with gradient reversal.
+    mode: "alternate" trains either the model or the discriminator in a step. "grl" trains both
+    networks in each step, with gradient reversal.
     """
 
     name = "dann"
