@@ -61,16 +61,15 @@ def _round_randomly(
         s + sign(v) floor(s |v| / c + u)
 
     The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position. All
-    variables have 32 bits, so that the CPU can compute several entries with one instruction.
+    variables of the hash have 32 bits, so that the CPU computes several entries with one
+    instruction. Numba uses 64 bits for a loop's index and for an argument that is a number.
+    Therefore `key` and `steps` are arrays.
 
-    level(v) = floor(levels |v| / scale + u) is rounded at random. The random number u in [0, 1) is
-    a 32-bit hash of the key and of the entry's position. All variables of the hash have 32 bits, so
-    that the CPU computes several entries with one instruction. numba computes with 64 bits what
-    depends on a loop's index or on an argument that is a number; so `key` and `steps` are arrays.
     With error feedback (if `received` is not empty), fill `received` with the values that the
-    receiver has, and replace `values` by the next memory. A chunk of entries is in the fastest
-    cache meanwhile. Its loops are separate so that every product and every sum is rounded, as in
-    `Compressor.exchange`.
+    receiver has, and replace `values` by the next memory. Entries are processed in chunks, because
+    a chunk fits into the fastest cache. The loops over a chunk are separate so that every product
+    and every sum is rounded. `Compressor.exchange` rounds in the same way.
+
     values: float32 [entries].
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     scales: float32 [buckets].
