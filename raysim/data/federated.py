@@ -65,7 +65,7 @@ class FederatedData:
         return str(self.users[client].as_py())
 
     def number(self, client: int) -> str:
-        """Return "2", or "2 (user alice)" if the name of the client's user is known."""
+        """Return a client's number as text: "2", or "2 (user alice)" if its user is known."""
         user = self.user(client)
         return str(client) if user is None else f"{client} (user {user})"
 
@@ -164,7 +164,7 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
 
 
 def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
-    """Return for each client the data set's rows of the central samples that test the client.
+    """Return for each client its test samples in the central test set, as rows of the data set.
 
     source: the source of the data, with the setting `rotation`.
     clean: the data set without corruptions.
@@ -283,7 +283,7 @@ def _title(settings: Source | Partitioner) -> str:
 
 # ---- changes of federated data -------------------------------------------------------------------
 def drop_single_rows(data: FederatedData) -> FederatedData:
-    """Remove the only training row of each client that has just one, so that it does not train.
+    """Remove the training row of each client that has only one; such a client does not train.
 
     A network with BatchNorm cannot train on one row. The test and validation rows of these clients
     do not change.

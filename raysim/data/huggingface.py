@@ -42,7 +42,8 @@ class HuggingFace(TableSource):
     label_column: the column of labels.
     domain_column: the column of users; each user is a domain.
     label, user: other names of `label_column` and `domain_column`, as data=csv has them. If neither
-    name of a setting is set, a usual column is used, such as "label" or "y", "user" or "client".
+    `label` nor `label_column` is set, a column with a usual name is used, such as "label" or "y".
+    The same holds for users, such as "user" or "client".
     test_fraction: if there is no split `test`, the share of each class of each user that is for
     testing.
     """

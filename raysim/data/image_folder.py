@@ -22,9 +22,9 @@ CSV_COLUMNS = ("path", "domain", "class", "split")
 class PictureFile(NamedTuple):
     """A picture file.
 
-    path: relative to the root.
+    path: the path of the file, relative to the root.
     domain: the name of its domain: the outer folder of domain/class/, else the name of the root.
-    class_name: the name of its class, which is the folder that contains it.
+    class_name: the name of its class, which is the folder that contains the file.
     split: "train", "test", or "" if unknown.
     """
 

@@ -425,7 +425,7 @@ class Quantity(Partitioner):
     The sizes are drawn again until every client has `minimum` samples. This is the rule of Li et
     al. (2022).
     clients: the number of clients.
-    alpha: the smaller, the more the sizes differ.
+    alpha: the parameter of the Dirichlet distribution. With a small alpha the sizes differ more.
     minimum: the smallest number of samples of a client.
     """
 
@@ -610,7 +610,10 @@ def _check_clients(key: str, clients: int) -> None:
 
 
 def _check_minimum(total: int, clients: int, minimum: int) -> None:
-    """Raise ValueError if `total` samples are too few for `minimum` per client."""
+    """Raise ValueError if `total` samples are too few to give each client `minimum` of them.
+
+    clients: the number of clients.
+    """
     if clients * minimum > total:
         raise ValueError(
             f"partition.clients={clients} with at least {minimum} samples each needs "

@@ -31,7 +31,7 @@ class RecordEntry(NamedTuple):
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Return the entry as in Python, such as "arrays['weight'] of shape [3, 2]"."""
+        """Return the entry as text, such as "arrays['weight'] of shape [3, 2]"."""
         shape = f" of shape {list(self.shape)}" if self.shape else ""
         return f"{self.record}[{self.key!r}]{shape}"
 
