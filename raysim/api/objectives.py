@@ -161,10 +161,11 @@ def counted_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample the sum of its tokens' cross-entropies and their number, [B, 2].
+    """Return for each sample the sum of its tokens' cross-entropies and the tokens' number, [B, 2].
 
-    outputs: [B, C, T].
-    labels: [B, T]; ignored tokens count in neither number.
+    outputs: [B, C, T], for each of T positions the logits of C tokens.
+    labels: [B, T], the token at each position. Ignored tokens count neither in the sum nor in the
+    number.
     """
     sums = label_losses(outputs, labels).sum(1, dtype=torch.float64)
     return torch.stack([sums, (labels != IGNORED).sum(1, dtype=torch.float64)], 1)
@@ -174,7 +175,7 @@ def token_hits(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return for each sample the number of correctly predicted tokens and of all tokens, [B, 2].
 
     outputs: [B, C, T], for each of T positions the logits of C tokens.
-    labels: [B, T]; ignored tokens count in neither number.
+    labels: [B, T], the token at each position. Ignored tokens count in neither number.
     """
     is_counted = labels != IGNORED
     is_right = (outputs.argmax(1) == labels) & is_counted

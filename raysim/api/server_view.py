@@ -28,7 +28,8 @@ class Aggregation:
     It is empty if no method of the run overrides `weigh` or `combine` or calls `Setup.read_updates`
     or `Setup.change_updates`: workers may then send sums of updates.
     weights: a weight for each update, not normalised.
-    staleness: for each update, the aggregations between its base version and the current one.
+    staleness: for each update, the number of aggregations between its base version and the current
+    version.
     bases: the base versions of the updates, by the number of the version (`update.version`).
     method: the name of the method that sees this object.
     normaliser: a function of the weights. It returns the number by which the weighted sum of the
