@@ -10,7 +10,7 @@ from raysim.data.heterogeneity import entropy, heterogeneity
 
 
 def class_counts(data: FederatedData) -> Ints:
-    """Return the training samples of each of N clients in each of C classes, [N, C].
+    """Return the number of training samples of each of N clients in each of C classes, [N, C].
 
     Unseen clients are included. If the data has no classes, all samples are one class, [N, 1].
     """

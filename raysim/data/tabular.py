@@ -33,7 +33,7 @@ class Tabular(Source):
     and wine are classes. The label of diabetes is a value, the progression of the disease, which is
     scaled like the columns.
     name: the name of the table: "breast_cancer", "wine" or "diabetes".
-    test_fraction: the share of each class that is for testing.
+    test_fraction: the share of each class that is for testing; for diabetes, of all rows.
     """
 
     name: Literal["breast_cancer", "wine", "diabetes"]

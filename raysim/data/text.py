@@ -226,7 +226,7 @@ def join_windows(windows: Sequence[str]) -> Iterator[str]:
 class _LeafRows:
     """The labels and users of all samples, and which samples are for testing.
 
-    labels: [n, ...].
+    labels: [n, ...], the label of each sample.
     users: [n], the name of each sample's user.
     is_test: bool [n], True for samples that are for testing.
     place: the name of the data in errors.

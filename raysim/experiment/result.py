@@ -73,9 +73,11 @@ class Result:
     """A run: its folder, its summary, and its history (a row per aggregation).
 
     Models are built when they are needed, from the folder's files, in this process and on the CPU.
+    folder: the run's folder, or a local copy of the folder behind `url`.
+    summary: the content of summary.json; for an unfinished run, it is computed from the history.
+    rows: the history, a row for each aggregation.
     source: the run, or a function that builds it.
     url: the URL to which the files were sent; "" for none.
-    rows: the history, a row for each aggregation.
     """
 
     folder: Path
@@ -105,7 +107,7 @@ class Result:
     # --- tables -----------------------------------------------------------------------------------
     @property
     def history(self) -> pd.DataFrame:
-        """Return a row per aggregation, as in history.parquet; nan marks a value not measured."""
+        """Return a row per aggregation, as in history.parquet; a value not measured is nan."""
         import pandas as pd
 
         return pd.DataFrame(self.rows)
