@@ -230,7 +230,7 @@ The task is Fashion-MNIST on 100 clients by Dirichlet(0.3), an MLP with 128 hidd
 local epoch. Speeds are log-normal with sigma 1.2; a tenth of the jobs is lost. Every run
 aggregates {results} updates (with a deadline: about as many), so the work is the same, and time,
 traffic and staleness differ. Twenty clients train at a time; over-selection and the deadline
-dispatch 26. Numbers are means over seeds ± sample deviation. Accuracy is on the central test set;
+dispatch 26. Numbers are means over seeds ± sample standard deviation. Accuracy is on the central test set;
 the final accuracy is the mean of the last three evaluations. *Staleness* is the mean over
 updates, in aggregations (in brackets the highest). *Unused* jobs were lost or discarded. *Workers
 busy* is the share of wall time in which the two workers trained. A job with FedBR uses its

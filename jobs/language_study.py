@@ -367,7 +367,7 @@ def describe_seeds(store: dict[str, Any]) -> str:
     if len(seeds[0]) == 1:
         return f"Numbers are of seed {min(seeds[0])} alone, so differences may be chance."
     names = ", ".join(sorted(seeds[0]))
-    return f"Numbers are means over the seeds {names} ± sample deviation."
+    return f"Numbers are means over the seeds {names} ± sample standard deviation."
 
 
 def page_text(store: dict[str, Any]) -> str:

@@ -182,7 +182,7 @@ This study compares rules that choose the clients of a round (`selection=`).
 The task is Fashion-MNIST on 100 clients by Dirichlet(0.3), an MLP with 128 hidden units, one local
 epoch, {rounds}, ten clients in each. Speeds are log-normal with sigma 1.2; a tenth of the jobs is
 lost. Devices draw 5.6 W when computing, 3.16 W when receiving and 6.21 W when sending. Numbers are
-means over the seeds {seeds} ± sample deviation. Accuracy is on the central test set; the final
+means over the seeds {seeds} ± sample standard deviation. Accuracy is on the central test set; the final
 accuracy and that of the worst client are means of the last five evaluations. Both forms of
 power-of-choice draw 20 candidates. FedCS asks 20 drawn clients and takes at most ten that finish
 within a second.

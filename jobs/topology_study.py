@@ -216,7 +216,7 @@ trains one epoch in each of {rounds} rounds. Speeds are log-normal with sigma 1.
 that meet every two rounds. Clusters are at most four. A split by updates is possible
 from round 8 on ({norms}). Accuracy is that of each client's model on the client's own test samples
 after the last round; the *mean of models* is scored on the central test set. Numbers are means over
-the seeds {seeds} ± sample deviation.
+the seeds {seeds} ± sample standard deviation.
 
 {conclusions}
 

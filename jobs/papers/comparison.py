@@ -113,11 +113,11 @@ class Entry:
         scores = [self.score.summary(run.rows, name) for run in self.runs]
         return [value * self.score.factor for value in scores if value is not None]
 
-    def beside(self) -> dict[str, list[float]]:
+    def additional_scores(self) -> dict[str, list[float]]:
         """Map the title of each additional score to its values, one for each run that has it."""
         return {
             title: self.values_of(name)
-            for title, name in self.score.beside.items()
+            for title, name in self.score.additional_columns.items()
             if name != self.score.column
         }
 
@@ -272,12 +272,12 @@ def _notes(table: Table, entries: Sequence[Entry], paper_runs: PaperRuns) -> lis
     if table.deviation_of:
         notes.append(f"the paper's ± is over {table.deviation_of}")
     if any(len(entry.values) > 1 for entry in entries):
-        notes.append("our ± is the standard deviation over runs, divisor n - 1")
+        notes.append("our ± is the sample standard deviation over runs")
     notes += table.notes
     if table.name in paper_runs.notes:
         notes.append(paper_runs.notes[table.name])
-    if paper_runs.scored and any(entry.runs for entry in entries):
-        notes.append(paper_runs.scored)
+    if paper_runs.score_explanation and any(entry.runs for entry in entries):
+        notes.append(paper_runs.score_explanation)
     return notes
 
 
@@ -341,7 +341,7 @@ def _with_options(command: Command) -> Command:
     The preset, the methods and the chosen options, such as partition=iid, remain.
     """
     options = {key: value for key, value in command.overrides.items() if "." not in key}
-    return replace(command, overrides=options, places=())
+    return replace(command, overrides=options, path_overrides=())
 
 
 def _settings_of(command: Command) -> dict[str, str]:
@@ -561,10 +561,10 @@ def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
     """Return, by title, the texts of the additional scores and of the clients' heterogeneity."""
     columns: dict[str, list[str]] = {}
     for entry in cells:
-        columns.update({title: [] for title in entry.score.beside})
+        columns.update({title: [] for title in entry.score.additional_columns})
     for title, texts in columns.items():
         for entry in cells:
-            texts.append(_mean(entry.beside().get(title, ()), _digits(entry.cell.mean)))
+            texts.append(_mean(entry.additional_scores().get(title, ()), _digits(entry.cell.mean)))
     return columns | {SPLIT: [_split_text(entry) for entry in cells]}
 
 

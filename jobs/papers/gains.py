@@ -117,7 +117,7 @@ def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
         yield f"Scale `{setting.setting.name}`: `{setting.setting.command}`."
         splits = "Each seed also draws its own split. " if setting.has_different_splits else ""
         yield (
-            f"{splits}Gains in points of {paper.gained}: mean of the differences over the seeds "
+            f"{splits}Gains in points of {paper.gain_score_name}: mean of the differences over the seeds "
             "that both methods have, with a 95 % interval (Student)."
         )
         rows = [_gain_row(name, by_seed, setting) for name, by_seed in setting.others.items()]

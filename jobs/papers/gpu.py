@@ -119,8 +119,8 @@ def _prepare_run(folder: Path, run_folder: Path, overrides: Sequence[str]) -> No
     import raysim
     from raysim.experiment.describe import identity, split_facts
 
-    places = ["runtime=inprocess", "tracking=none", "device=cpu"]
-    experiment = raysim.build([*overrides, *places])
+    device_overrides = ["runtime=inprocess", "tracking=none", "device=cpu"]
+    experiment = raysim.build([*overrides, *device_overrides])
     data = experiment.spec.data
     stored = folder / "data" / data.dataset_path.name
     if not stored.is_file():

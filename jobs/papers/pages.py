@@ -79,7 +79,7 @@ def page(paper: str, runs: Sequence[Run]) -> str:
     parts += ["## Figures", ABOUT_FIGURES, *figures_section(paper)]
     parts += [
         "## Scores",
-        f"**Which score.** {paper_runs.scored}",
+        f"**Which score.** {paper_runs.score_explanation}",
         f"**Heterogeneity of the clients.** {scales}; means over clients.",
     ]
     if checksum(runs, paper_runs):
@@ -177,7 +177,9 @@ def _results(
     yield _made_on([run for entry in shown for run in entry.runs])
     titles: dict[str, None] = {}
     for entry in shown:
-        titles.update(dict.fromkeys(title for title, values in entry.beside().items() if values))
+        titles.update(
+            dict.fromkeys(title for title, values in entry.additional_scores().items() if values)
+        )
     head = ["row", "data", "paper", "ours", "seeds", "difference", *titles]
     head += [*(name.replace("_", " ") for name in SPLIT), "cause"]
     rows = [_row(table_name, entry, list(titles), bool(setting), causes) for entry in shown]
@@ -197,7 +199,7 @@ def _row(
     difference = MISSING
     if entry.is_comparable:
         difference = f"{statistics.fmean(values) - float(cell.mean):+.2f}"
-    others = entry.beside()
+    additional_scores = entry.additional_scores()
     split = []
     for name in SPLIT:
         number = entry.split(name)
@@ -212,7 +214,7 @@ def _row(
         _format_values(values),
         f"{len(values)}",
         difference,
-        *(_format_values(others.get(title, ())) for title in titles),
+        *(_format_values(additional_scores.get(title, ())) for title in titles),
         *split,
         cause,
     ]
@@ -231,7 +233,7 @@ def _made_on(runs: Sequence[Run]) -> str:
     files = dict.fromkeys(run.folder.name for run in runs)
     text = f"{len(files)} runs on {'; '.join(machines)}."
     if len(files) > 1:
-        text += " ±: standard deviation over seeds, divisor n - 1."
+        text += " ±: sample standard deviation over seeds."
     return text
 
 

@@ -23,19 +23,25 @@ class Command:
     experiment: the preset.
     methods: the names of the methods; empty for FedAvg.
     overrides: maps the keys of overrides to their values.
-    places: overrides with a path that the user must fill in, such as "data.root=DIR".
+    path_overrides: overrides with a placeholder for a path, which the user must replace, such as
+    "data.root=DIR".
     """
 
     experiment: str
     methods: tuple[str, ...]
     overrides: Mapping[str, object] = field(default_factory=dict)
-    places: tuple[str, ...] = ()
+    path_overrides: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
         """Return the command as arguments of `raysim run`."""
         settings = [f"{key}={format_value(value)}" for key, value in self.overrides.items()]
         methods = "+".join(self.methods) or "fedavg"
-        return [f"experiment={self.experiment}", f"method={methods}", *settings, *self.places]
+        return [
+            f"experiment={self.experiment}",
+            f"method={methods}",
+            *settings,
+            *self.path_overrides,
+        ]
 
     def __str__(self) -> str:
         return f"raysim run {' '.join(self.arguments())}"
@@ -51,15 +57,15 @@ class Score:
     factor: number by which the score is multiplied, such as 100 for percent.
     spread: function that computes the deviation within one run, with the arguments of `summary`;
     None if the table prints no such deviation.
-    beside: additional scores that are printed next to this one: maps a title to the name of a
-    column.
+    additional_columns: the scores that are printed next to this one: maps the title of each to the
+    name of its column in the history.
     """
 
     column: str
     summary: Callable[[Sequence[Row], str], float | None]
     factor: float = 1.0
     spread: Callable[[Sequence[Row], str], float | None] | None = None
-    beside: Mapping[str, str] = field(default_factory=dict)
+    additional_columns: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,18 +77,19 @@ class PaperRuns:
     row_prefixes: prefixes of the keys whose values differ between rows. A run belongs to a row only
     if it has the row's values.
     notes: remarks on our runs, by the name of the table.
-    scored: a text that explains which of our scores is compared with the printed numbers.
+    score_explanation: a text that says which of our scores is compared with the printed numbers.
     gains: the scores for which gains over FedAvg are computed, by title.
-    gained: a text that names the scores in `gains`.
+    gain_score_name: the name of the score whose gains are computed, for texts, such as "the final
+    accuracy".
     """
 
     command: Callable[[Table, Cell], Command]
     score: Callable[[Table, Cell], Score]
     row_prefixes: tuple[str, ...] = ("method.",)
     notes: Mapping[str, str] = field(default_factory=dict)
-    scored: str = ""
+    score_explanation: str = ""
     gains: Mapping[str, Score] = field(default_factory=dict)
-    gained: str = ""
+    gain_score_name: str = ""
 
 
 def best_five(rows: Sequence[Row], name: str) -> float | None:
@@ -138,13 +145,13 @@ def fedbr_command(table: Table, cell: Cell) -> Command:
         overrides["local.momentum"] = 0  # FedCM replaces the local momentum
     if "local" in cell.methods or table.name == "fedbr/table6":
         overrides["evaluate.probe"] = PROBE
-    places = ("data.root=DIR",) if cell.dataset == "pacs" else ()
+    path_overrides = ("data.root=DIR",) if cell.dataset == "pacs" else ()
     return Command(
-        PRESETS.get(table.name, f"fedbr/{cell.dataset}"), cell.methods, overrides, places
+        PRESETS.get(table.name, f"fedbr/{cell.dataset}"), cell.methods, overrides, path_overrides
     )
 
 
-FEDBR_SCORED = (
+FEDBR_SCORE_EXPLANATION = (
     "The paper's text says that 20 % of each client's own data are its test set. Its code scores "
     "these and also the whole test set at each of ten angles. We compare with the second "
     "(central), because the paper's local models, trained on about one class each, score 10.0 % on "
@@ -153,7 +160,7 @@ FEDBR_SCORED = (
     "Local mean and local worst are scores on the clients' own tests, by the same rule (mean of "
     "the five best rounds)."
 )
-FEDBR_BESIDE = {
+FEDBR_ADDITIONAL_COLUMNS = {
     "local mean": "accuracy",
     "local worst": "accuracy_worst",
     "central": "accuracy_global",
@@ -161,7 +168,7 @@ FEDBR_BESIDE = {
 
 
 def fedbr_score(table: Table, cell: Cell) -> Score:
-    """Return the score for a cell of FedBR's tables; `FEDBR_SCORED` explains it.
+    """Return the score for a cell of FedBR's tables; `FEDBR_SCORE_EXPLANATION` explains it.
 
     The paper's numbers of sent parameters are compared with the parameters that a client of ours
     receives. In the paper, FedCM has twice the number of FedAvg. FedCM sends more only to clients,
@@ -173,10 +180,13 @@ def fedbr_score(table: Table, cell: Cell) -> Score:
         return Score("worker_seconds", per_job)
     if table.name == "fedbr/table14":
         worst = "accuracy_worst" if cell.dataset == "pacs" else "accuracy_worst_domain"
-        return Score(worst, best_five, 100, beside=FEDBR_BESIDE)
+        return Score(worst, best_five, 100, additional_columns=FEDBR_ADDITIONAL_COLUMNS)
     local = "local" in cell.methods or cell.column == LOCAL_MODELS
     return Score(
-        "local_accuracy" if local else "accuracy_global", best_five, 100, beside=FEDBR_BESIDE
+        "local_accuracy" if local else "accuracy_global",
+        best_five,
+        100,
+        additional_columns=FEDBR_ADDITIONAL_COLUMNS,
     )
 
 
@@ -197,7 +207,7 @@ def fedbss_command(table: Table, cell: Cell) -> Command:
     return Command(f"fedbss/{cell.dataset}", cell.methods, FEDBSS[kind](float(value)))
 
 
-FEDBSS_SCORED = (
+FEDBSS_SCORE_EXPLANATION = (
     "Mean and standard deviation over the last ten rounds of the accuracy on the central test set. "
     "The paper does not say which test set it scores, nor whether its ± is over rounds or runs."
 )
@@ -266,7 +276,7 @@ def fraug_command(table: Table, cell: Cell) -> Command:
     return Command(f"fraug/{cell.dataset}", cell.methods, overrides, ("data.root=DIR",))
 
 
-FRAUG_SCORED = (
+FRAUG_SCORE_EXPLANATION = (
     "Each client's test accuracy in the round in which its validation accuracy was highest, as the "
     "paper's code chooses its checkpoints. On OfficeHome and PACS that code then scores the same "
     "validation samples that chose the round; this score is our best validation. Our compared "
@@ -275,7 +285,7 @@ FRAUG_SCORED = (
 
 
 def fraug_score(table: Table, cell: Cell) -> Score:
-    """Return the score for a cell of FRAug's tables; `FRAUG_SCORED` explains it.
+    """Return the score for a cell of FRAug's tables; `FRAUG_SCORE_EXPLANATION` explains it.
 
     Models with a fine-tuned head are scored once, at the end.
     """
@@ -286,11 +296,17 @@ def fraug_score(table: Table, cell: Cell) -> Score:
             kind,
             last,
             100,
-            beside={"last round": "accuracy", "best validation": "accuracy_validation_best"},
+            additional_columns={
+                "last round": "accuracy",
+                "best validation": "accuracy_validation_best",
+            },
         )
     domain = FRAUG_DOMAINS[cell.dataset][letter]
     return Score(
-        f"{kind}.{domain}", last_of_domain, 100, beside={"last round": f"accuracy.{domain}"}
+        f"{kind}.{domain}",
+        last_of_domain,
+        100,
+        additional_columns={"last round": f"accuracy.{domain}"},
     )
 
 
@@ -347,7 +363,7 @@ def fedld_command(table: Table, cell: Cell) -> Command:
     return Command(f"fedld/{cell.dataset}", methods, overrides, ("data.root=DIR",))
 
 
-FEDLD_SCORED = "The last accuracy on the central test set."
+FEDLD_SCORE_EXPLANATION = "The last accuracy on the central test set."
 
 
 def fedld_score(table: Table, cell: Cell) -> Score:
@@ -372,37 +388,37 @@ PAPER_RUNS = {
     "fedbr": PaperRuns(
         fedbr_command,
         fedbr_score,
-        scored=FEDBR_SCORED,
+        score_explanation=FEDBR_SCORE_EXPLANATION,
         gains={
             "central": Score("accuracy_global", best_five, 100),
             "local mean": Score("accuracy", best_five, 100),
         },
-        gained="the mean of the five best rounds",
+        gain_score_name="the mean of the five best rounds",
     ),
     "fedbss": PaperRuns(
         fedbss_command,
         fedbss_score,
         ("method.", "partition", "data.label_noise"),
-        scored=FEDBSS_SCORED,
+        score_explanation=FEDBSS_SCORE_EXPLANATION,
         gains={"central": Score("accuracy_global", last_ten, 100)},
-        gained="the mean of the last ten rounds",
+        gain_score_name="the mean of the last ten rounds",
     ),
     "fedld": PaperRuns(
         fedld_command,
         fedld_score,
         ("method.", "partition"),
         FEDLD_NOTES,
-        FEDLD_SCORED,
+        FEDLD_SCORE_EXPLANATION,
         gains={"central": Score("accuracy_global", last_central, 100)},
-        gained="the final accuracy",
+        gain_score_name="the final accuracy",
     ),
     "fraug": PaperRuns(
         fraug_command,
         fraug_score,
         ("method.", "evaluate.finetune"),
         FRAUG_NOTES,
-        FRAUG_SCORED,
+        FRAUG_SCORE_EXPLANATION,
         gains={"clients' tests": Score("accuracy_best", last, 100)},
-        gained="the test accuracy in each client's round of best validation",
+        gain_score_name="the test accuracy in each client's round of best validation",
     ),
 }

@@ -135,8 +135,10 @@ def command(config: Mapping[str, object]) -> str:
         if key.partition(".")[0] in PLACES or _is_place(key):
             continue
         changed.append(f"{key}={format_value(_value(config, key))}")
-    places = ["data.root=DIR"] if "data.root" in settings else []
-    return " ".join(["raysim run", *overrides, *groups, *changed, *_execution(config), *places])
+    path_overrides = ["data.root=DIR"] if "data.root" in settings else []
+    return " ".join(
+        ["raysim run", *overrides, *groups, *changed, *_execution(config), *path_overrides]
+    )
 
 
 def _execution(config: Mapping[str, object]) -> list[str]:

@@ -222,9 +222,9 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
 def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
     """Return the mean row of runs that differ only in the seed, with the deviation of a metric.
 
-    The mean of a column is over the runs that have a finite value. If all n runs have a finite
-    value of `metric`, the column METRIC_std has its standard deviation, with the divisor n - 1. The
-    row of a single run is returned unchanged.
+    The mean of a column is over the runs that have a finite value. If all runs have a finite value
+    of `metric`, the column METRIC_std has its sample standard deviation over the runs. The row of a
+    single run is returned unchanged.
     rows: one row of each run, all for the same round.
     metric: the name of the column that gets the standard deviation.
     """

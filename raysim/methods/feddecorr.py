@@ -12,9 +12,9 @@ standard deviations. With the correlation matrix K = Z^T Z / n,
 Departures from the paper
 - variant="paper" is the printed equation. The default, "authors", is the form in the authors' code.
   It is n times the mean square of the entries of K outside its diagonal: about n times as large.
-  Because of the factor n, a smaller last batch counts less. "fedbr", which FedBR's tables use, is
-  the printed equation with 1e-4 added to the standard deviations. "authors" and "fedbr" compute the
-  standard deviations with n - 1, "paper" with n.
+  Because of the factor n, a smaller last batch counts less. "fedbr", which FedBR's tables use, adds
+  1e-4 to the standard deviations. "authors" and "fedbr" use sample standard deviations, "paper"
+  uses population standard deviations.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
 
     variant: the form of the penalty, where K is the correlation matrix [D, D] and a sum is over its
     entries. "paper" is sum_jk K_jk^2 / D^2. "authors" is n sum_{j != k} K_jk^2 / (D (D - 1)).
-    "fedbr" has the formula of "paper", but adds 1e-4 to the standard deviations in K. "paper"
-    computes the standard deviations with n, "authors" and "fedbr" with n - 1.
+    "fedbr" is like "paper", but adds 1e-4 to the standard deviations in K. "paper" uses population
+    standard deviations, the others use sample standard deviations.
     Raises ValueError for an unknown variant.
     """
     one_of("method.feddecorr.variant", variant, get_args(Variant))

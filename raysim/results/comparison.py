@@ -54,10 +54,10 @@ class Report:
     def results(self) -> pd.DataFrame:
         """Return a row for each setting: the mean of each number over the seeds.
 
-        The column "final_std" is the standard deviation of "final" over the n seeds, with the
-        denominator n - 1. Each setting is compared with the first one that has the same data and
-        split. The column "final_mark" is † for a setting that is significantly better, and ‡ for
-        one that is significantly worse.
+        The column "final_std" is the sample standard deviation of "final" over the seeds. Each
+        setting is compared with the first one that has the same data and split. The column
+        "final_mark" is † for a setting that is significantly better, and ‡ for one that is
+        significantly worse.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 
@@ -134,7 +134,7 @@ class Report:
         """Return the table of results for LaTeX's package booktabs."""
         runs = [run for group in self.groups for run in group.runs]
         notes = [
-            "mean and sample deviation (n-1) over the seeds" if self._has_seeds else "",
+            "mean and sample standard deviation over the seeds" if self._has_seeds else "",
             f"bold: best, {BOLD_RULES[self.view.bold]}",
             describe_tests(self._columns, self.groups),
             describe_scores(runs),

@@ -96,8 +96,8 @@ def mean_curve(label: str, histories: Sequence[Sequence[Row]], key: str, index: 
     """Return the mean of a column over runs that differ only in their seeds.
 
     The curve has the rounds that all runs measured, at most `MAX_POINTS` of them. Traffic and times
-    are also means over the runs. With at least `MIN_PAIRS` seeds, the curve has the standard
-    deviations over the n seeds, with the denominator n - 1.
+    are also means over the runs. With at least `MIN_PAIRS` seeds, the curve has the sample standard
+    deviations over the seeds.
     label: the name of the curve in the legend.
     histories: the history of each run.
     key: the column.

@@ -170,10 +170,9 @@ def best_mean(values: Values, k: int = 5, higher: bool = True) -> float | None:
 
 
 def last_mean_std(values: Values, k: int = 10) -> tuple[float | None, float | None]:
-    """Return the mean and the standard deviation of the last k finite values of a run.
+    """Return the mean and the population standard deviation of a run's last k finite values.
 
-    With fewer values, use all; without values, return (None, None). For n values the standard
-    deviation has the denominator n.
+    If there are fewer values, use all of them. Without values, return (None, None).
     """
     last = finite_values(values)[-k:]
     return (float(np.mean(last)), float(np.std(last))) if last else (None, None)

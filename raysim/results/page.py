@@ -278,7 +278,7 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
     sentences = []
     if max(len(group.runs) for group in groups) > 1:
         sentences += [
-            "Mean ± standard deviation over the seeds (sample deviation, divisor n-1).",
+            "Mean ± sample standard deviation over the seeds.",
             f"Bold is the best, {BOLD_RULES[view.bold]}.",
         ]
     elif len(groups) > 1:
@@ -374,7 +374,7 @@ def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePa
         text = "Lines are means of two seeds, too few for a band."
     else:
         text = (
-            "Lines are means over the seeds, bands ± one sample deviation (divisor n-1), for "
+            "Lines are means over the seeds, bands ± one sample standard deviation, for "
             "settings with three seeds or more."
         )
     folded_by_axes = {" · ".join(folded_axes): folded_rows} if folded_rows else {}
@@ -472,7 +472,7 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
     text = (
         f"Scores ({', '.join(metrics)}{unit and ', in percent'}) of single clients at the last "
         "evaluation, all seeds together. Tests a client: median number of test samples; with few "
-        "samples, extremes say little. Deviation: over the clients (divisor n)."
+        "samples, extremes say little. Deviation: population standard deviation over the clients."
     )
     plots = [_row_of_plots([_plot(draw_svg(draw, "share of clients by their score"))])]
     return PagePart(

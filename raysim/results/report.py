@@ -420,7 +420,7 @@ def comparison_table(
         below.append(scores)
     has_deviation = any(c.key == "last10_mean" and "±" in "".join(c.texts) for c in shown)
     if has_seeds:
-        below.append("mean ± sample deviation over the seeds; --csv prints every run")
+        below.append("mean ± sample standard deviation over the seeds; --csv prints every run")
     elif has_deviation:
         below.append("last 10: mean ± deviation over these rounds")
     return "\n".join([*above, format_table(shown, width), *below])
@@ -546,10 +546,10 @@ def arrange_groups(
 def result_columns(
     groups: Sequence[RunGroup], limit: int = 4, view: TableView = USUAL_VIEW
 ) -> list[Column]:
-    """Return columns with a row for each group: mean ± standard deviation over its n seeds.
+    """Return columns with a row for each group: mean ± sample standard deviation over its seeds.
 
-    The deviation has the denominator n - 1. Each group is compared with the first group that has
-    the same data, by a paired t-test over the seeds that both groups have.
+    Each group is compared with the first group that has the same data, by a paired t-test over the
+    seeds that both groups have.
     limit: the largest number of threshold columns (the first round that reaches a score).
     view: the choice of columns and units.
     """

@@ -24,7 +24,7 @@ class Difference:
 
     A number is None if there were too few pairs for it.
     pairs: the number of pairs.
-    deviation: the standard deviation of the n differences, with the denominator n - 1.
+    deviation: the sample standard deviation of the differences.
     low, high: the ends of the 95 % confidence interval of the mean.
     p: the two-sided p-value of the paired t-test.
     holm: this p-value after Holm's correction for the number of comparisons.
@@ -34,7 +34,7 @@ class Difference:
 
     pairs: int
     mean: float | None
-    deviation: float | None = None  # of the differences, divisor n-1
+    deviation: float | None = None  # sample standard deviation of the differences
     low: float | None = None
     high: float | None = None
     p: float | None = None  # paired t-test, two-sided
@@ -44,7 +44,7 @@ class Difference:
 
 
 def mean_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean and the standard deviation of n values, with the denominator n - 1.
+    """Return the mean and the sample standard deviation of values.
 
     The mean is None without values; the deviation is None for fewer than two values.
     """

@@ -7,17 +7,17 @@ classes and D an attacker's honest update, the values of `attack.kind` mean:
     sign_flip    send -scale D                                     Li et al., AAAI 2019 (RSA)
     scaled       send scale D                                      Bagdasaryan et al., AISTATS 2020
     gaussian     send noise of standard deviation sigma            Blanchard et al., NeurIPS 2017
-    alie         send mean + z deviations of the honest updates    Baruch et al., NeurIPS 2019,
-                                                                   Algorithm 3
+    alie         send mean + z standard deviations of the          Baruch et al., NeurIPS 2019,
+                 honest updates                                    Algorithm 3
 
 Choices where the papers are silent
 - The server changes the updates when they arrive, before it aggregates them, so that results do not
   depend on the number of workers. Other uploads, client states and statistics of BatchNorm stay as
   the attackers' training left them.
-- ALIE takes mean and standard deviation (with divisor n) of the honest updates of the same
-  aggregation; the paper estimates both from the attackers' own data. z is computed for each
+- ALIE uses the mean and the population standard deviation of the honest updates of the same
+  aggregation. In the paper, the attackers estimate both from their own data. z is computed for each
   aggregation, from its n updates and m attackers, and is at least 0.
-- `faults.norm` also limits changed updates.
+- `faults.norm` also limits the updates of attackers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Attack:
     share: the share of the clients that attack.
     scale: the factor on the update with kind="sign_flip" and "scaled".
     sigma: the standard deviation of the noise with kind="gaussian".
-    z: the number of deviations with kind="alie"; None computes it as in the paper.
+    z: with kind="alie", the number of standard deviations that attackers add to the mean. None
+    computes it as in the paper.
     """
 
     kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian", "alie"] = "none"
@@ -97,7 +98,7 @@ def largest_z(updates: int, attackers: int) -> float:
 
 
 def shifted_mean(honest: Sequence[Tensor], z: float) -> Tensor:
-    """Return mean + z * standard deviation, [d], over the vectors `honest` [d]."""
+    """Return mean + z * population standard deviation, [d], over the vectors `honest` [d]."""
     shifted = torch.empty_like(honest[0])
 
     def fill(part: slice) -> None:

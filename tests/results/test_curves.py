@@ -44,7 +44,7 @@ def test_mean_curve_has_only_rounds_that_every_seed_scored() -> None:
     each = [history([0.5, None, 0.5]), history([0.25, 0.5, 1.0]), history([0.75, 0.5, 0.75, 0.75])]
     found = curves.mean_curve("x", each, "accuracy", 9)
     assert [(row["round"], y) for row, y in found.points] == [(1, 0.5), (3, 0.75)]
-    assert found.deviations == pytest.approx([0.25, 0.25])  # divisor n-1
+    assert found.deviations == pytest.approx([0.25, 0.25])  # sample standard deviations
     assert [row["floats_down"] for row, _ in found.points] == [1000, 3000]
     assert (found.colour, found.dash) == (1, 1)
 

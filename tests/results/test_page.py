@@ -100,9 +100,9 @@ def test_page_explains_the_deviation_after_numbers(tmp_path: Path) -> None:
     )
     text = written(runs, tmp_path)
     results = section(text, "Results")
-    assert "over the seeds (sample deviation, divisor n-1)" in results
+    assert "Mean ± sample standard deviation over the seeds." in results
     assert "<b>0.7500 ±\u00a00.2500</b>" in results and "0.2500 ±\u00a00.0000" in results
-    assert "bands ± one sample deviation" in section(text, "Curves")
+    assert "bands ± one sample standard deviation" in section(text, "Curves")
     alone = written(runs[::3], tmp_path)
     assert "One seed of each setting, so no deviation can be given" in section(alone, "Results")
 

@@ -269,7 +269,7 @@ def test_table_has_one_row_per_setting(tmp_path: Path) -> None:
     assert [each[3] for each in cells] == ["0.8500 ± 0.0707*", "0.6000 ± 0.0000", "0.3000 ± 0.1000"]
     assert star.endswith("deviation of either over the seeds")
     assert scored == report.describe_scores(runs)
-    assert note == "mean ± sample deviation over the seeds; --csv prints every run"
+    assert note == "mean ± sample standard deviation over the seeds; --csv prints every run"
     going = [
         *runs,
         replace(make(tmp_path / "on", [0.7], "{method: {moon: {mu: 1}}, seed: 3}"), finished=False),

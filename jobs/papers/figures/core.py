@@ -78,7 +78,7 @@ class Runs:
         import raysim
 
         words = [*overrides, *self.overrides]
-        places = ["runtime=inprocess", "tracking=none"]
+        runtime_overrides = ["runtime=inprocess", "tracking=none"]
         text = " ".join(word for word in words if not word.startswith("data.root="))
         # a run may start from the model of another run in the folder, wherever the folder is
         text = text.replace(str(self.folder), DEFAULT_FOLDER)
@@ -89,7 +89,7 @@ class Runs:
             return raysim.load(out, allow=["jobs"])
         resume = ["resume=latest"] if out.exists() else []
         conf = str(Path(__file__).parent / "conf")
-        return _run([*words, *places, f"out={out}", *resume], conf)
+        return _run([*words, *runtime_overrides, f"out={out}", *resume], conf)
 
 
 def _run(overrides: Sequence[str], conf: str) -> Result:

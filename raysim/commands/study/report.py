@@ -499,7 +499,7 @@ def report(
     _store(study, scores, comparisons, failures or {})
 
     about = (
-        "Behind ± is the sample deviation over the seeds (divisor n-1), of last 10 too. "
+        "Behind ± is the sample standard deviation over the seeds, also in the column last 10. "
         f"Bold is the best, {BEST_RULE}"
     )
     has_groups = any(columns[-1].groups or ())

@@ -170,7 +170,7 @@ def _write_page(records: TrialRecords) -> Path | None:
             groups.append(RunGroup(title, [load_run(path) for path in folders]))
     if not groups:
         return None
-    about = "All trials, the best first; behind ± is the sample deviation over seeds (n-1)."
+    about = "All trials, the best first; behind ± is the sample standard deviation over seeds."
     sections = [ReportSection("Trials", about, _printed_columns(records))]
     pictures = (
         ("slices", draw_slices, "Score by key"),

@@ -48,8 +48,8 @@ def test_gpu_study_gives_the_bits_of_ordinary_runs(
     gpu.run(tmp_path / "gpu", ["tiny"], "cpu", 10)
     for name, words in STUDY.runs():
         run = load_run(tmp_path / "gpu" / "runs" / name)
-        places = [f"out={tmp_path / name}", "runtime=inprocess", "tracking=none"]
-        usual = raysim.run([*words, "local.epochs=1", *places], quiet=True)
+        run_overrides = [f"out={tmp_path / name}", "runtime=inprocess", "tracking=none"]
+        usual = raysim.run([*words, "local.epochs=1", *run_overrides], quiet=True)
         for key in ("model_sha256", "state_sha256", "split", "accuracy_global"):
             assert run.summary[key] == usual.summary[key]
         assert run.config["method"] == load_run(usual.folder).config["method"]
@@ -98,11 +98,11 @@ def test_gpu_studies_have_the_settings_of_the_papers() -> None:
 def test_gpu_studies_run_without_ray_and_hydra(tmp_path: Path) -> None:
     script = ["bash", str(CHECKOUT / "jobs" / "papers" / "gpu.sh"), "fedbss-skew_0.1"]
     tiny = "data=digits model=mlp rounds=1 local.epochs=1"
-    places = {"OUT": str(tmp_path), "DATA": "", "PYTHON": sys.executable}
+    variables = {"OUT": str(tmp_path), "DATA": "", "PYTHON": sys.executable}
     subprocess.run(
         script,
         cwd=CHECKOUT,
-        env={**os.environ, **places, "PREPARE": "only", "EXTRA": tiny},
+        env={**os.environ, **variables, "PREPARE": "only", "EXTRA": tiny},
         check=True,
     )
     ran = subprocess.run(

@@ -433,7 +433,7 @@ def test_fraug_paper_numbers_have_a_command_and_a_column(name: str) -> None:
         }
         finetuned = bool(cell.variant.get("head_finetune"))
         assert score.column.startswith("accuracy_finetuned" if finetuned else "accuracy_best")
-        assert score.beside["last round"].startswith("accuracy")
+        assert score.additional_columns["last round"].startswith("accuracy")
         if cell.column in ("Avg", "avg"):
             assert score.summary(rows, score.column) == (0.6 if finetuned else 0.5)
         elif not finetuned and cell.column in ("R", "MT", "MM"):
