@@ -213,7 +213,7 @@ clients, all images of a client turned by 0, 90, 180 or 270 degrees. Images have
 client has about 96 training samples, the model is an MLP with 64 hidden units, and each client
 trains one epoch in each of {rounds} rounds. Speeds are log-normal with sigma 1.2. Devices draw
 5.6 W when computing, 3.16 W when receiving and 6.21 W when sending. The hierarchy has {edges} edges
-that meet every two rounds. Clusters are at most four. A split by updates is possible
+that exchange every two rounds. Clusters are at most four. A split by updates is possible
 from round 8 on ({norms}). Accuracy is that of each client's model on the client's own test samples
 after the last round; the *mean of models* is scored on the central test set. Numbers are means over
 the seeds {seeds} ± sample standard deviation.
