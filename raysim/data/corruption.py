@@ -58,7 +58,9 @@ class Rotation:
 def symmetric_label_noise(
     *, labels: ArrayLike, ratio: float, num_classes: int, order: ArrayLike, shifts: ArrayLike
 ) -> Ints:
-    """Change exactly floor(n * ratio) of the n labels y to (y + shift) mod C.
+    """Return a copy of n labels in which exactly floor(n * ratio) labels are wrong.
+
+    A wrong label is (y + shift) mod C, where y is the right one.
 
     labels: [n], class numbers.
     num_classes: the number C of classes.
@@ -94,7 +96,10 @@ def image_rotation_angles(
 
 
 def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
-    """Return the index of each client's angle in the list: k mod `num_angles` for client k."""
+    """Return the index of each client's angle in the list: k mod `num_angles` for client k.
+
+    clients: the numbers of the clients.
+    """
     return clients % num_angles
 
 

@@ -484,9 +484,11 @@ def report(
 ) -> str:
     """Write all results into the study's folder; return the text to print.
 
+    If no run has finished, nothing is written.
+
     metrics: the names of the compared metrics; the first one is also in the picture. Without names,
     the usual metrics are compared.
-    failures: a sentence for each run that failed.
+    failures: for each failed run, by name, a sentence that says why it failed.
     width: the length of a line in characters; 0 means no limit.
     """
     names, scores = gather_scores(study, metrics)

@@ -37,12 +37,18 @@ class StudyResult:
 
     @property
     def runs(self) -> pd.DataFrame:
-        """Return a table of the runs: settings, seed and scores."""
+        """Return a table of the runs: settings, seed and scores.
+
+        Raise FileNotFoundError if no run has finished.
+        """
         return self._table("study.csv")
 
     @property
     def differences(self) -> pd.DataFrame:
-        """Return a table of the comparisons with the reference: difference, interval, p-value."""
+        """Return a table of the comparisons with the reference: difference, interval, p-value.
+
+        Raise FileNotFoundError if no run has finished.
+        """
         return self._table("differences.csv")
 
     def _table(self, name: str) -> pd.DataFrame:
