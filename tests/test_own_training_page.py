@@ -1,4 +1,4 @@
-"""Test that the programs of docs/own_training.md run unchanged."""
+"""Test that the programs of docs/own_training.md run; only their longest runs are made shorter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 
 PAGE = Path(__file__).parent.parent / "docs" / "own_training.md"
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+# The program with pseudo-labels behaves differently after ten rounds, the others in no later round.
+MAX_ROUNDS = 12
 NAMES = [re.findall(r'out="runs/(\w+)"', program)[0] for program in PROGRAMS]
 
 
@@ -20,6 +22,9 @@ def test_program_of_own_training_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(program, names)
+    shorter = re.sub(
+        r"\brounds=(\d+)", lambda match: f"rounds={min(int(match[1]), MAX_ROUNDS)}", program
+    )
+    exec(shorter, names)
     assert names["result"].summary["failures"] == 0
-    assert names["result"].summary["rounds"] in (5, 20, 30)
+    assert names["result"].summary["rounds"] in (5, MAX_ROUNDS)
