@@ -31,14 +31,14 @@ class Hierarchical(Topology):
     """Edge servers, each with its own clients and schedule, that exchange through a cloud.
 
     Source: Liu, Zhang, Song and Letaief, "Client-Edge-Cloud Hierarchical Federated Learning" (ICC
-    2020), Algorithm 1 (HierFAVG). After `every` aggregations an edge server (an edge) waits for the
-    other edges. When all edges wait, each gets the mean of all edges' models; the weight of an edge
-    is the sum of its clients' weights.
+    2020), Algorithm 1 (HierFAVG). An edge server (an edge) that has aggregated `every` times waits
+    for the other edges. When all edges wait, they exchange: each gets the mean of all edges'
+    models. The weight of an edge in this mean is the sum of its clients' weights.
 
     edges: the number of edges.
-    every: the aggregations of an edge from one meeting to the next, kappa_2 in the paper.
-    seconds: the virtual seconds from one meeting to the next; None uses `every` instead. With
-    seconds, all edges meet after the first aggregation at or after each multiple of `seconds`.
+    every: the number of an edge's aggregations between two exchanges, kappa_2 in the paper.
+    seconds: the virtual seconds between two exchanges; None uses `every` instead. An edge then
+    waits after its first aggregation that ends at or after a multiple of `seconds`.
     assign: how clients are assigned to edges. "random": at random, equally many to each edge.
     "region": neighbouring regions of the fleet to the same edge, equally many clients to each.
     "data": clients with similar shares of classes to the same edge.
@@ -158,13 +158,11 @@ class Clustered(Topology):
     layer.
 
     clusters: the largest number of models. The other options are for rule="updates".
-    mean_norm: a cluster is split only if the norm of its mean update is below this value, eps_1 in
-    the paper.
-    max_norm: a cluster is split only if the norm of its longest update is above this value, eps_2
-    in the paper.
-    gamma: gamma_max in the paper, from 0 to below 1. A cluster is split only if sqrt((1 - s) / 2)
-    is above this value, where s is the largest cosine between an update of one part and an update
-    of the other part. 0 splits by the norms alone.
+    mean_norm, max_norm: eps_1 and eps_2 in the paper. A cluster is split only if |mean of its
+    updates| < mean_norm and the norm of its longest update > max_norm.
+    gamma: gamma_max in the paper, 0 <= gamma < 1. A cluster is split only if sqrt((1 - s) / 2) >
+    gamma. Here s is the largest cosine of two updates that belong to different parts. With 0, only
+    the norms decide.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """
@@ -313,10 +311,10 @@ class Gossip(Topology):
         )
 
     def _rows(self, neighbours: Sequence[set[int]]) -> list[dict[int, float]]:
-        """Return for each client the weights of the mean that becomes its replica.
+        """Return for each client i the weights w_ij of the exchange: x_i becomes sum_j w_ij x_j.
 
-        The mean is over the replicas of its neighbours and its own replica; a dictionary has the
-        weight of each of these replicas, by its client.
+        x_j is the replica of client j. A dictionary has w_ij by j, for the client's neighbours and
+        for the client itself.
         neighbours: the neighbours of each client.
         """
         rows: list[dict[int, float]] = []
@@ -372,13 +370,12 @@ def _read_edges(
 def _rows_of_edges(
     weights: Mapping[tuple[int, int], float], clients: int
 ) -> list[dict[int, float]]:
-    """Return for each client the weights of the mean that becomes its replica.
+    """Return for each client i the weights w_ij of the exchange: x_i becomes sum_j w_ij x_j.
 
-    Each dictionary has the weights of the neighbours' replicas and of the client's own replica, by
-    the number of the client. The user gives the weights of the neighbours. The client's own weight
-    is 1 minus their sum.
+    x_j is the replica of client j. A dictionary has w_ij by j. The user gives the weights of the
+    neighbours; w_ii is 1 minus their sum.
 
-    weights: the weight of each edge, in both directions.
+    weights: the weight w_ij by (i, j), for both directions of each edge.
     clients: the number of clients.
     Raises ValueError if the weights of a client's neighbours sum to more than 1.
     """
@@ -472,10 +469,10 @@ def _clients_first(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _deal(order: np.ndarray, groups: int) -> np.ndarray:
-    """Assign the first client to group 0, the second one to group 1, and so on in a cycle.
+    """Divide clients among groups in turn; return the group of each client, int64 [clients].
 
-    Return the group of each client, int64 [clients].
-    order: the numbers of all clients; the first one in this order goes to group 0.
+    order: the numbers of all clients. The first one goes to group 0, the second one to group 1, and
+    so on; after the last group, group 0 follows again.
     groups: the number of groups.
     """
     group_of = np.empty(len(order), np.int64)
@@ -502,7 +499,8 @@ def k_means(
     The first centers are drawn as in k-means++ (Arthur and Vassilvitskii 2007). A group that
     becomes empty gets the counted point that is farthest from its center.
     points: float [n, features].
-    is_counted: bool [n], True for a point that decides the centers; at least `groups` points.
+    is_counted: bool [n], True for the points whose means are the centers; they must be at least
+    `groups`. Each other point only gets the group of the nearest center.
     groups: the number of groups.
     """
     counted = points[is_counted]

@@ -239,10 +239,11 @@ def _read_batch(
 ) -> tuple[np.ndarray, ...]:
     """Check some rows of a trace, and return their content as arrays.
 
-    A row has the intervals in which one client is available. The first array has the bounds of the
-    intervals of all rows: start, end, start, end, and so on. Intervals of a row that touch each
-    other are joined. The second array says for each row how many entries of the first array belong
-    to it. The other arrays are the columns in `NUMBERS`, in this order, and the column `rate_name`.
+    The result consists of:
+    - the bounds of all intervals, start, end, start, end, ..., row after row; intervals of a row
+      that touch each other are joined;
+    - for each row, the number of its bounds;
+    - an array for each column in `NUMBERS`, and for the column `rate_name`.
 
     earlier_rows: the number of rows of the file before this batch, for errors.
     Raises ValueError for the first row with an error.
@@ -287,12 +288,11 @@ def _join_intervals(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Join intervals that touch each other and are in the same row of the trace.
 
-    A row of the trace has all intervals of one recorded client.
-    Return the starts and ends that remain, [start, end, start, end, ...], and a bool mask over the
-    starts and ends of all intervals, which is True for those that remain.
+    Return two arrays. The first one has the remaining bounds, [start, end, start, end, ...]. The
+    second one is a bool mask over the bounds of all intervals; it is True for those that remain.
     start, end: the start and end of each interval.
     is_same_row: for each interval except the first, True if the previous interval is in the same
-    row.
+    row. A row has all intervals of one recorded client.
     """
     bounds = np.stack([start, end], axis=1).ravel()
     is_kept = np.ones(len(bounds), bool)

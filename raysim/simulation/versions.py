@@ -12,10 +12,10 @@ from raysim.simulation.runtime import Ref, Runtime
 class Versions(Mapping[int, PublishedVersion]):
     """The published versions of all replicas, by number, in the runtime's store.
 
-    A job holds its base version from its dispatch to its end. A version stays in the store while a
-    job holds it. So does the current version of each replica in memory. If a replica is on disk,
-    its current version is read from the disk as soon as a job needs it. The coordinator reads a
-    version from the store without a copy, for the server or for a checkpoint.
+    The store keeps a version as long as a job that starts from it has not ended. It also keeps the
+    current version of each replica that is in memory. The current version of a replica on disk is
+    read when a job needs it. The coordinator reads a version from the store without a copy, for the
+    server or for a checkpoint.
     """
 
     def __init__(self, runtime: Runtime):
@@ -41,7 +41,7 @@ class Versions(Mapping[int, PublishedVersion]):
     ) -> None:
         """Store a replica's current version, unless it is stored already.
 
-        The replica's previous version is dropped if no job holds it.
+        The replica's previous version is dropped if no job needs it.
         replica: the number of the replica; 0 if the run has one.
         version: the number of the current version.
         make: function that returns this version; it can be called as long as the version is
@@ -61,7 +61,7 @@ class Versions(Mapping[int, PublishedVersion]):
         self._drop_unless_needed(before)
 
     def unload(self, version: int) -> None:
-        """Record that a current version is on disk; drop it from the store if no job holds it."""
+        """Record that a current version is on disk; drop it from the store if no job needs it."""
         self._on_disk.add(version)
         self._drop_unless_needed(version)
 

@@ -1,22 +1,22 @@
 """Simulate attackers among the clients: choose them, and change their labels or updates.
 
-The attackers are drawn once from the seed, among the clients with samples. With y a label of C
-classes and D an attacker's honest update, the values of `attack.kind` mean:
+The attackers are drawn once from the seed, among the clients with samples. y is a label of C
+classes, and D is the update that an attacker would send if it were honest. mean and std are those
+of the honest updates of the same aggregation, for each parameter. The values of `attack.kind` mean:
 
-    label_flip   train on C - 1 - y                                Fang et al., USENIX Security 2020
-    sign_flip    send -scale D                                     Li et al., AAAI 2019 (RSA)
-    scaled       send scale D                                      Bagdasaryan et al., AISTATS 2020
-    gaussian     send noise of standard deviation sigma            Blanchard et al., NeurIPS 2017
-    alie         send mean + z standard deviations of the          Baruch et al., NeurIPS 2019,
-                 honest updates                                    Algorithm 3
+    label_flip   train on C - 1 - y                   Fang et al., USENIX Security 2020
+    sign_flip    send -scale D                        Li et al., AAAI 2019 (RSA)
+    scaled       send scale D                         Bagdasaryan et al., AISTATS 2020
+    gaussian     send noise from N(0, sigma^2)        Blanchard et al., NeurIPS 2017
+    alie         send mean + z std                    Baruch et al., NeurIPS 2019, Algorithm 3
 
 Choices where the papers are silent
 - The server changes the updates when they arrive, before it aggregates them, so that results do not
   depend on the number of workers. Other uploads, client states and statistics of BatchNorm stay as
   the attackers' training left them.
-- ALIE uses the mean and the population standard deviation of the honest updates of the same
-  aggregation. In the paper, the attackers estimate both from their own data. z is computed for each
-  aggregation, from its n updates and m attackers, and is at least 0.
+- With n honest updates D_i, ALIE takes std = sqrt(sum_i (D_i - mean)^2 / n). In the paper the
+  attackers estimate mean and std from their own data. z is computed for each aggregation, from the
+  numbers of its updates and attackers, and is at least 0.
 - `faults.norm` also limits the updates of attackers.
 """
 

@@ -168,12 +168,11 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """Return the lanes' parameters, and the list of tensors that the optimizer changes.
+        """Return the parameters of all lanes, and the tensors that the optimizer changes.
 
-        The parameters are a dictionary. A key is the id of a network's parameter, and its value [K,
-        ...] contains the values of this parameter in all lanes. The optimizer changes these
-        tensors. With `local.clip` it changes slices [K, n] of the lanes' vectors instead, one for
-        each contiguous slice of n trained parameters.
+        The parameters are tensors [K, ...], by the id of the network's parameter. The optimizer
+        changes those that are trained. If `local.clip` is set, it changes slices [K, n] of the
+        lanes' vectors, which contain the same parameters.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}
@@ -255,9 +254,9 @@ class BatchedLanes(LaneLoop[Lane]):
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
         """Scale down each lane's gradient if its norm is above `local.clip`.
 
-        The trained parameters cover one or more contiguous slices of the vector. Return one tensor
-        [K, n] for each slice, where n is the length of the slice. If `local.clip` is 0, return
-        `gradients` unchanged.
+        The result fits the tensors that the optimizer changes (`_leaves`). If `local.clip` is 0,
+        return `gradients` unchanged. Otherwise return a tensor [K, n] for each contiguous slice of
+        n trained parameters.
         gradients: one tensor [K, ...] for each trained parameter.
         """
         clip = self.trainer.step.clip

@@ -118,12 +118,11 @@ class PreparedBatches:
         return self._prepared.pop(job.number, None)
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Prepare the batches of the first jobs; they are gathered in one call.
+        """Prepare the batches of the next jobs in one call, as many as fit into a chunk.
 
-        A chunk is the amount of data that is gathered at once. Jobs are prepared until the chunk is
-        full. If fewer than two jobs fit into it, nothing is prepared. Nothing is prepared either if
-        a method selects samples or if inputs are augmented. Both are possible only after a job has
-        begun.
+        A chunk is the amount of data that is gathered at once. Do nothing if fewer than two jobs
+        fit into it. Do nothing either if a method selects samples or if inputs are augmented,
+        because both are possible only after a job has begun.
 
         jobs: the next jobs, in the order in which they will begin.
         """

@@ -80,22 +80,22 @@ class Branches:
         self._open = 0
 
     @contextmanager
-    def branch(self, place: int) -> Iterator[None]:
+    def branch(self, number: int) -> Iterator[None]:
         """Run the work inside `with` in a branch.
 
         The branch starts after all work that was issued outside of branches so far. It does not
         wait for other branches.
-        place: the number of the branch, from 0.
+        number: the number of the branch, from 0.
         """
         is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not is_capturing:  # without a capture, streams would only occupy memory
             yield
             return
-        self._open = place + 1
-        while len(self._streams) <= place:
+        self._open = number + 1
+        while len(self._streams) <= number:
             self._streams.append(torch.cuda.Stream(self.device))
-        self._streams[place].wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._streams[place]):
+        self._streams[number].wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._streams[number]):
             yield
 
     def join(self) -> None:

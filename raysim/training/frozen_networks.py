@@ -1,6 +1,6 @@
-"""Make and load further sets of a run's networks, which are not trained.
+"""Make and load copies of a run's networks, which are not trained.
 
-A method uses such a set, for example, to compute the outputs of the received model while it trains.
+A method uses such a copy, for example, to compute the outputs of the received model while it trains.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from raysim.vectors.layout import Vector
 
 
 class FrozenNetworks:
-    """Sets of networks in eval mode without gradients, by name.
+    """Copies of a run's networks in eval mode without gradients, for methods, by name.
 
-    A set is a copy of all networks of the run. It is made when it is first requested. Each job
-    loads its values into the set, for example those of the received model.
+    A method chooses the name of a copy. The copy is made when it is first requested. Each job loads
+    the values that its method gives, for example those of the received model.
 
     vector: the vector of the networks that are trained.
     """
@@ -29,13 +29,13 @@ class FrozenNetworks:
     def __init__(self, vector: Vector):
         self._trained = vector
         self._vectors: dict[str, Vector] = {}
-        self._owners: dict[str, Context] = {}  # by set: the job for which it was loaded last
+        self._owners: dict[str, Context] = {}  # by copy: the job for which it was loaded last
 
     def networks(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return the networks of a set, by name; their values are loaded once per job.
+        """Return the networks of a copy, by name; their values are loaded once per job.
 
         ctx: the context of the job.
-        name: the name of the set, which the method chooses.
+        name: the name of the copy, which the method chooses.
         values: [layout.total], the values to load; None loads the model from which training
         started, with the client's personal part.
         """
@@ -46,14 +46,14 @@ class FrozenNetworks:
         return self._vectors[name].networks
 
     def vector(self, name: str) -> Vector:
-        """Return the vector of a set of frozen networks; make the set if it does not exist.
+        """Return the vector of a copy of the networks; make the copy if it does not exist.
 
-        The vector contains the values that were last loaded into the set.
-        name: the name of the set.
+        The vector contains the values that were last loaded into the copy.
+        name: the name of the copy.
         """
         if name not in self._vectors:
             trained = self._trained
-            # Weights that nobody trains are the same in all sets.
+            # Weights that nobody trains are the same in all copies.
             same = {id(p): p for _, p in frozen_parameters(trained.networks)}
             networks = {}
             for key, network in trained.networks.items():

@@ -187,9 +187,10 @@ class Participants:
         return [self.driver, *self.joined]
 
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
-        """Return for each fact its first value, and the first process that has this fact.
+        """Return the expected value of each fact: its value in the first process that has the fact.
 
-        The processes of the run come first, then the new ones.
+        This process is returned with the value. The processes of the run come first, then the new
+        ones.
         new: processes that will be added to the run.
         """
         first: dict[str, tuple[str, Identity]] = {}

@@ -161,28 +161,33 @@ class InitialWeights:
         return any(_is_in(name, part) or _is_in(short, part) for part in parts)
 
     def _check_complete(
-        self, targets: _Targets, used: set[str], chosen: Mapping[str, np.ndarray], is_partial: bool
+        self,
+        targets: _Targets,
+        wanted: set[str],
+        available: Mapping[str, np.ndarray],
+        is_partial: bool,
     ) -> None:
         """Raise ValueError if the file lacks a tensor that the run needs.
 
         If `init.only` names parts, the file must have all tensors in these parts. Otherwise it must
-        have all tensors of the model. Of another network it must then have all tensors or none. A
-        file without adapters must have the frozen weights of the adapted layers instead.
+        have all tensors of the model; of each other network, it must have all or none. A file
+        without adapters must have the frozen weights of the adapted layers instead.
 
         targets: the tensors of the run.
-        used: full names of the tensors that start from the file, by `init.only` and `init.redraw`.
-        chosen: by full name, the arrays that the file has for these tensors.
+        wanted: full names of the tensors that start from the file, by `init.only` and
+        `init.redraw`.
+        available: by full name, the arrays that the file has for these tensors.
         is_partial: True if `init.only` names parts.
         """
-        present = {name.partition(".")[0] for name in chosen} | {"model"}
-        needed = [name for name in targets.needed if name in used]
+        present = {name.partition(".")[0] for name in available} | {"model"}
+        needed = [name for name in targets.needed if name in wanted]
         if not is_partial:
             needed = [name for name in needed if name.partition(".")[0] in present]
-        has_adapters = any(ADAPTER in name for name in chosen)
+        has_adapters = any(ADAPTER in name for name in available)
         if targets.frozen and not has_adapters and not is_partial:  # of a run without adapters
             needed = [name for name in needed if ADAPTER not in name]
-            needed += [name for name in targets.frozen if name in used]
-        missing = [name for name in needed if name not in chosen]
+            needed += [name for name in targets.frozen if name in wanted]
+        missing = [name for name in needed if name not in available]
         if missing:
             raise ValueError(
                 f"init.file={self.init.file} lacks {_format_names(missing)}. Draw these tensors "

@@ -11,41 +11,42 @@ from raysim.training.trainer import RunningJob, Trainer
 class JobHandler(Protocol):
     """The interface with which a loop begins and ends the jobs that it trains.
 
-    In all functions, `place` is the position of a job in `numbers`.
+    The loop names a job by its position in `numbers`.
     """
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Return the numbers of the jobs to train; a number is unique in a run."""
+        """The numbers of the jobs to train; a number is unique in a run."""
         ...
 
-    def is_ready(self, place: int) -> bool:
-        """Return True if the job at the position `place` of `numbers` can begin now.
+    def is_ready(self, position: int) -> bool:
+        """Return True if a job can begin now.
 
         False if it starts from the client state that an earlier job of this call has yet to make.
+        position: the position of the job in `numbers`.
         """
         ...
 
-    def begin(self, place: int) -> RunningJob:
+    def begin(self, position: int) -> RunningJob:
         """Load the model and the state of a job's client into the trainer; return the running job.
 
-        The model is then in `Trainer.vector`.
-        place: the position of the job in `numbers`.
+        Afterwards `Trainer.vector` contains the model.
+        position: the position of the job in `numbers`.
         """
         ...
 
-    def end(self, place: int, running: RunningJob) -> None:
+    def end(self, position: int, running: RunningJob) -> None:
         """Make the result of a finished job, whose trained model is in `Trainer.vector`.
 
-        place: the position of the job in `numbers`.
+        position: the position of the job in `numbers`.
         running: the job as `begin` returned it.
         """
         ...
 
-    def fail(self, place: int, error: BaseException) -> None:
+    def fail(self, position: int, error: BaseException) -> None:
         """Record the error that a job raised; the job's result is then a failure.
 
-        place: the position of the job in `numbers`.
+        position: the position of the job in `numbers`.
         error: the error.
         """
         ...
@@ -63,12 +64,12 @@ class OneByOne:
 
     def train(self, jobs: JobHandler) -> None:
         """Train the jobs in order; every job is ready when its turn comes."""
-        for place in range(len(jobs.numbers)):
+        for position in range(len(jobs.numbers)):
             try:
-                running = jobs.begin(place)
+                running = jobs.begin(position)
                 self.trainer.steps(running)
                 self.trainer.end(running)
-                jobs.end(place, running)
+                jobs.end(position, running)
             # The failure of one client must not stop other clients.
             except (Exception, SystemExit) as error:
-                jobs.fail(place, error)
+                jobs.fail(position, error)

@@ -33,19 +33,19 @@ class LanesError(RefusedError):
 
 @dataclass(eq=False)
 class Lane:
-    """A vector, and the job that trains in it.
+    """One of the K lanes of a worker: a vector, and the job that trains in it.
 
     row: the number of the lane, and its row in tensors that contain all lanes.
-    home: the flat tensors that contain this lane's parameters and buffers.
-    place: the position of the lane's job in the list of jobs to train.
+    storage: the flat tensors that contain this lane's parameters and buffers.
+    position: the position of the lane's job in the list of jobs to train.
     running: the lane's job; None if it has none.
     batch: the next batch; None if the job is finished.
     step: the number of steps that the job has made.
     """
 
     row: int
-    home: VectorStorage
-    place: int = 0
+    storage: VectorStorage
+    position: int = 0
     running: RunningJob | None = None
     batch: Batch | None = None
     step: int = 0
@@ -123,7 +123,7 @@ class LaneLoop(ABC, Generic[L]):
         """
         order: list[int] = []
         for turn in zip_longest(*self._assign(numbers)):
-            order += [place for place in turn if place is not None]
+            order += [position for position in turn if position is not None]
         return order
 
     def train(self, jobs: JobHandler) -> None:
@@ -145,8 +145,8 @@ class LaneLoop(ABC, Generic[L]):
 
     def enter(self, lane: L) -> None:
         """Let the trainer's networks use the lane's vector."""
-        if self.trainer.vector.data is not lane.home.data:
-            self.trainer.vector.use_storage(lane.home)
+        if self.trainer.vector.data is not lane.storage.data:
+            self.trainer.vector.use_storage(lane.storage)
 
     def _assign(self, numbers: Sequence[int]) -> list[list[int]]:
         """Divide jobs among the K lanes; return for each lane the positions in `numbers`.
@@ -155,10 +155,10 @@ class LaneLoop(ABC, Generic[L]):
         The lane of a job is (number + number // K) % K, which also spreads numbers that are
         multiples of K.
         """
-        places: list[list[int]] = [[] for _ in self.lanes]
-        for place, number in enumerate(numbers):
-            places[(number + number // self.count) % self.count].append(place)
-        return places
+        positions: list[list[int]] = [[] for _ in self.lanes]
+        for position, number in enumerate(numbers):
+            positions[(number + number // self.count) % self.count].append(position)
+        return positions
 
     def _fill(self, lane: L, waiting: list[int], jobs: JobHandler) -> None:
         """End a lane's job if it is finished, and begin the lane's next job that is ready.
@@ -171,20 +171,20 @@ class LaneLoop(ABC, Generic[L]):
                 if lane.running is not None:
                     self._end(lane, jobs)
                     continue
-                place = next(filter(jobs.is_ready, waiting), None)
-                if place is None:
+                position = next(filter(jobs.is_ready, waiting), None)
+                if position is None:
                     return
-                lane.place = place
-                waiting.remove(place)
+                lane.position = position
+                waiting.remove(position)
                 self._begin(lane, jobs)
             # The failure of one client must not stop other clients.
             except (Exception, SystemExit) as error:
-                jobs.fail(lane.place, error)
+                jobs.fail(lane.position, error)
                 lane.running = lane.batch = None
 
     def _begin(self, lane: L, jobs: JobHandler) -> None:
         self.enter(lane)
-        lane.running = jobs.begin(lane.place)
+        lane.running = jobs.begin(lane.position)
         lane.step = 0
         self.start(lane)
         lane.batch = next(lane.running.batches, None)
@@ -193,5 +193,5 @@ class LaneLoop(ABC, Generic[L]):
         self.enter(lane)
         self.finish(lane)
         self.trainer.end(lane.job)
-        jobs.end(lane.place, lane.job)
+        jobs.end(lane.position, lane.job)
         lane.running = None

@@ -18,12 +18,12 @@ PROBE_FEATURES = 200  # the number of rows whose features a probe stores
 
 
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
-    """Score the local and the received model of a job in eval mode.
+    """Score the model that a client has just trained, and the received model, in eval mode.
 
-    The local model is the one that the client has just trained. Return its accuracy on `rows`, and
-    the features and outputs of about `PROBE_FEATURES` of them.
+    The result has the trained model's accuracy on all of `rows`. It also has the features of both
+    models, and the trained model's outputs, for about `PROBE_FEATURES` of the rows.
 
-    trainer: the trainer, whose vector contains the local model.
+    trainer: the trainer, whose vector contains the trained model.
     ctx: the context of the job.
     rows: rows of the central test set in the data set, equally many of each class.
     score_batch: the number of rows that are scored at once.

@@ -32,9 +32,10 @@ def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) 
 
 
 def feature_distance(local: Reals, received: Reals) -> float:
-    """Return the mean norm of (local - received), divided by the mean norm of received rows.
+    """Return the relative distance of the features: sum_i |l_i - r_i| / sum_i |r_i|.
 
-    The result is 0 if both are equal. Otherwise it is nan if all received features are 0.
+    l_i and r_i are row i of `local` and of `received`. The result is 0 if both are equal. Otherwise
+    it is nan if all received features are 0.
     local, received: [rows, features], the features of the local and of the received model.
     """
     local, received = np.asarray(local, np.float64), np.asarray(received, np.float64)
@@ -96,11 +97,11 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
 
 
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
-    """Return the sum of the probabilities of all seen classes, as a mean over unseen rows.
+    """Return the sum of the probabilities of the seen classes, averaged over the unseen rows.
 
-    Unseen rows are rows of classes that the client's training data does not have, so every such
-    probability is wrong. A larger value means a stronger bias to seen classes. Return None if there
-    are no unseen rows.
+    A class is seen if the client's training data has samples of it. The unseen rows are the rows of
+    the other classes, so the whole sum is wrong. A larger value means a stronger bias to seen
+    classes. Return None if there are no unseen rows.
     probabilities: [rows, classes], the outputs of the local model after softmax.
     labels: [rows], the true class of each row.
     seen: bool [classes], True for a class in the client's training data.

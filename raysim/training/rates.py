@@ -24,9 +24,9 @@ def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[f
     names += sorted(rates.keys() - set(PARTS), key=len)
     factors = [1.0] * len(entries)
     for name in names:
-        for place, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             if is_in_part(entry.name, name):
-                factors[place] = rates[name]
+                factors[index] = rates[name]
     return factors
 
 

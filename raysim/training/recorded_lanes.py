@@ -48,21 +48,21 @@ from raysim.vectors.optimizer import RecordedOptimizer, widest_float
 
 MAX_RECORDINGS = 128  # per worker; the recording that was used longest ago is dropped first
 # Each lane's vector starts at a multiple of so many floats, as GPU kernels need it.
-_ROW_BORDER = 64
+_ROW_ALIGNMENT = 64
 SHARED = -1  # marks an input that all lanes of a recording share
 
-# The path of an input: the place of its lane in the recording (or `SHARED`), the table, the key.
+# The path of an input: the position of its lane in the recording (or `SHARED`), the table, the key.
 InputPath: TypeAlias = tuple[int, str, str]
 Key: TypeAlias = tuple[Any, ...]
 
 
-def stacked_rows(flat: Tensor, count: int, border: int) -> Tensor:
-    """Return `count` copies [K, n] of a flat tensor [n].
+def stacked_rows(flat: Tensor, count: int, alignment: int) -> Tensor:
+    """Return `count` copies of a flat tensor [n] as the rows of a tensor [count, n].
 
-    border: the copies start at multiples of this number of entries, counted from the first copy.
-    GPU kernels need such addresses.
+    alignment: the start of each row is a multiple of this number of entries, as GPU kernels need
+    it.
     """
-    padded = -(-len(flat) // border) * border
+    padded = -(-len(flat) // alignment) * alignment
     return flat.new_empty(count, padded)[:, : len(flat)].copy_(flat.detach().expand(count, -1))
 
 
@@ -88,7 +88,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def __init__(self, trainer: Trainer, count: int):
         vector = trainer.vector
         data, counters = (
-            stacked_rows(flat, count, _ROW_BORDER) for flat in (vector.data, vector.counters)
+            stacked_rows(flat, count, _ROW_ALIGNMENT) for flat in (vector.data, vector.counters)
         )
         super().__init__(trainer, data, counters, RecordedLane)
         self.device = data.device
@@ -113,11 +113,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Give a job the lane's optimizers that its next step is the first to use.
+        """Give a lane's job the optimizers that its next step is the first one to use.
 
-        The lane has an optimizer for each stage. A stage is one of the optimizer steps on a batch.
-        When a job first uses an optimizer, its buffers get the values from an earlier job of the
-        client, or 0.
+        The lane has an optimizer for each stage (a stage is one of the optimizer steps on a batch).
+        The buffers of an optimizer get the values from an earlier job of the client, or 0.
         """
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
@@ -269,24 +268,24 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         return self._rates[value]
 
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
-        """Return the tensors that the next steps of some lanes read, by lane, table and key.
+        """Return the tensors that the next steps of some lanes read.
 
-        The lane is its position in `lanes`. A tensor that all lanes read is returned only once,
-        with `SHARED` in place of the position.
+        A key is (position of the lane in `lanes`, table, key in the table). A tensor that all lanes
+        read is returned only once, with `SHARED` in place of the position.
         """
         inputs: dict[InputPath, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
-        for place, lane in enumerate(lanes):
-            inputs[place, "batch", "inputs"] = lane.next_batch.inputs
-            inputs[place, "batch", "targets"] = lane.next_batch.targets
+        for position, lane in enumerate(lanes):
+            inputs[position, "batch", "inputs"] = lane.next_batch.inputs
+            inputs[position, "batch", "targets"] = lane.next_batch.targets
         for table, key in self.reads.entries:
             values = [entry_of(lane, table, key) for lane in lanes]
             if all(value is values[0] for value in values):
                 if values[0] is not None:
                     inputs[SHARED, table, key] = values[0]
                 continue
-            for place, value in enumerate(values):
+            for position, value in enumerate(values):
                 if value is not None:
-                    inputs[place, table, key] = value
+                    inputs[position, table, key] = value
         return inputs
 
 
@@ -336,9 +335,9 @@ class Recording:
         """
         loop, outputs = self.loop, list[Tensor]()
         self._outputs = []
-        for place, lane in enumerate(self._lanes):
-            batch, tables = self._lane_inputs(place)
-            with loop.branches.branch(place):
+        for position, lane in enumerate(self._lanes):
+            batch, tables = self._lane_inputs(position)
+            with loop.branches.branch(position):
                 loss, changed = loop.compute(lane, batch, tables, self._inputs[SHARED, "rate", ""])
             self._outputs.append((loss is not None, list(changed)))
             if loss is not None:
@@ -347,18 +346,18 @@ class Recording:
         loop.branches.join()
         return outputs
 
-    def _lane_inputs(self, place: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
+    def _lane_inputs(self, position: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
         """Return the inputs of a lane: its batch, and its tables as `tables_of` returns them.
 
-        place: the position of the lane among the lanes of this recording.
+        position: the position of the lane among the lanes of this recording.
         """
         tables: dict[str, dict[str, Tensor]] = {
             name: {} for name in ("state", "kept", "download", "draws", VECTORS)
         }
         for (owner, table, key), tensor in self._inputs.items():
-            if owner in (place, SHARED) and table in tables:
+            if owner in (position, SHARED) and table in tables:
                 tables[table][key] = tensor
-        inputs, targets = (self._inputs[place, "batch", name] for name in ("inputs", "targets"))
+        inputs, targets = (self._inputs[position, "batch", name] for name in ("inputs", "targets"))
         return Batch(inputs, targets, inputs, targets), tables
 
 

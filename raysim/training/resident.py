@@ -16,10 +16,11 @@ from raysim.training.transfer import MemoryCopies, to_device
 
 @dataclass(eq=False)
 class StateHandle:
-    """A handle to the final client state of a job.
+    """A handle to the final client state of a job, which is on the device or in ordinary memory.
 
-    The state may move between the device and ordinary memory; the handle always has its current
-    place.
+    job: the number of the job.
+    state: the state on the device; None if it was moved to ordinary memory.
+    stored: the state in ordinary memory; None if it was not copied yet.
     """
 
     job: int

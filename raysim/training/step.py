@@ -32,14 +32,14 @@ class OptimizedPart:
     otherwise "". An optimizer is called "STAGE.NAME", or "STAGE" if `name` is "".
     settings: the settings of the optimizer.
     factor: the factor on the learning rate (`local.rates`).
-    places: the positions of the part's parameters in the lists of the group.
+    indices: the indices of the part's parameters in `ParameterGroup.params`.
     shared: the slices of the vector that contain the part's shared parameters.
     """
 
     name: str
     settings: OptimizerSettings
     factor: float
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     shared: tuple[slice, ...]
 
 
@@ -261,8 +261,8 @@ class Step:
     ) -> None:
         """Make a step with each optimizer of a group of parameters.
 
-        grads: the gradient of each tensor that `optimized_tensors` returns. With Muon or
-        `local.rates`, `grads` has the gradient of each parameter of the group instead.
+        grads: with Muon or `local.rates`, the gradient of each parameter in `group.params`.
+        Otherwise the gradient of each tensor that `optimized_tensors` returns.
         """
         rate = ctx.rate * stage.rate * ctx.step_factor
         first = group.parts[0]
@@ -274,11 +274,11 @@ class Step:
             optimizer.step(targets, grads, rate)
             return
         for part in group.parts:
-            targets = [group.views[place] for place in part.places]
+            targets = [group.views[index] for index in part.indices]
             factor = stage.rate * part.factor
             name = f"{stage.name}.{part.name}"
             optimizer = ctx.optimizers.of(name, part.settings, targets, part.shared, factor)
-            optimizer.step(targets, [grads[place] for place in part.places], rate * part.factor)
+            optimizer.step(targets, [grads[index] for index in part.indices], rate * part.factor)
 
     def _perturb(
         self, ctx: Context, group: ParameterGroup, grad: Tensor, second: SecondPass
@@ -357,22 +357,22 @@ class Step:
 
         The parameters of a part have the same kind of optimizer and the same factor on the learning
         rate. With muon, parameters with fewer than two dimensions use adamw.
-        entries: the places of the group's parameters in the vector.
+        entries: the group's parameters, as entries of the layout.
         """
         factors = rate_factors(entries, self._rates)
-        places_of: dict[tuple[OptimizerKind, float], list[int]] = {}
-        for place, (entry, factor) in enumerate(zip(entries, factors, strict=True)):
+        indices_of: dict[tuple[OptimizerKind, float], list[int]] = {}
+        for index, (entry, factor) in enumerate(zip(entries, factors, strict=True)):
             kind: OptimizerKind = self.optimizer.kind
             if kind == "muon" and len(entry.shape) < 2:
                 kind = "adamw"
-            places_of.setdefault((kind, factor), []).append(place)
+            indices_of.setdefault((kind, factor), []).append(index)
         layout = self.vector.layout
         is_usual = self.optimizer.kind != "muon" and not self._rates
         parts = []
-        for (kind, factor), places in places_of.items():
-            runs = layout.stretches(entries[place] for place in places)
+        for (kind, factor), indices in indices_of.items():
+            runs = layout.stretches(entries[index] for index in indices)
             shared = tuple(run for run in runs if run.stop <= layout.trained)
             settings = replace(self.optimizer, kind=kind)
             name = "" if is_usual else f"{kind}*{factor:g}"
-            parts.append(OptimizedPart(name, settings, factor, tuple(places), shared))
+            parts.append(OptimizedPart(name, settings, factor, tuple(indices), shared))
         return tuple(parts)

@@ -188,17 +188,17 @@ class Worker(SeparateSums):
         results: dict[int, _JobResult] = {}
         # Ascending, because a client's earlier jobs start from earlier versions.
         for version in sorted({job.version for job in jobs}):
-            places = [place for place, job in enumerate(jobs) if job.version == version]
+            positions = [position for position, job in enumerate(jobs) if job.version == version]
             call = _TrainingCall(
                 self,
-                [jobs[place] for place in places],
+                [jobs[position] for position in positions],
                 published_of,
-                [sent[place] for place in places] if sent else None,
+                [sent[position] for position in positions] if sent else None,
                 sums,
             )
-            results |= zip(places, call.train(), strict=True)
-        updates = tuple(results[place][0] for place in range(len(jobs)))
-        handles = [results[place][1] for place in range(len(jobs))]
+            results |= zip(positions, call.train(), strict=True)
+        updates = tuple(results[position][0] for position in range(len(jobs)))
+        handles = [results[position][1] for position in range(len(jobs))]
         states = [handle for handle in handles if handle is not None]
         totals = {group: self.copies.copy(total) for group, total in sums.totals.items()}
         self.copies.wait()
@@ -269,9 +269,8 @@ _JobResult = tuple[Update | Failure, StateHandle | None]
 class _TrainingCall:
     """Jobs of one call of `Worker.train`, for the loop that trains them together.
 
-    The number of aggregations before their base versions is the same for all jobs, so they have the
-    same learning rate. If the topology has several replicas, their base versions may be different
-    vectors.
+    All jobs start from versions with the same number of earlier aggregations, so they have the same
+    learning rate. If the topology has several replicas, these versions may be different vectors.
 
     published: the versions that the jobs start from, by number.
     sent: for each job the client state that was sent with the call, or None if it is on this
@@ -292,7 +291,7 @@ class _TrainingCall:
         self.numbers = [job.number for job in jobs]
         self._order = worker.loop.order(self.numbers)
         self._unfinished = set(self.numbers)
-        # By place: the time at which the job began, its first client state and its first vector.
+        # By position: the time at which the job began, its first client state and its first vector.
         self._begun: dict[int, tuple[float, ClientState[Tensor], Broadcast]] = {}
         self._results: dict[int, _JobResult] = {}
         self._received: tuple[int, Broadcast] | None = None  # the last version, and its number
@@ -301,34 +300,34 @@ class _TrainingCall:
         """Train the jobs; return the result of each job."""
         with allow_tf32(self.worker.spec.precision == "tf32"):
             self.worker.loop.train(self)
-        return [self._results[place] for place in range(len(self.jobs))]
+        return [self._results[position] for position in range(len(self.jobs))]
 
-    def is_ready(self, place: int) -> bool:
+    def is_ready(self, position: int) -> bool:
         """Return True if a job can begin: the job that makes its client state has ended.
 
-        place: the position of the job among the jobs of this call.
+        position: the position of the job among the jobs of this call.
         """
-        return self.jobs[place].state not in self._unfinished
+        return self.jobs[position].state not in self._unfinished
 
-    def begin(self, place: int) -> RunningJob:
+    def begin(self, position: int) -> RunningJob:
         """Begin a job with its client state and the tensors that its client receives.
 
-        place: the position of the job among the jobs of this call.
+        position: the position of the job among the jobs of this call.
         """
-        worker, job = self.worker, self.jobs[place]
-        sent = None if self.sent is None else self.sent[place]
+        worker, job = self.worker, self.jobs[position]
+        sent = None if self.sent is None else self.sent[position]
         state = worker.states.get(job.client, job.state, sent)
         if job.bases:
             received = [self.published[number] for number in job.bases]
             replica = worker.scorer.best_version(job.client, received, state)
-            job = self.jobs[place] = job._replace(replica=replica, base=job.bases[replica])
+            job = self.jobs[position] = job._replace(replica=replica, base=job.bases[replica])
         broadcast = self._receive(job.base)
-        self._begun[place] = time.perf_counter(), state, broadcast
+        self._begun[position] = time.perf_counter(), state, broadcast
         prepared = worker.trainer.prepared
         # A method that trains by itself gathers the samples that it needs.
         uses_batches = worker.trainer.own_training is None
         if uses_batches and not prepared.has(job):
-            coming = self._order[self._order.index(place) :]
+            coming = self._order[self._order.index(position) :]
             prepared.prepare([self.jobs[later] for later in coming])
         download = broadcast.download
         if job.extras:
@@ -346,14 +345,14 @@ class _TrainingCall:
             self._received = number, broadcast
         return self._received[1]
 
-    def end(self, place: int, running: RunningJob) -> None:
+    def end(self, position: int, running: RunningJob) -> None:
         """Make the update and the client state of a job from the trainer's vector.
 
-        place: the position of the job among the jobs of this call.
+        position: the position of the job among the jobs of this call.
         running: the job as `begin` returned it.
         """
-        worker, job = self.worker, self.jobs[place]
-        begun, state, broadcast = self._begun[place]
+        worker, job = self.worker, self.jobs[position]
+        begun, state, broadcast = self._begun[position]
         seconds = (time.perf_counter() - begun) / worker.spec.lanes
         is_summed = self.sums.has(job)
         probe = None
@@ -366,30 +365,30 @@ class _TrainingCall:
             left = copy_client_state(worker.vector, methods)
         else:  # two empty copies would take 5 us per job
             left = ClientState(state.personal, state.counters, methods)
-        self._settle(place, update, worker.vector.shared if is_summed else None, left)
+        self._settle(position, update, worker.vector.shared if is_summed else None, left)
 
-    def fail(self, place: int, error: BaseException) -> None:
+    def fail(self, position: int, error: BaseException) -> None:
         """Record that a job has failed. The client's state stays as the job received it.
 
         If the job had not yet received its client state and its version, raise the error again.
         Then other jobs would fail in the same way.
         """
-        if place not in self._begun:
+        if position not in self._begun:
             raise error
-        failure = self.worker.updates.failure(self.jobs[place], error)
-        self._settle(place, failure, None, self._begun[place][1])
+        failure = self.worker.updates.failure(self.jobs[position], error)
+        self._settle(position, failure, None, self._begun[position][1])
 
     def _settle(
         self,
-        place: int,
+        position: int,
         update: Update | Failure,
         delta: Tensor | None,
         state: ClientState[Tensor],
     ) -> None:
-        job = self.jobs[place]
+        job = self.jobs[position]
         self._unfinished.remove(job.number)
         self.worker.add_to_sums(self.sums, job, delta)
         handle = None
         if self.sent is not None:
             handle = self.worker.states.put(job.client, job.number, state)
-        self._results[place] = update, handle
+        self._results[position] = update, handle

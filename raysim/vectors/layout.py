@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a network, and its place [start, stop) in the vector.
+    """A tensor of a network, which is the slice [start, stop) of the vector.
 
     network: the name of the network, such as "model".
     path: the name of the tensor in its network, such as "head.weight".
@@ -178,24 +178,27 @@ def _constant_names(networks: Mapping[str, nn.Module]) -> set[str]:
     return names
 
 
-# The place of a tensor in a module: the dictionary of the module, and the name there.
-_Place: TypeAlias = tuple[dict[str, Tensor], str]
+# An attribute of a module: its dictionary of parameters or buffers, and the key of a tensor.
+_Holder: TypeAlias = tuple[dict[str, Tensor], str]
 
 
-def _places(networks: Iterable[nn.Module]) -> dict[int, list[_Place]]:
-    """Map the id of each tensor to the places in modules that hold it."""
-    places: dict[int, list[_Place]] = {}
+def _holders(networks: Iterable[nn.Module]) -> dict[int, list[_Holder]]:
+    """Map the id of each tensor to the attributes of modules that are this tensor.
+
+    An attribute is a pair of a module's dictionary of parameters or buffers, and a key in it.
+    """
+    holders: dict[int, list[_Holder]] = {}
     for network in networks:
         for module in network.modules():
             for tensors in (module._parameters, module._buffers):
                 for leaf, tensor in tensors.items():
-                    place = cast("dict[str, Tensor]", tensors), leaf
-                    places.setdefault(id(tensor), []).append(place)
-    return places
+                    holder = cast("dict[str, Tensor]", tensors), leaf
+                    holders.setdefault(id(tensor), []).append(holder)
+    return holders
 
 
-def _put(places: Iterable[_Place], tensor: Tensor) -> None:
-    for tensors, leaf in places:
+def _put(holders: Iterable[_Holder], tensor: Tensor) -> None:
+    for tensors, leaf in holders:
         tensors[leaf] = tensor
 
 
@@ -234,16 +237,16 @@ class Vector:
         self.parameters: dict[str, nn.Parameter] = {}
         for module in self.networks.values():
             module.to(device=device, dtype=dtype)
-        everywhere = _places(self.networks.values())
+        everywhere = _holders(self.networks.values())
         # Places of each entry, floating ones first; several if modules share a tensor.
-        self._places: list[list[_Place]] = []
+        self._holders: list[list[_Holder]] = []
         self._parameters: list[nn.Parameter | None] = []  # of each entry
         with torch.no_grad():
             for entry, flat in self._with_flat(self.data, self.counters):
                 owner, _, leaf = entry.path.rpartition(".")
                 tensor = getattr(self.networks[entry.network].get_submodule(owner), leaf)
                 flat[entry.start : entry.stop].view(entry.shape).copy_(tensor)
-                self._places.append(everywhere[id(tensor)])
+                self._holders.append(everywhere[id(tensor)])
                 self._parameters.append(tensor if entry.parameter else None)
                 if entry.parameter:
                     self.parameters[entry.name] = tensor
@@ -254,11 +257,10 @@ class Vector:
         yield from ((entry, counters) for entry in self.layout.counters)
 
     def storage(self, data: Tensor, counters: Tensor) -> VectorStorage:
-        """Return the memory of a network's tensors, for `use_storage`.
+        """Return two flat tensors with views for all tensors of the modules, for `use_storage`.
 
         data: the flat tensor of all parameters and float buffers.
         counters: the flat tensor of all integer buffers.
-        The result also has, for each tensor of the modules, a view into one of these two tensors.
         """
         # .data: otherwise autograd takes a change of one view for a change of all views
         views = [
@@ -272,11 +274,11 @@ class Vector:
         Nothing is copied: afterwards the modules have the values that are in `storage`.
         """
         self.data, self.counters = storage.data, storage.counters
-        for places, parameter, view in zip(
-            self._places, self._parameters, storage.views, strict=True
+        for holders, parameter, view in zip(
+            self._holders, self._parameters, storage.views, strict=True
         ):
             if parameter is None:
-                _put(places, view)
+                _put(holders, view)
             else:
                 parameter.data = view
 
@@ -290,8 +292,8 @@ class Vector:
         storage = self.storage(self.data, self.counters)
         entries = [*self.layout.entries, *self.layout.counters]
         problem = ""
-        for entry, places, view in zip(entries, self._places, storage.views, strict=True):
-            owner, leaf = places[0]
+        for entry, holders, view in zip(entries, self._holders, storage.views, strict=True):
+            owner, leaf = holders[0]
             current = owner[leaf].detach()
             if current.shape != view.shape:
                 problem = (
@@ -301,9 +303,9 @@ class Vector:
             elif current.data_ptr() != view.data_ptr():
                 view.copy_(current)
         self.use_storage(storage)
-        for places, parameter in zip(self._places, self._parameters, strict=True):
+        for holders, parameter in zip(self._holders, self._parameters, strict=True):
             if parameter is not None:
-                _put(places, parameter)
+                _put(holders, parameter)
                 parameter.grad = None
                 parameter.requires_grad_(True)
         if problem:
@@ -317,16 +319,20 @@ class Vector:
         tensors: the tensors for the modules: one for each entry of the layout, then one for each of
         its counters. They need not be views of `data` and `counters`.
         """
-        before = self.data, self.counters, [places[0][0][places[0][1]] for places in self._places]
+        before = (
+            self.data,
+            self.counters,
+            [holders[0][0][holders[0][1]] for holders in self._holders],
+        )
         self.data, self.counters = data, counters
-        for places, tensor in zip(self._places, tensors, strict=True):
-            _put(places, tensor)
+        for holders, tensor in zip(self._holders, tensors, strict=True):
+            _put(holders, tensor)
         try:
             yield
         finally:
             self.data, self.counters = before[:2]
-            for places, tensor in zip(self._places, before[2], strict=True):
-                _put(places, tensor)
+            for holders, tensor in zip(self._holders, before[2], strict=True):
+                _put(holders, tensor)
 
     @property
     def shared(self) -> Tensor:

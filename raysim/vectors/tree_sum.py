@@ -105,14 +105,14 @@ def sum_in_tree(
 
     def run(part: slice) -> None:
         block = total[part]
-        slots = [block, *(np.empty_like(block) for _ in range(plan.slots - 1))]
+        buffers = [block, *(np.empty_like(block) for _ in range(plan.buffers - 1))]
         for step in plan.steps:
             if isinstance(step, _Scale):
-                np.multiply(step.array[part], step.weight, out=slots[step.slot])
+                np.multiply(step.array[part], step.weight, out=buffers[step.buffer])
                 continue
-            left = slots[step.left] if isinstance(step.left, int) else step.left[part]
-            right = slots[step.right] if isinstance(step.right, int) else step.right[part]
-            np.add(left, right, out=slots[step.slot])
+            left = buffers[step.left] if isinstance(step.left, int) else step.left[part]
+            right = buffers[step.right] if isinstance(step.right, int) else step.right[part]
+            np.add(left, right, out=buffers[step.buffer])
 
     in_blocks(len(total), run)
     return torch.from_numpy(total) if into is None else into
@@ -146,17 +146,20 @@ def add_up(parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | Non
 
 
 class _Scale(NamedTuple):
-    """The instruction to write array * weight into a slot."""
+    """The instruction: buffers[buffer] = array * weight."""
 
-    slot: int
+    buffer: int
     array: np.ndarray
     weight: float
 
 
 class _Add(NamedTuple):
-    """The instruction to write left + right into a slot; a number means a slot's content."""
+    """The instruction: buffers[buffer] = left + right.
 
-    slot: int
+    left, right: a vector, or the index of a buffer.
+    """
+
+    buffer: int
     left: int | np.ndarray
     right: int | np.ndarray
 
@@ -164,47 +167,47 @@ class _Add(NamedTuple):
 class _Plan:
     """The instructions that compute a sum.
 
-    A slot is the space for one intermediate result; the sum is in slot 0.
+    A buffer has one intermediate result; at the end, buffer 0 has the sum.
     """
 
     def __init__(self, leaves: Sequence[TreeLeaf | None], sums: RangeSums):
         self._leaves, self._sums = leaves, sums
         self.steps: list[_Scale | _Add] = []
-        self.slots = 1
+        self.buffers = 1
         self.example = np.empty(0)  # any of the vectors, after one was added
 
-    def add(self, part: range, slot: int) -> int | np.ndarray | None:
+    def add(self, part: range, buffer: int) -> int | np.ndarray | None:
         """Add the instructions that sum a part of the tree; return where its sum will be.
 
-        The result is the number of a slot. It is a vector if this vector is already the sum, and
+        The result is the index of a buffer. It is a vector if this vector is already the sum. It is
         None if the part has no vectors.
 
         part: the positions of the part.
-        slot: the first slot that the instructions may change.
+        buffer: the index of the first buffer that the instructions may change.
         """
         if part in self._sums:
             total = self._sums[part]
             self.example = self.example if total is None else total
             return total
         if len(part) == 1:
-            return self._scale(part.start, slot)
+            return self._scale(part.start, buffer)
         first, second = halves(part)
-        left = self.add(first, slot)
-        right = self.add(second, slot + 1 if isinstance(left, int) else slot)
+        left = self.add(first, buffer)
+        right = self.add(second, buffer + 1 if isinstance(left, int) else buffer)
         if left is None or right is None:
             return right if left is None else left
-        self.steps.append(_Add(self._take(slot), left, right))
-        return slot
+        self.steps.append(_Add(self._take(buffer), left, right))
+        return buffer
 
-    def _scale(self, position: int, slot: int) -> int | None:
+    def _scale(self, position: int, buffer: int) -> int | None:
         leaf = self._leaves[position]
         if leaf is None:
             return None
         self.example = leaf.array
         # A weight that is a NumPy number would change the dtype of the product.
-        self.steps.append(_Scale(self._take(slot), leaf.array, float(leaf.weight)))
-        return slot
+        self.steps.append(_Scale(self._take(buffer), leaf.array, float(leaf.weight)))
+        return buffer
 
-    def _take(self, slot: int) -> int:
-        self.slots = max(self.slots, slot + 1)
-        return slot
+    def _take(self, buffer: int) -> int:
+        self.buffers = max(self.buffers, buffer + 1)
+        return buffer

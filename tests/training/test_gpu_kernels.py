@@ -126,10 +126,10 @@ def test_garbage_collector_stops_during_cuda_graph_capture(on: bool) -> None:
 
 def test_aligned_rows_are_copies_on_aligned_addresses() -> None:
     flat = torch.arange(5.0)
-    rows = stacked_rows(flat, 3, border=4)
+    rows = stacked_rows(flat, 3, alignment=4)
     assert rows.tolist() == 3 * [flat.tolist()]
     assert [rows[row].storage_offset() for row in range(3)] == [0, 8, 16]
-    assert stacked_rows(flat, 3, border=1).is_contiguous()
+    assert stacked_rows(flat, 3, alignment=1).is_contiguous()
 
 
 class SeesAddresses(TorchFunctionMode):
