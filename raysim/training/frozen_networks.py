@@ -1,6 +1,6 @@
 """Make and load copies of a run's networks, which are not trained.
 
-A method uses such a copy, for example, to compute the outputs of the received model while it trains.
+A method uses such a copy, for example, to compute the outputs of the received model in each step.
 """
 
 from __future__ import annotations
