@@ -72,7 +72,7 @@ def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
     """Create a folder and its parents; return its path.
 
     dated: True adds a number to the name if the folder exists.
-    cleanup: when this stack closes, it removes the created folders that are still empty.
+    cleanup: the exit stack that removes the created folders at its end if they are still empty.
     """
     for parent in reversed(folder.parents):
         if not parent.exists():
@@ -194,7 +194,7 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
     """Connect this process to a Ray cluster, which all following runs share.
 
     If this process is connected already, nothing changes; otherwise `options` name the cluster.
-    session: the stack that closes the connection at its end.
+    session: the exit stack that closes the connection at its end.
     """
     listen_on_loopback(options)
     from raysim.runtime import ray

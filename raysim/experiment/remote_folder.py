@@ -57,7 +57,7 @@ class FolderCopy(Observer):
         """Send the files that are new or have changed."""
         for name in filter(is_result_file, LocalStore(self.folder).files()):
             state = self._state(self.folder / name)
-            is_empty = state[1] == 0  # such as the file for the stacks of threads
+            is_empty = state[1] == 0  # such as the file for call stacks
             if is_empty or self._sent.get(name) == state:
                 continue
             with self._store.new(name) as draft:

@@ -11,7 +11,7 @@ biased samples, and a job has the epochs e = 1, ..., E:
     S_i = -log p_{i, y_i}                                 (3)   loss; samples are sorted by it
     alpha_i = 1 - (max_c p_ic - min_c p_ic)               (4)   uncertainty
     unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   all other samples are biased
-    a_e = (1 - cos(pi e / E)) / 2                         (6)   epoch e trains on a_e b biased ones
+    a_e = (1 - cos(pi e / E)) / 2                         (6)   a_e b biased samples in epoch e
 
 Choices where the paper is silent or inconsistent
 - a_e is the fraction of the biased samples that take part: those with the lowest losses. With
@@ -113,7 +113,8 @@ def selected_indices(
 ) -> Tensor:
     """Return the samples that take part in one epoch: int64 positions in the client's samples.
 
-    All unbiased samples take part, and then a share of the biased ones, all by ascending loss.
+    Every unbiased sample takes part, and a share of the biased samples: those with the lowest
+    losses. The positions are ordered by ascending loss.
     losses: [N], the loss of each of the client's N samples.
     uncertainties: [N], the uncertainty of each sample.
     epoch: the number e of the epoch, from 1 to E = `total_epochs`.
@@ -148,10 +149,10 @@ def loss_weights(
 
 
 class FedBSS(Method):
-    """A method that trains on unbiased samples first and adds biased ones epoch by epoch.
+    """A method that trains on unbiased samples first and adds biased samples epoch by epoch.
 
-    Unbiased samples have at most the loss of the client's most uncertain sample, biased ones have
-    more.
+    A sample is unbiased if its loss is at most the loss of the client's most uncertain sample. All
+    other samples are biased.
     warmup_rounds: the number of versions with plain training. A job selects samples if its base
     version is at least `warmup_rounds`, even if it arrives late.
     refresh: a client computes the losses and uncertainties of its samples in every `refresh`-th of
@@ -280,7 +281,8 @@ class FedBSS(Method):
     def _select(self, job: LocalJob, epoch: int, epochs: int) -> np.ndarray | None:
         """Return the client's samples that take part in an epoch, as positions; None means all.
 
-        All unbiased samples take part, and a share of the biased ones that grows with the epoch.
+        Every unbiased sample takes part, and a share of the biased samples that grows with the
+        epoch.
         epoch: the number of the epoch, from 1 to `epochs`.
         epochs: the number of epochs of the job.
         """

@@ -53,7 +53,7 @@ class InProcess:
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
         """Return the total of several sums of updates.
 
-        node: has no effect, because all workers are on one node.
+        node: is ignored, because all workers are in this process.
         parts: for each sum, the range of the updates in it, in the order of aggregation. A range is
         one part of the summation tree (`tree_sum`).
         refs: the sums, in the same order; in this process they are the values themselves.

@@ -101,7 +101,7 @@ class Waiting:
     infinite if the run waits forever.
     node_timeout: None if the node answers. Otherwise the seconds without an answer after which the
     node counts as lost.
-    stacks: the stack of each thread of the worker's process, as text; "" if unknown.
+    stacks: the call stacks of the threads of the worker's process, as text; "" if unknown.
     """
 
     worker: int

@@ -135,10 +135,10 @@ class Runtime(Protocol):
         ...
 
     def stacks(self, worker: int) -> str:
-        """Return the stack of each of a worker's threads, as text, without waiting for it.
+        """Return the call stacks of a worker's threads as text, without waiting for the worker.
 
-        Each call requests the current stacks and returns those that an earlier call requested; ""
-        if none have arrived yet.
+        Each call requests the current call stacks, and returns those that an earlier call has
+        requested. Return "" if none have arrived yet.
         """
         ...
 

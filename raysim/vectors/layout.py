@@ -112,8 +112,8 @@ class Layout:
 def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ()) -> Layout:
     """Return the layout of the networks' tensors, network after network.
 
-    personal: full names of the tensors that stay on the clients. Names of frozen parameters and of
-    buffers that are not saved have no effect, because these never travel.
+    personal: the full names of the tensors that stay on the clients. Names of frozen parameters and
+    of buffers that are not saved are ignored, because such tensors are not in the layout.
     Raises ValueError for an unknown name.
     """
     stays = frozenset(personal) - _constant_names(networks)

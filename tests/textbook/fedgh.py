@@ -24,12 +24,14 @@ def fedgh(
     conflict_test: str = "original",
     tensor: bool = False,
 ) -> Book:
-    """For each pair of clients that conflicts, run g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j, for both.
+    """Run FedAvg on the changed updates g_i, which start as the clients' updates G_i.
 
-    order: the pairs are in the order of client numbers ("lexicographic"), or permuted ("random").
-    conflict_test: "original": a pair conflicts if <G_i, G_j> < 0. Otherwise each g_i is projected
-    if <g_i, G_j> < 0.
-    tensor: True: treat each tensor of the parameters separately; False: the whole vector.
+    For each pair of clients that conflicts, g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j, and the same for
+    g_j with G_i.
+    order: the order of the pairs: by client number ("lexicographic") or permuted ("random").
+    conflict_test: "original" changes both updates of a pair if <G_i, G_j> < 0. "current" changes
+    g_i if <g_i, G_j> < 0, and g_j if <g_j, G_i> < 0.
+    tensor: True treats each tensor of the parameters separately, False the whole vector.
     """
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
     parts = slices(world) if tensor else [slice(None)]
@@ -68,10 +70,10 @@ def fedgh(
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
     """Merge updates in pairs until at most two remain, then project these two onto each other.
 
-    Each tensor of the parameters is treated separately. At each level, updates are sorted by <g_i,
-    r>; the largest is merged with the smallest, the second largest with the second smallest, and so
-    on. Merging is addition; updates that conflict are projected before. All updates have the same
-    weight.
+    Each tensor of the parameters is treated separately. At each level, the updates are sorted by
+    <g_i, r>. The first is merged with the last, the second with the last but one, and so on. To
+    merge two updates means to add them. If the two conflict, each first loses its projection on the
+    other. All updates have the same weight.
     In the first round, the step and r are the mean update. Later, r <- 0.99 r + 0.01 times the
     step. An aggregation of only two updates keeps their order, as in the code.
     eps: the number that is added to squared norms.

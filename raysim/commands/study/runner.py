@@ -223,7 +223,7 @@ def _join_ray(runtime: Node, session: ExitStack) -> str:
 
     Return "" if the run needs no Ray.
     runtime: the settings runtime.* of the run.
-    session: the connection ends when this stack is closed.
+    session: the exit stack that closes the connection at its end.
     """
     if runtime["name"] == "inprocess":
         return ""

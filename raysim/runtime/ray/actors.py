@@ -336,7 +336,7 @@ class RayRuntime:
         self._notices: list[str] = []
         self._next_recruiting = 0.0
         self.actors = list(actors) or [start(worker) for worker in range(workers)]
-        # By worker: the process that writes its stacks, and stacks that were requested.
+        # By worker: the process that writes its call stacks, and call stacks that were requested.
         self._stack_sources = {
             worker: actor.stack_source.remote() for worker, actor in enumerate(self.actors)
         }
@@ -472,8 +472,8 @@ class RayRuntime:
     def stacks(self, worker: int) -> str:
         """Return the call stacks of a worker's threads as text: which code each executes.
 
-        A call does not wait. It starts a task on the worker's node that reads the stacks, and the
-        next call returns them. Return "" if no stacks have been read yet.
+        A call does not wait. It starts a task on the worker's node that reads the call stacks, and
+        the next call returns them. Return "" if no call stacks have been read yet.
         """
         text = ""
         request = self._stacks.get(worker)
@@ -589,7 +589,7 @@ class RayRuntime:
     def _forget_process(self, worker: int) -> None:
         """Remove what is stored about a worker's process, because a new process replaces it.
 
-        Ask the new process for the source of its stacks and the memory of its node.
+        Ask the new process for the source of its call stacks and the memory of its node.
         """
         self._methods.clear()
         self._stack_sources[worker] = self.actors[worker].stack_source.remote()

@@ -313,7 +313,7 @@ def run(
     def write_coordinator_stacks() -> Path | None:
         """Write the call stacks of the coordinator's threads into a file; return the file's path.
 
-        Return None if the stacks cannot be read, for example because the coordinator is starting.
+        Return None if they cannot be read, for example because the coordinator is starting.
         """
         if not ray.wait([stack_source], timeout=0)[0]:
             return None
