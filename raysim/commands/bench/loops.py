@@ -1,10 +1,11 @@
 """Measure raysim's speed against bare PyTorch loops with equal clients, models and data.
 
-`raysim bench` alternates blocks of rounds of raysim and of a textbook loop (`torch.optim.SGD`).
-With `--floor` it also measures a tuned loop: no optimizer object, no accumulated gradient, one
-fused update, all in one flat vector. Both sides use equally many processes. The result is the
-median of the ratios, so that a slow drift of the machine's speed has little effect. Evaluation and
-the first rounds of a block are left out. Results are also written to a JSON file.
+`raysim bench` alternates blocks of rounds of raysim and of the usual PyTorch loop, which calls
+`torch.optim.SGD`. With `--floor` it also measures a tuned loop. The tuned loop has no optimizer
+object and no accumulated gradient, and updates one flat vector in a single operation. All of them
+use equally many processes. The result is the median of the ratios, so that a slow drift of the
+machine's speed has little effect. Evaluation and the first rounds of a block are left out. Results
+are also written to a JSON file.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class LoopWorkload:
     batch: the number of samples in a batch.
     model: the network that clients train.
     rounds: the number of rounds in a block, which is measured as a whole.
-    limit: the largest ratio of raysim's time to the textbook loop's time that raysim promises.
+    limit: the largest ratio of raysim's time to the usual loop's time that raysim promises.
     """
 
     clients: int
@@ -95,14 +96,14 @@ WORKLOADS = {
 class LoopResult:
     """The speed of a workload, in raysim and in bare PyTorch loops that do the same training.
 
-    The textbook loop uses `torch.optim.SGD`. The tuned loop has no optimizer object and updates one
+    The usual loop uses `torch.optim.SGD`. The tuned loop has no optimizer object and updates one
     flat vector in a single operation.
 
     workload: the name of the workload.
     lanes: the number of clients that raysim trained at once in a process.
     raysim: raysim's seconds per round, the median over blocks.
-    bare: the textbook loop's seconds per round, the median over blocks.
-    ratios: for each block, raysim's seconds divided by the textbook loop's seconds.
+    bare: the usual loop's seconds per round, the median over blocks.
+    ratios: for each block, raysim's seconds divided by the usual loop's seconds.
     limit: the largest ratio that raysim promises.
     floor: the tuned loop's seconds per round, the median over blocks; None if not measured.
     to_floor: for each block, raysim's seconds divided by the tuned loop's seconds.
@@ -119,7 +120,7 @@ class LoopResult:
 
     @property
     def ratio(self) -> float:
-        """Return the median ratio of raysim's time to the textbook loop's time."""
+        """Return the median ratio of raysim's time to the usual loop's time."""
         return statistics.median(self.ratios)
 
 
@@ -189,7 +190,7 @@ def _bare_worker(
     model = spec.model.build(spec.task.shape, spec.task.num_classes, spec.settings.seed)
     params: list[torch.Tensor] = list(model.parameters())
     flat = _flatten(params)
-    train = _train_tuned if is_tuned else _train_textbook
+    train = _train_tuned if is_tuned else _train_usual
     own_sum = memory.sums[index]
     version = 0
     while True:
@@ -226,9 +227,7 @@ def _flatten(params: Sequence[torch.Tensor]) -> torch.Tensor:
     return flat
 
 
-def _train_textbook(
-    model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float
-) -> None:
+def _train_usual(model: nn.Module, params: list[torch.Tensor], batches: Batches, lr: float) -> None:
     """Train one client for one epoch with `torch.optim.SGD`.
 
     params: the parameters of `model`.
@@ -404,8 +403,8 @@ def _summarise_blocks(
 
     name: the workload's name.
     lanes: the number of lanes of raysim's workers.
-    limit: the largest ratio of raysim's time to the textbook loop's time that raysim promises.
-    rows: for each block the seconds per round of raysim, of the textbook loop and, if measured, of
+    limit: the largest ratio of raysim's time to the usual loop's time that raysim promises.
+    rows: for each block the seconds per round of raysim, of the usual loop and, if measured, of
     the tuned loop.
     """
     raysim, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
