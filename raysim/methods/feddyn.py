@@ -52,7 +52,9 @@ def regularised_gradient(
     return grad - correction + alpha * (params - received)
 
 
-def updated_gradient(correction: Tensor, trained: Tensor, received: Tensor, alpha: float) -> Tensor:
+def updated_correction(
+    correction: Tensor, trained: Tensor, received: Tensor, alpha: float
+) -> Tensor:
     """Return the client's next correction: correction - alpha * (trained - received), all [d].
 
     correction: the client's state g_k before the job.
@@ -119,7 +121,7 @@ class FedDyn(Method):
         size = job.layout.trained
         trained, received = job.params[:size], job.broadcast[:size]
         correction = job.state["gradient"]
-        job.state["gradient"] = updated_gradient(correction, trained, received, self.alpha)
+        job.state["gradient"] = updated_correction(correction, trained, received, self.alpha)
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Update the drift, and return the server's step: the mean update minus drift / alpha.

@@ -329,7 +329,7 @@ class PrincipalGradient(Method):
 
     def setup(self, run: Setup) -> None:
         """Warn if an aggregation can have a single update, which the rule would not change."""
-        run.warn_if_single("the revised update is the update itself")
+        run.warn_if_single("the rebuilt update is the update itself")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the weighted mean of the rebuilt updates."""

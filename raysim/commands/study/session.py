@@ -47,7 +47,8 @@ class StudyResult:
     def differences(self) -> pd.DataFrame:
         """Return a table of the comparisons with the reference: difference, interval, p-value.
 
-        Raise FileNotFoundError if no run has finished.
+        It is empty if no setting can be compared with another one. Raise FileNotFoundError if no
+        run has finished.
         """
         return self._table("differences.csv")
 
@@ -61,6 +62,8 @@ class StudyResult:
                 f"Continue the study with out={self.folder} resume=latest, or start a study with "
                 "more seeds."
             )
+        if not path.read_text().strip():
+            return pd.DataFrame()
         return pd.read_csv(path)
 
 
