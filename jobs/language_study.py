@@ -2,17 +2,17 @@
 
 This program makes the page docs/studies/language.md:
 
-    python -m jobs.language_study run runs/language          the base, and 3 runs of each method
+    python -m jobs.language_study run runs/language          base model, 3 runs of each method
     python -m jobs.language_study collect runs/language      docs/studies/language.json
     python -m jobs.language_study page                       docs/studies/language.md and .png
 
-The base is a model that is trained centrally; every run starts from it. `run` continues if it was
+The base model is trained centrally, and every run starts from it. `run` continues if it was
 stopped, and applies further arguments, such as `local.steps=25`, to every run. The text is always
-the same. With the first seed, `run` trains the methods in `RATES` at several rates; the other seeds
-have the best of these.
+the same. With the first seed, `run` trains the methods in `RATES` at several learning rates. The
+runs of the other seeds use the best one.
 
 `run runs/language only=DiLoCo,FedIT` executes the runs of some methods. `collect` then keeps the
-stored numbers of the others, if their base has the same weights.
+stored numbers of the other methods, if they started from a base model with the same weights.
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ ONLY = "only="  # an argument of `run` that names methods
 
 # --- runs ---------------------------------------------------------------------------------------
 def write_texts(folder: Path) -> tuple[Path, Path]:
-    """Write the base's text into a file, the clients' texts into a folder; return both paths.
+    """Write a file with the text of the base model, and a folder with the clients' texts.
 
-    The text is Python's reference. Its topics are sorted by name. The base gets every second topic;
-    the remaining topics are divided into 8 successive parts, one for each client.
+    The text is Python's reference. Its topics are sorted by name. The base model is trained on
+    every second topic. The remaining topics are divided into 8 successive parts, one for each
+    client. Return the paths of the file and of the folder.
     """
     from pydoc_data.topics import topics
 
@@ -150,10 +151,12 @@ def best_rate(folder: Path, method: str) -> float | None:
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
-    """Train the base, then execute the missing runs, one seed after another.
+    """Train the base model, then execute the runs that are missing, one seed after another.
 
+    All runs start from the base model, which is trained centrally.
     folder: the folder of all runs.
-    more: overrides for every run, and perhaps `only=METHOD,METHOD`.
+    more: overrides for every run, such as "local.steps=25". With "only=DiLoCo,FedIT", only the runs
+    of these methods are executed.
     """
     import raysim
 
@@ -230,7 +233,7 @@ def collect(folder: Path) -> None:
     folder: the folder of all runs.
 
     A seed is left out unless all of its runs have finished. Methods without runs in the folder keep
-    their stored numbers. Raise ValueError if these do not belong to the base in the folder.
+    their stored numbers. Raise ValueError if these belong to another base model than the folder's.
     """
     present = [method for method in METHODS if [*folder.glob(f"{folder_name(method)}-*")]]
     stored = json.loads(STORE.read_text()) if STORE.exists() else {}
@@ -249,9 +252,9 @@ def collect(folder: Path) -> None:
         base, stored_base = (some[UNCHANGED][str(seed)] for some in (store, stored))
         if len(present) < len(METHODS) and base["model_sha256"] != stored_base["model_sha256"]:
             raise ValueError(
-                f"{folder} has another base than {STORE.name}, so the numbers of its methods cannot "
-                "be shown with the stored ones. Run all methods, or use the device and the versions "
-                "of the stored runs."
+                f"{folder} has another base model than {STORE.name}, so the numbers of its methods "
+                "cannot be shown with the stored ones. Run all methods, or use the device and the "
+                "versions of the stored runs."
             )
     for method in RATES:
         if method in present and str(SEEDS[0]) in store[method]:

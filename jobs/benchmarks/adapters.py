@@ -171,7 +171,7 @@ def measure_memory() -> None:
             first = used if first is None else first
             more = (used - first) / FROZEN_BYTES
             text = f"base={base:9} workers {workers}  clients {clients:3}  {used / 2**20:6.0f} MiB"
-            print(f"{text}  {more:+.2f} times the weights", flush=True)
+            print(f"{text}  {more:+.2f} times the weights more than with 1 worker", flush=True)
 
 
 def main() -> None:

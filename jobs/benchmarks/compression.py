@@ -68,11 +68,11 @@ def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
 
 
 def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: int) -> None:
-    """Print a row for each compressor.
+    """Measure a workload with each compressor and without one; print a row for each compressor.
 
-    name: the workload's name.
-    blocks: the number of blocks with each compressor.
-    rounds: the number of rounds in a block.
+    name: the workload's name, such as "W1".
+    blocks: how often a run without and a run with the compressor are measured, in turn.
+    rounds: the number of measured rounds in each of these runs.
     """
     workload = WORKLOADS[name]
     workload = replace(workload, clients=workload.cohort)

@@ -102,8 +102,8 @@ def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, objec
     for _ in range(blocks):
         seconds["raysim"].append(measure(ours, name, rounds))
         seconds["flower"].append(measure(theirs, name, rounds))
-        print(f"{name}: raysim {seconds['raysim'][-1]:.3f} s a round, ", end="")
-        print(f"flower {seconds['flower'][-1]:.3f} s", flush=True)
+        print(f"{name}: raysim needs {seconds['raysim'][-1]:.3f} s per round, ", end="")
+        print(f"Flower {seconds['flower'][-1]:.3f} s", flush=True)
     pairs = zip(seconds["raysim"], seconds["flower"], strict=True)
     ratio = statistics.median(ours / theirs for ours, theirs in pairs)
     print(f"{name}: raysim needs {ratio:.2f} of Flower's time (limit {LIMITS[name]:g})")

@@ -205,15 +205,23 @@ def compare(
             for block in range(blocks):
                 for simulator, timer in timers.items():
                     seconds[simulator].append(timer())
-                texts = (f"{each} {values[-1]:.4f} s" for each, values in seconds.items())
-                print(f"{name} turn {block + 1}/{blocks}: {', '.join(texts)} a round", flush=True)
+                texts = [f"{simulator} {values[-1]:.4f} s" for simulator, values in seconds.items()]
+                print(
+                    f"workload {name}, turn {block + 1} of {blocks}, median time of a round: "
+                    f"{', '.join(texts)}",
+                    flush=True,
+                )
         finally:
             runtime.stop()
     return seconds
 
 
 def table(results: dict[str, dict[str, list[float]]]) -> str:
-    """Return the median seconds of all simulators, and raysim's time divided by the others'."""
+    """Return a table with a row for each workload and simulator.
+
+    A row has the median seconds of a round, and raysim's seconds divided by the simulator's.
+    results: the seconds per round in each turn, by workload and simulator.
+    """
     rows = []
     for name, seconds in results.items():
         ours = seconds["raysim"]

@@ -308,7 +308,10 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Aggregatio
         "µs per job",
         "GB",
     )
-    say(f"an aggregation with {WORKERS} workers that do not train, medians of {rounds} rounds")
+    say(
+        f"the cost of an aggregation with {WORKERS} workers that do not train: times are medians "
+        f"over {rounds} aggregations, or means over {100 * rounds} aggregations of 1 job"
+    )
     say(format_table(text_columns(head, rows), terminal_width()))
     write_json(
         {

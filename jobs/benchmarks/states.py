@@ -224,7 +224,10 @@ def bench(
     for count in (*CHANGED, CLIENTS):
         cost = changed_states(CLIENTS, count, blocks)
         checkpoints.append(cost)
-        say(f"{cost.what}: {cost.seconds:.3f} s (CPU {cost.cpu:.3f}), {cost.states:,} bytes")
+        say(
+            f"a checkpoint after changes of the states of {cost.what} takes {cost.seconds:.3f} s "
+            f"(CPU {cost.cpu:.3f} s) and writes {cost.states:,} bytes of states"
+        )
 
     state_bytes = 4 * build_networks(stateful_run(FEW, 1, None))[1].shared
     small_budget = SHARE * FEW * state_bytes / 2**30
@@ -237,17 +240,22 @@ def bench(
         pairs.append((without_budget, with_budget))
         ratios.append(with_budget.cpu / without_budget.cpu)
         say(
-            f"{FEW:,} clients: CPU time with a tenth of the states in memory, divided by the CPU "
-            f"time with all states in memory: {ratios[-1]:.2f}"
+            f"{FEW:,} clients with a tenth of their states in memory: {ratios[-1]:.2f} times the "
+            "CPU time of a run with all states in memory"
         )
     say(
-        f"{FEW:,} clients: the median of the ratios of all blocks is "
-        f"{statistics.median(ratios):.2f}"
+        f"{FEW:,} clients with a tenth of their states in memory, median of {blocks} measurements: "
+        f"{statistics.median(ratios):.2f} times the CPU time of a run with all states in memory"
     )
     runs = [run for pair in pairs for run in pair]
     if clients:
-        runs.append(train(clients, clients // (COHORT // 2), BUDGET))
-        say(f"{clients:,} clients within {BUDGET:g} GiB: {runs[-1]}")
+        large = train(clients, clients // (COHORT // 2), BUDGET)
+        runs.append(large)
+        say(
+            f"a run of {clients:,} clients with at most {BUDGET:g} GiB of client states in memory: "
+            f"{large.seconds:.3f} s per round (CPU {large.cpu:.3f} s), {large.spilled:,} bytes of "
+            f"states on disk, {large.memory:,} bytes of memory at the peak of the process"
+        )
     results = {
         "checkpoints": [asdict(cost) for cost in checkpoints],
         "runs": [asdict(run) for run in runs],

@@ -227,11 +227,16 @@ def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
 
 
 def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
-    """Choose one setting for each data set of a table: the one at which most cells have a run.
+    """Choose for each data set of a table the setting whose runs are shown first.
 
-    Cells with the user's own runs count before cells with stored runs. If several settings have
-    equally many cells, choose the paper's, else the one with more runs. Runs on data other than the
-    paper's do not count.
+    This is the setting at which most cells have a run of the user. If several settings are equal,
+    these rules decide, one after another:
+    1. most cells have a run of the user or a run that is stored with raysim;
+    2. it is the paper's setting;
+    3. it has most runs.
+
+    A setting whose runs have other data than the paper's is never chosen. Return the setting (see
+    `Match`) of each data set, by its name; "" stands for the paper's setting.
     """
 
     def rank(setting: str, cells: Sequence[Entry]) -> tuple[int, int, bool, int]:

@@ -74,7 +74,7 @@ class PairedSetting:
 
 
 def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[PairedSetting]:
-    """Return the settings in which another method shares enough seeds with FedAvg."""
+    """Return the settings at which a method shares at least `MIN_PAIRS` seeds with FedAvg."""
     runs_by_setting: dict[str, RunsByMethod] = {}
     settings: dict[str, Setting] = {}
     for run in runs:
@@ -171,9 +171,12 @@ def _gains_by_split(setting: PairedSetting) -> Iterator[str]:
 
 
 def _terms(by_method: RunsByMethod, fedavg: RunsBySeed) -> Iterator[str]:
-    """Yield Markdown: the terms of the loss decomposition for each method.
+    """Yield Markdown: the terms of FedLD's loss decomposition for each method and for FedAvg.
 
-    Only terms that all runs measured are included.
+    FedLD's equation 2 divides the loss after an aggregation into terms (`evaluate.decompose`). The
+    table has only terms that all runs measured.
+    by_method: the runs of methods other than FedAvg.
+    fedavg: the runs of FedAvg, with which the methods are compared on equal seeds.
     """
     fedavg = _with_terms(fedavg)
     others = {}
@@ -216,7 +219,7 @@ def _format_change(by_seed: RunsBySeed, fedavg: RunsBySeed, seeds: Sequence[int]
 
 
 def _measured_terms(run: Run) -> list[str]:
-    """Return the names of the loss decomposition's terms that a run measured."""
+    """Return the columns with terms of FedLD's loss decomposition that a run measured."""
     names = [name for row in run.rows[-1:] for name in row if name.startswith(TERM_PREFIX)]
     return [name for name in names if finite_values(column(run.rows, name))]
 

@@ -1,7 +1,8 @@
 """The data of a job in training: its batches, the model's outputs, and its worker.
 
-`Context` is the data that the training loop stores for a job. Hooks see it as a `LocalJob`, in
-which a method uses short names for its own entries.
+`Context` is the data that the training loop stores for a job. The hooks of a method get this data
+as a `LocalJob`. There the method writes `job.state["control"]` for the entry that `Context` stores
+as "scaffold.control": the name of the method is left out.
 """
 
 from __future__ import annotations

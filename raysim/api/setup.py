@@ -186,9 +186,9 @@ class MethodDeclaration:
     def sees_updates(self) -> bool:
         """Return True if the server can learn more about clients than their mean update.
 
-        This is True if the method declares `Setup.upload` or `Setup.gather`, or overrides `weigh`,
-        `step` or `absorb`. The hook `step` does not count if the method owns the step
-        (`Setup.owns`).
+        This is True if the method declares `Setup.upload` or `Setup.gather`, or has the hook
+        `weigh` or `absorb`. It is also True if the method has the hook `step`, unless this hook
+        replaces the server's step (declared with `Setup.owns("step")`).
         """
         if self.contribute is not None or self.uploads:
             return True

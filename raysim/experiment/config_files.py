@@ -86,7 +86,10 @@ def _has_text_keys(node: object) -> bool:
 def is_set(key: str, node: Node) -> bool:
     """Return True if the user set the key, its group, or a key below it.
 
-    Also return True if the configuration has no list of keys that the user set.
+    A configuration that was read from a file does not say which keys the user set. For such a
+    configuration, return True for every key.
+    key: the full name of a key, such as "local.lr".
+    node: the configuration.
     """
     set_keys = node["choices"].get(SET_KEYS)
     if set_keys is None:
@@ -97,7 +100,7 @@ def is_set(key: str, node: Node) -> bool:
 
 
 def drop_set_keys(node: Node) -> Node:
-    """Return the configuration without the list of keys that the user set.
+    """Return the configuration without the list of keys that the user set (`SET_KEYS`).
 
     Files do not store this list.
     """

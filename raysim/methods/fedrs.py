@@ -43,8 +43,8 @@ def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") ->
     class_counts: [C], the number n_c of the client's samples of each class; at least one is above
     0.
     alpha: the factor of a class without samples.
-    kind: for a class with samples, "binary" is 1, and "relative" is alpha + (1 - alpha) n_c / max
-    n.
+    kind: the factor of a class with samples is 1 ("binary") or alpha + (1 - alpha) n_c / max n
+    ("relative").
     """
     counts = class_counts.double()
     presence = (counts > 0).double() if kind == "binary" else counts / counts.max()
@@ -71,9 +71,11 @@ def restricted_softmax_cross_entropy(
 class FedRS(Method):
     """A task loss that scales down the logits of classes that the client does not have.
 
-    alpha: the scale of a class without samples; 1 is FedAvg on the model without the bias.
-    kind: "binary" has two scales, alpha and 1; with "relative" the scale grows from alpha to 1 with
-    the number of the client's samples of the class.
+    The method removes the bias of the model's head. With alpha = 1, it is FedAvg on this model.
+
+    alpha: the factor on the logit of a class without samples.
+    kind: "binary" does not scale the logits of other classes. With "relative", their factor grows
+    from alpha to 1 with the number of the client's samples of the class.
     """
 
     name = "fedrs"

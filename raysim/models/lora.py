@@ -155,9 +155,9 @@ def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
     candidates = linear or convolutions
     if not candidates:
         raise ValueError(
-            f"model.lora.rank={lora.rank}: the model has no linear layer and no convolution "
-            "besides its head, so no layer can have an adapter. Set model.lora.rank=0, or name "
-            "other layers in model.lora.layers."
+            f"model.lora.rank={lora.rank}: by default, linear layers or convolutions in front of "
+            "the model's head get adapters, but this model has none there. Set model.lora.rank=0, "
+            "or name layers of another type in model.lora.layers, such as embeddings."
         )
     widths = {name: _width(inner.get_submodule(name)) for name in candidates}
     names = [name for name in candidates if widths[name] >= lora.rank]

@@ -1,6 +1,7 @@
 """Store the samples and the scores of each client in tables in the run's folder.
 
-split.parquet     a row for each client and class that it has: client, label, training samples
+split.parquet     a row for each client and each class of its training samples, with the columns
+                  client, label (the number of the class) and samples (their number)
 clients.parquet   a row for each client: its user's name if it has one, training samples, test
                   samples, and the accuracies of the last evaluation; `unseen` marks clients that
                   are never trained (`evaluate.unseen`); `replica` is the model of the server that
@@ -82,7 +83,7 @@ def write_split(split: ClientLabels, folder: Path) -> None:
 
 
 def read_split(folder: Path) -> ClientLabels | None:
-    """Read the split of a run's folder, or return None if there is none.
+    """Read split.parquet in a run's folder; return None if the folder has no such file.
 
     Raises `ValueError` if the file is broken.
     """
@@ -98,8 +99,8 @@ def read_split(folder: Path) -> ClientLabels | None:
         is_valid = _is_within(client, clients) and _is_within(label, len(classes))
         if not is_valid or not (samples > 0).all():
             raise ValueError(
-                f"the file has {clients} clients and {len(classes)} classes, but a row has another "
-                "client, another class or no samples"
+                f"every row must have a client from 0 to {clients - 1}, a label from 0 to "
+                f"{len(classes) - 1} and at least one sample, but a row has other values"
             )
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(path) from error
@@ -118,8 +119,8 @@ def write_clients(
 
     data: the clients' samples.
     scores: the last scores of the clients; None if there are none.
-    network: the topology of the run. If it has several replicas, and a client always has the same
-    one, the file says which replica serves each client.
+    network: the topology of the run. If it has several replicas, and the same replica always serves
+    a client, the file has the number of this replica.
     """
     train, tests = data.partition.all_train.counts, data.partition.test.counts
     # a run with pooled data trains one client and scores all clients

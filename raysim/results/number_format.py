@@ -102,10 +102,10 @@ def format_count(
 
 
 def format_rounds(value: float | None, *, like: float | None = None) -> str:
-    """Return a number of rounds: a whole number without decimals, any other with one decimal.
+    """Return a number of rounds as text: 12.0 becomes "12", and 12.5 becomes "12.5".
 
-    like: if `value` is a standard deviation, the mean to which it belongs. A deviation always has
-    one decimal. None if `value` is no deviation.
+    like: None, unless `value` is a standard deviation. A deviation has the mean to which it
+    belongs as `like`, and gets one decimal, whatever the mean is.
     """
     if value is None:
         return MISSING

@@ -1,4 +1,7 @@
-"""Make the network of a run: its replicas, their exchanges, and a server for each replica."""
+"""Build a run's topology: the server's models (replicas), their exchanges, and their servers.
+
+`raysim/api/topology.py` explains these words. A `Network` is the topology for the clients of a run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from raysim.vectors.layout import Vector
 
 
 def make_network(spec: RunSpec, declarations: Declarations, fleet: Fleet) -> Network:
-    """Return the network of a run: its replicas (models of the server) and their exchanges.
+    """Build the topology for the clients of a run: replicas (server models) and their exchanges.
 
     spec: the run, with its topology.
     declarations: what the methods of the run declare.
@@ -183,13 +186,13 @@ def make_replicas(
     network: Network,
     folder: str,
 ) -> Replicas:
-    """Return the replicas of a run that has not begun, each with its server.
+    """Return the replicas of a run before its first round, each with its server.
 
     spec: the run.
     declarations: what the methods of the run declare.
     initial: the initial model.
     size: the largest number of updates in one aggregation.
-    network: the replicas and the clients that each of them serves.
+    network: the topology, with the clients that each replica serves.
     folder: the run's folder.
     """
     vector = initial.shared.clone()

@@ -1,4 +1,7 @@
-"""Keep the model versions that are needed: current ones, and base versions of jobs."""
+"""Keep the model versions that are needed.
+
+Each replica needs its current version. Each job in flight needs the version from which it started.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from raysim.simulation.runtime import Ref, Runtime
 class Versions(Mapping[int, PublishedVersion]):
     """The published versions of all replicas, by number, in the runtime's store.
 
-    The store keeps a version as long as a job that starts from it has not ended. It also keeps the
+    The store keeps a version as long as a job that started from it has not ended. It also keeps the
     current version of each replica that is in memory. The current version of a replica on disk is
     read when a job needs it. The coordinator reads a version from the store without a copy, for the
     server or for a checkpoint.
@@ -61,7 +64,10 @@ class Versions(Mapping[int, PublishedVersion]):
         self._drop_unless_needed(before)
 
     def unload(self, version: int) -> None:
-        """Record that a current version is on disk; drop it from the store if no job needs it."""
+        """Record that a version is on disk; remove it from the store if no job needs it.
+
+        version: the current version of a replica. It is read from disk when a job needs it again.
+        """
         self._on_disk.add(version)
         self._drop_unless_needed(version)
 
@@ -72,7 +78,7 @@ class Versions(Mapping[int, PublishedVersion]):
         return self._runtime.put(self._make(version))
 
     def _make(self, version: int) -> PublishedVersion:
-        """Make a current version, which the store does not have; return it without storing it."""
+        """Return a replica's current version that is not in the store, without storing it."""
         return self._makers[min(self._replicas[version])]()
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:

@@ -333,7 +333,7 @@ class TestJobServer:
         ("token", "part"),
         [("a" * 32, "not a Ray job server"), ("", "this process has none")],
     )
-    def test_error_of_wrong_server_or_token_names_address(
+    def test_error_contains_address_if_server_or_token_is_wrong(
         self, token: str, part: str, tmp_path: Path
     ) -> None:
         class OtherServer(http.server.BaseHTTPRequestHandler):

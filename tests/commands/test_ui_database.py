@@ -150,7 +150,7 @@ def test_database_ignores_removed_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_damaged_run_is_reported_once_when_its_model_is_added(tmp_path: Path) -> None:
+def test_run_whose_model_cannot_be_saved_is_reported_once(tmp_path: Path) -> None:
     begin(tmp_path / "a").finish({}, model="pending")
     printed: list[str] = []
     database = RunDatabase(tmp_path, printed.append)

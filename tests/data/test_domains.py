@@ -52,7 +52,7 @@ def test_domains_put_training_rows_first(
     assert test.tolist() == [k for k, (_, count) in enumerate(counts) for _ in range(count)]
 
 
-def test_domains_keep_pixels_and_labels(root: Path) -> None:
+def test_each_domain_has_the_images_and_labels_of_its_data_set(root: Path) -> None:
     built = Domains(
         root=str(root), download=False, domains=["usps", "digits"], size=8, channels=3
     ).build()

@@ -97,7 +97,7 @@ def test_central_test_set_is_rotated_in_turn_or_at_every_angle() -> None:
     assert np.array_equal(every.open().labels[300:], np.tile(clean.labels[300:], 2))
 
 
-def test_rotation_per_image_follows_client_angle_shares() -> None:
+def test_low_concentration_rotates_images_of_a_client_alike() -> None:
     rotation = Rotation(per="image", angles=ANGLES, concentration=0.05)
     data = federate(replace(SOURCE, rotation=rotation), IID(10), 0)
     turns = data.open().domains

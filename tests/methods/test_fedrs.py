@@ -128,7 +128,7 @@ def others() -> list[Any]:
     return [pytest.param(methods, id=name) for name, methods in given.items()]
 
 
-def test_fedrs_output_of_no_class_in_the_data_keeps_its_logit() -> None:
+def test_fedrs_does_not_scale_outputs_that_are_not_classes() -> None:
     job: Any = SimpleNamespace(
         class_counts=lambda: COUNTS, num_classes=7, params=LOGITS, scratch={}
     )

@@ -266,7 +266,7 @@ class TestInputs:
         ) in owners
         assert {owner for table, owner in owners if table == "state"} == {0, 1, 2}
 
-    def test_each_python_value_that_a_step_reads_is_recorded(self) -> None:
+    def test_loop_notes_which_python_values_a_step_reads(self) -> None:
         loop = loop_of(run(study(Ramping()), rounds=4))
         assert list(loop.reads.facts) == ["version"]
         assert_as_in_loop(study(Ramping()), rounds=4)
@@ -316,7 +316,10 @@ class Remembering(Method):
 
 
 class Asking(Method):
-    """A method that reads a value in the middle of a step."""
+    """A method whose loss needs the value of a tensor in Python, which no recording can have.
+
+    read: the function that reads the value, such as `Tensor.item`.
+    """
 
     name = "asking"
 

@@ -181,7 +181,7 @@ def test_model_function_gets_shape_classes_arguments_and_seed() -> None:
     )
 
 
-def test_training_starts_from_the_users_module() -> None:
+def test_training_starts_from_weights_of_the_users_network() -> None:
     net = Two()
     model = CustomModel(net).build(SHAPE, 5, 1)
     assert isinstance(model, WholeNetwork)  # its last linear layer is another one

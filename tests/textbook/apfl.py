@@ -39,10 +39,16 @@ def mixture(v: Params, w: Params, alpha: float) -> Params:
 
 
 def apfl(world: World, alpha: float, adaptive: bool = True) -> Book:
-    """Run v <- v - eta alpha grad f(m) and w <- w - eta grad f(w) on each batch.
+    """Run FedAvg on the shared model w, and also train a model v of each client.
 
-    f: the cross-entropy of the batch. Both gradients are computed before v and w change.
-    alpha: the initial weight of v in m, for all clients.
+    On each batch, with its cross-entropy f and the learning rate eta, a client computes
+
+        m = alpha v + (1 - alpha) w
+        v <- v - eta alpha grad f(m)
+        w <- w - eta grad f(w)
+
+    Both gradients are computed before v and w change.
+    alpha: the weight of v in the mixture m before a client's first job, the same for all clients.
     adaptive: True: each job begins with a gradient step on the client's alpha.
     """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("apfl.")}

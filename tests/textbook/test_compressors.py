@@ -203,7 +203,7 @@ class TestTernGrad:
 
 
 class TestSigns:
-    def test_signsgd_decodes_to_signs_times_the_mean_size(self) -> None:
+    def test_signsgd_decodes_to_signs_times_the_mean_magnitude(self) -> None:
         values = values_of(LAYOUT)
         values[5] = 0
         mean = sum(abs(float(value)) for value in values) / len(values)
@@ -211,13 +211,13 @@ class TestSigns:
         np.testing.assert_allclose(coded(SignSGD(size=None), values), expected, rtol=1e-6)
         assert SignSGD(size=None).words(LAYOUT) == 1 + math.ceil(len(values) / 32)
 
-    def test_signsgd_of_a_fixed_size_sends_one_bit_per_entry(self) -> None:
+    def test_signsgd_with_fixed_magnitude_sends_one_bit_per_entry(self) -> None:
         values = values_of(LAYOUT)
         expected = np.where(values < 0, np.float32(-0.5), np.float32(0.5))
         assert (coded(SignSGD(size=0.5), values) == expected).all()
         assert SignSGD(size=0.5).words(LAYOUT) == math.ceil(len(values) / 32)
 
-    def test_signsgd_of_a_fixed_size_refuses_error_feedback(self) -> None:
+    def test_signsgd_with_fixed_magnitude_refuses_error_feedback(self) -> None:
         with pytest.raises(ValueError, match=r"compression\.size"):
             SignSGD(size=0.5, feedback="ef21")
 

@@ -1,4 +1,7 @@
-"""Test that Oort and power-of-choice choose the same clients in whole runs as by hand."""
+"""Test Oort and power-of-choice in whole runs.
+
+In each round, a run must choose the clients that a second implementation of the rule chooses.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,9 @@ def logged_run(
 ) -> tuple[FinishedRun, list[dict[int, float]], list[dict[int, float]]]:
     """Run `rounds` rounds with the selection `rule`.
 
-    Return the run and two lists. The first has the losses that each aggregation reports, by client.
-    The second has the loss of each client at each version, computed by hand.
+    Return the run and two lists, which have the losses by client for each aggregation. The first
+    list has the losses that the aggregation reports. The second list has the losses of all clients
+    at the version before the aggregation, computed here from the parameters of this version.
     """
     spec = run_spec(data=tiny_data(clients=14, samples=300), seed=SEED, selection=rule)
     coordinator = coordinate(spec, Synchronous(COHORT), Lognormal(), rounds=rounds)

@@ -1,14 +1,13 @@
 """VHL: Tang et al. 2022 with the authors' noise generator.
 
-Symbols: virtual images, random images with labels that are the same for all clients; CE_v, the
-cross-entropy on virtual images; SC, the supervised contrastive loss of features. If the head has C
-extra outputs, the label of class c of virtual images is C + c. A prediction C + c counts as class
-c.
+Virtual images are random images with labels; all clients have the same ones. C is the number of
+classes. If the head has C extra outputs, a virtual image of class c has the label C + c. A
+prediction C + c counts as class c.
 
 A virtual image starts as 8 x 8 pixels: the mean image of its class, with entries from N(0, 1), plus
 noise from N(0, 0.5^2). It is enlarged bilinearly and standardised per channel. Real and virtual
-rows share one forward pass. If Mixup changes the inputs, the mixed inputs are classified in another
-forward pass before this one.
+images share one forward pass. If Mixup changes the real images, the mixed images are classified in
+another forward pass before this one.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def view(image: Tensor, down: int, right: int, flip: int) -> Tensor:
 
 
 def contrast(h: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return SC, the supervised contrastive loss of features h [B, F], computed row by row.
+    """Return the supervised contrastive loss of features h [B, F], computed row by row.
 
     Each row is pulled towards the other rows of its label.
     """
@@ -86,13 +85,17 @@ def vhl(
     align_epochs: int = 5,
     mixup: bool = False,
 ) -> Book:
-    """Run FedAvg with the loss CE + alpha CE_v + gamma SC(real and virtual) + kappa SC(virtual).
+    """Run FedAvg with three more loss terms, which use the virtual images.
+
+    The loss is the cross-entropy of the real images plus alpha times that of the virtual images,
+    gamma times the supervised contrastive loss of the real and virtual images together, and kappa
+    times the supervised contrastive loss of the virtual images alone.
 
     virtual: the number of virtual images.
-    temperature: the temperature of SC.
-    extra: True: the head has extra outputs for virtual images.
-    align_epochs: both SC terms are in the loss only in this many first epochs of a job.
-    mixup: True: Mixup changes the real inputs.
+    temperature: the temperature of both supervised contrastive losses.
+    extra: True: the head has C more outputs, one for the virtual images of each class.
+    align_epochs: the number of first epochs of a job that have the supervised contrastive losses.
+    mixup: True: Mixup changes the real images.
     """
     images, classes = virtual_set(world, virtual)
     reported: list[RowMean] = []  # the real rows' cross-entropy, of each participation

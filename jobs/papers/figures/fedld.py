@@ -25,7 +25,7 @@ SMALL = (
 
 
 def terms(runs: Runs) -> Sequence[Panel]:
-    """Return a panel for each of the two terms of the loss decomposition.
+    """Return a panel for each of the two terms of FedLD's loss decomposition.
 
     A panel shows the absolute value of the term in FedAvg's last round for each alpha, as a mean
     over seeds.

@@ -162,8 +162,10 @@ def make_runs(
                 left = _time_left(seconds, total - number, parallel)
                 say(f"run {number}/{total} {end.run.name}: {outcome}{left}")
     except KeyboardInterrupt:
-        command = resume_hint("study", study.folder, allow)
-        raise Interrupted(f"stopped before all {total} runs were finished: {command}") from None
+        how_to_continue = resume_hint("study", study.folder, allow)
+        raise Interrupted(
+            f"stopped before all {total} runs had finished; {how_to_continue}"
+        ) from None
     return failures
 
 

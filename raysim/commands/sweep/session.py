@@ -255,7 +255,7 @@ class SweepSession:
         except KeyboardInterrupt:
             how_to_continue = resume_hint("sweep", self.folder, allow)
             raise Interrupted(
-                f"stopped after {records.ended} of {count} trials: {how_to_continue}"
+                f"stopped after {records.ended} of {count} trials; {how_to_continue}"
             ) from None
         finally:
             numbers = {
