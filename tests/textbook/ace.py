@@ -15,13 +15,13 @@ from textbook.world import Book, Params, World
 
 
 def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool = False) -> Book:
-    """Run x <- x + eta times the mean of the stored updates u_i.
+    """In each aggregation, add eta times the mean of all clients' last updates u_i to the model x.
 
     Each aggregation first stores the updates that arrive. It then averages the u_i whose base
-    version tau_i is at most `oldest` versions old. If there are none, x does not change.
+    version is at most `oldest` versions old. If there are none, x does not change.
     When x changes, floating buffers become the mean over the arriving models. Integer buffers
     always become their maximum.
-    lr: eta.
+    lr: the server's learning rate eta.
     oldest: the largest age of a base version, in versions.
     initialise: True changes x only after every client has sent an update.
     """

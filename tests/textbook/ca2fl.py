@@ -54,9 +54,9 @@ class Calibration:
 
 
 def ca2fl(world: World, lr: float = 1.0, seen_only: bool = False) -> Book:
-    """Run x <- x + eta v, with the calibrated update v.
+    """In each aggregation, add eta times the calibrated update v to the model x.
 
-    lr: eta.
+    lr: the server's learning rate eta.
     seen_only: the argument of `Calibration`.
     """
     v = Calibration(world, seen_only)
@@ -64,8 +64,9 @@ def ca2fl(world: World, lr: float = 1.0, seen_only: bool = False) -> Book:
 
 
 def ca2fl_fadas(world: World, eta: float, **settings: object) -> Book:
-    """Run FADAS with eta v in place of the mean update, with the calibrated update v.
+    """Run FADAS with eta times the calibrated update v in place of the mean update.
 
+    eta: the server's learning rate.
     settings: arguments of `AmsGrad`.
     """
     v, amsgrad = Calibration(world), AmsGrad(world, **settings)

@@ -30,7 +30,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def core(world: World) -> Book:
-    """Run x <- x + sum_i w_i D_i / sum_i w_i, with each client's weight w_i."""
+    """Add the weighted mean of the updates to the model in each aggregation."""
     versions, losses = [dict(world.start)], list[float]()
     for jobs in world.rounds:
         trained = [client(world, job, versions[job.version]) for job in jobs]

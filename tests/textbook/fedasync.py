@@ -22,9 +22,10 @@ def fedasync(
     decay: float = 1.0,
     rho: float = 0.0,
 ) -> Book:
-    """Run x <- (1 - a_t) x + a_t y for each arriving model y in turn; a_t = alpha sigma(t - tau).
+    """Mix each model y that arrives into the shared model: x <- (1 - a_t) x + a_t y.
 
-    t is the version plus the arrival's position in its aggregation, from 0.
+    The weight is a_t = alpha sigma(t - tau), where tau is the version from which y started. The
+    time t is the current version plus the position of y in its aggregation, from 0.
     If the run weighs by samples, a_t is also multiplied by n_i / mean n, and is at most 1. Floating
     buffers are mixed as parameters are; integer buffers take the maximum of the arrivals.
     kind, a, b: the function sigma: "constant", "polynomial" with exponent a, or "hinge" with slope

@@ -7,5 +7,8 @@ from textbook.world import Book, World
 
 
 def fedavg(world: World) -> Book:
-    """Run x <- sum_i n_i y_i / sum_i n_i."""
+    """Replace the model x in each round by sum_i n_i y_i / sum_i n_i.
+
+    y_i: the model that client i has trained; n_i: the number of its training samples.
+    """
     return run_rounds(world, lambda job, x: train(world, job, x))

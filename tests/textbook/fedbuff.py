@@ -23,21 +23,29 @@ from textbook.world import Book, Job, World
 def staleness_weights(
     world: World, version: int, jobs: Sequence[Job], exponent: float
 ) -> list[float]:
-    """Return the weights w_i = (1 + s_i)^-exponent, times n_i if the run weighs by samples."""
+    """Return the weight (1 + s)^-exponent of each job's update, where s is its staleness.
+
+    If the run weighs clients by samples, the weight is multiplied by the client's samples.
+    """
     raw = weights(world, jobs)
     return [w * (1 + version - job.version) ** -exponent for w, job in zip(raw, jobs, strict=True)]
 
 
 def direction(at: Cohort, normalization: str) -> Tensor:
-    """Return sum_i w_i D_i, divided by K ("count"), by sum_i w_i ("weights") or by 1 ("none")."""
+    """Return the sum of the updates D_i with the weights w_i, divided by a number.
+
+    normalization: divide by the number of updates ("count"), by the sum of the weights ("weights")
+    or by 1 ("none").
+    """
     divisor = {"count": len(at.jobs), "weights": at.weights.sum(), "none": 1}[normalization]
     return at.weights @ at.changes / divisor
 
 
 def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -> Book:
-    """Run x <- x + sum_i w_i D_i / K, or with another divisor than K.
+    """In each aggregation, add sum_i w_i D_i to the model, divided by K or by another number.
 
-    normalization: the divisor, an argument of `direction`.
+    D_i: an update; w_i: its weight (`staleness_weights`); K: the number of updates.
+    normalization: the number by which the sum is divided, as in `direction`.
     """
     rule = lambda at: at.x + direction(at, normalization)  # noqa: E731
     return run_server_rule(world, rule, weigh=partial(staleness_weights, exponent=exponent))
@@ -57,7 +65,7 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
 
 
 def fedbuff_fedexp(world: World, exponent: float, **settings: float) -> Book:
-    """Run FedExP with the staleness weights as p_i; its step size multiplies FedBuff's direction.
+    """Run FedExP with FedBuff's weights; FedExP's step size multiplies FedBuff's direction.
 
     settings: arguments of `fedexp`.
     """

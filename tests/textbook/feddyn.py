@@ -16,6 +16,9 @@ from textbook.world import Book, Job, Params, World
 def feddyn(world: World, alpha: float) -> Book:
     """Run FedAvg with the local loss F_k(y) - <g_k, y> + alpha/2 |y - x|^2.
 
+    F_k: the task loss of client k; x: the received parameters; y: the parameters in training, and
+    after the job the trained ones; N: the number of all clients. g_k, the accumulated gradient,
+    stays on the client, and h, the drift, stays on the server; both start at 0.
     After a job, g_k <- g_k - alpha (y - x). After a round, h <- h - alpha / N times the sum of all
     y - x. Then x becomes the mean of all y, minus h / alpha. The sum and the mean are over the
     clients of the round.

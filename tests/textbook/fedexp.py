@@ -28,10 +28,11 @@ def fedexp(
     weigh: Weigh = lambda world, version, jobs: weights(world, jobs),
     direction: Callable[[Cohort], Tensor] = lambda at: at.mean,
 ) -> Book:
-    """Run x <- x + eta D with eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps))).
+    """Add eta D to the model x, with eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps))).
 
-    At version t, eps is epsilon decay^t; with count=True it is also multiplied by M (released
-    code).
+    D_i: the update of client i; p_i: its normalised weight; D: the mean update.
+    At version t, eps is epsilon decay^t. With count=True, it is also multiplied by the number of
+    clients in the round, as in the released code.
     minimum: the smallest eta, which is 1 in the formula.
     weigh(world, version, jobs): the weights of the jobs before they are normalised to p_i.
     direction(cohort): the vector that eta multiplies in the step, in place of D.

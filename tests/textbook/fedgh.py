@@ -26,6 +26,7 @@ def fedgh(
 ) -> Book:
     """Run FedAvg on the changed updates g_i, which start as the clients' updates G_i.
 
+    Two clients i and j conflict if the dot product <G_i, G_j> is negative.
     For each pair of clients that conflicts, g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j, and the same for
     g_j with G_i.
     order: the order of the pairs: by client number ("lexicographic") or permuted ("random").

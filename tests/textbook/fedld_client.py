@@ -15,7 +15,7 @@ from textbook.world import Book, Job, Params, World
 
 
 def margins(f: Tensor, y: Tensor) -> Tensor:
-    """Return rho_b, the logit of the true class minus the largest other logit of sample b.
+    """Return the margin of each sample: the logit of its class minus its largest other logit.
 
     f: logits [B, C].
     y: classes [B].
@@ -26,6 +26,7 @@ def margins(f: Tensor, y: Tensor) -> Tensor:
 def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) -> Book:
     """Run FedAvg with the loss CE + lam times a penalty on large logits.
 
+    f_b: the logits of sample b; rho_b: its margin (`margins`).
     kind: the penalty. "marg_log": mean log(1 + |f_b|^2), eq. (3). "batch_softmax": log(1 + sum of
     squared probabilities of the batch). "logit_l2": mean |f_b|^2. Any other text: mean max(rho_b -
     threshold, 0)^2.
@@ -48,8 +49,10 @@ def margin_control(world: World, lam: float, kind: str, threshold: float = 0.0) 
 
 
 def damped_margin(world: World, temperature: float, mixed: float | None = None) -> Book:
-    """Run FedAvg with the loss CE((1 - sigmoid(rho_b / T)) f_b, y_b), with T the temperature.
+    """Run FedAvg with the loss CE((1 - sigmoid(rho_b / T)) f_b, y_b) of each sample b.
 
+    f_b: the logits of the sample; y_b: its class; rho_b: its margin (`margins`).
+    temperature: T.
     mixed: the parameter alpha of Mixup, or None. With Mixup, rho_b is computed with the label that
     has the larger weight.
     """

@@ -77,8 +77,10 @@ def fedmix(
     public: bool = False,
     fresh: bool = False,
 ) -> Book:
-    """Run FedAvg with the mean over the batch of l1 + l2 + l3.
+    """Run FedAvg with the loss l1 + l2 + l3, averaged over the batch.
 
+    x and y: inputs and labels of the batch. x_bar and y_bar: the mean input and the mean label of
+    some samples of a client (a pair).
     l1 = (1 - lam) CE((1 - lam) x, y), and l2 = lam CE((1 - lam) x, y_bar). l3, the Taylor term, is
     lam times the dot product of x_bar and l1's gradient with respect to the input.
     count: the number of pairs of a client.

@@ -12,7 +12,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedprox(world: World, mu: float) -> Book:
-    """Run FedAvg with the loss CE + mu/2 |y - x|^2."""
+    """Run FedAvg with the loss CE + mu/2 |y - x|^2.
+
+    x: the received parameters; y: the parameters in training.
+    """
 
     def client(job: Job, x: Params) -> Params:
         def loss(p: Params, step: int, inputs: Tensor, labels: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
 
 
 def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
-    """Run FedAvg with the gradients of `uphill` in place of g.
+    """Run FedAvg with the gradients of `uphill` in place of the gradients at the parameters p.
 
     rho, eta: arguments of `uphill`.
     mu: the weight of FedProx's term, whose gradient at p is added.

@@ -22,10 +22,12 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
-    """Run steps along (1 - share) g1 + share g2 - c_k + (theta - x) / lam.
+    """Train with steps along (1 - share) g1 + share g2 - c_k + (theta - x) / lam.
 
-    Then c_k <- c_k - (theta_K - x) / lam. The client uploads theta_K - lam c_k with this new c_k,
-    and its buffers unchanged.
+    x: the received parameters; theta: the current ones; theta_K: those after the last step.
+    g1: the gradient at theta; g2: the gradient at theta + rho g1.
+    c_k: a correction that client k keeps. After the last step, c_k <- c_k - (theta_K - x) / lam.
+    The client uploads theta_K - lam c_k with this new c_k, and its buffers unchanged.
     lam: the inverse weight of the proximal term.
     rho: the length of the extra step, divided by the length of g1.
     share: the weight of g2.

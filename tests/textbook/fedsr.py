@@ -91,6 +91,8 @@ def fedsr(
 ) -> Book:
     """Run FedAvg with the loss CE + alpha_l2r mean |z| + alpha_cmi mean KL.
 
+    z: the random representation of an input; KL: the divergence of its distribution, after a
+    learned scaling, from the reference of the input's class.
     probabilistic: True: FedSR; False: FedL2R, which has no KL.
     share_reference: True: the references are averaged; False: they stay on clients.
     """

@@ -19,10 +19,12 @@ from textbook.world import Book, Job, Params, World
 def groupdro(
     world: World, step_size: float, batches: str = "first", prior: str = "uniform", mu: float = 0.0
 ) -> Book:
-    """Run q_i <- q_i exp(eta l_i) for participants; average them with q_i / sum_j q_j.
+    """Run FedAvg with the weights q_i, which grow for clients with large losses.
 
+    In each round, the weight of a participant with the loss l_i becomes q_i exp(eta l_i). The
+    models of the participants are then averaged with the weights q_i / sum_j q_j.
     If the run weighs by samples, q_i is multiplied by n_i in the average.
-    step_size: eta.
+    step_size: the step size eta of the weights.
     batches: "first": l_i is the loss of the first batch, as in FedBR's code. Otherwise it is the
     mean over all batches.
     prior: "samples": q_i starts in proportion to n_i. Otherwise all q_i start equal.

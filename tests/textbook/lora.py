@@ -110,8 +110,9 @@ def nearest(product: Tensor, old_a: Tensor) -> Params:
 
 
 def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
-    """Run P <- P + sum_i p_i (B_i A_i - B A), and factorise P by `nearest`.
+    """Add sum_i p_i (B_i A_i - B A) to the product P in each round; factorise P by `nearest`.
 
+    P: the product of the factors at the server; p_i: the normalised weight of client i.
     B_i A_i: the product that client i has trained; B A: the product that it received.
     ranks: the ranks that clients may have; each client gets the factors cut to its rank.
     """
@@ -175,7 +176,11 @@ def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamm
 
 
 def flora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
-    """Add the mean of s B_i A_i to W0; draw A again, and set B to 0 (Wang et al. 2024)."""
+    """Add the mean of s B_i A_i to W0; draw A again, and set B to 0 (Wang et al. 2024).
+
+    W0: the frozen weight; A, B: the factors of the adapter; B_i A_i: the product that client i has
+    trained; s: the scaling of the product.
+    """
     x, of_client = dict(world.start), drawn_ranks(world, ranks)
     for version, jobs in enumerate(world.rounds):
         weight, w = x.pop(WEIGHT), weights(world, jobs)

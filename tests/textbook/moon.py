@@ -49,6 +49,7 @@ def moon(
 ) -> Book:
     """Run FedAvg with the loss CE + mu l_con, where l_con is the contrast.
 
+    mu: the weight of the contrast in the loss.
     tau: the temperature of the contrast.
     projection: the widths of the two layers of the projection; empty: there is none.
     pool: the number of the client's last models in the contrast.

@@ -24,8 +24,11 @@ def loss_before(world: World, job: Job, x: Params) -> float:
 
 
 def qfedavg(world: World, q: float) -> Book:
-    """Run x <- x - sum_i F_i^q d_i / sum_i h_i; average buffers with the weights F_i^q.
+    """In each round, subtract sum_i F_i^q d_i / sum_i h_i from the model x.
 
+    F_i: the loss of x on all samples of client i; d_i = (x - y_i) / eta, where y_i is the trained
+    model and eta the local learning rate; h_i = q F_i^(q-1) |d_i|^2 + F_i^q / eta.
+    Buffers are averaged with the weights F_i^q.
     If the run weighs by samples, n_i multiplies F_i^q d_i, h_i and the buffers' weights.
     """
     names, x = trainable(world.start), detach(world.start)

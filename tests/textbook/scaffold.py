@@ -27,6 +27,7 @@ from textbook.world import Book, Job, Params, World
 def scaffold(world: World) -> Book:
     """Run SCAFFOLD: each step uses g - c_i + c in place of the gradient g.
 
+    c_i: the control variate of client i; c: that of the server.
     After a job, c_i <- c_i - c + (x - y) / (K' eta). Here x is the received and y the trained
     model, and eta the learning rate. Without momentum, K' is the number of steps. After a round,
     the sum of the changes of all c_i, divided by the number of clients, is added to c.
