@@ -281,8 +281,7 @@ def usual(*methods: Method, concurrency: int = 40, **others: Any) -> int:
 
 class TestUsualLanes:
     def test_small_linear_networks_use_several_lanes(self) -> None:
-        counts = (10, 20, 39, 40, 99, 100, 1000)
-        assert [usual(concurrency=count) for count in counts] == [1, 5, 5, 10, 10, 25, 25]
+        assert [usual(concurrency=count) for count in (10, 20, 39, 40, 1000)] == [1, 5, 5, 10, 10]
         assert usual(FedAdam()) == 10, "the server's step is no part of a client's"
 
     def test_run_that_lanes_cannot_speed_up_uses_one_lane(self) -> None:
