@@ -103,8 +103,11 @@ def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
                 with multiprocessing.get_context("fork").Pool(1) as pool:
                     rate = pool.apply(_rate, (name, fleet, kind, seconds))
                 results.append(rate)
-                memory = f"{rate.memory / 1e6:,.0f} MB"
-                say(f"{name} with {fleet}: {rate.events:,.0f} events per second, {memory}")
+                say(
+                    f"schedule {name}, fleet or selection {fleet}: the planner makes "
+                    f"{rate.events:,.0f} events per CPU second and needs "
+                    f"{rate.memory / 1e6:,.0f} MB"
+                )
     return results
 
 
@@ -200,8 +203,8 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     say(format_table(text_columns(("schedule", *fleets), rows), terminal_width()))
     jobs, start = whole_run(100)
     say(
-        f"a whole run without training: {jobs:,.0f} jobs per CPU second, {start:.1f} s to the "
-        f"first aggregation, at most {peak_memory_bytes() / 1e9:.2f} GB"
+        f"a whole run without training: {jobs:,.0f} jobs per CPU second, {start:.1f} CPU seconds "
+        f"until the first aggregation, {peak_memory_bytes() / 1e9:.2f} GB of memory at the peak"
     )
     return {
         "planner": [asdict(rate) for rate in results],

@@ -724,7 +724,7 @@ def test_submitted_run_that_fails_exits_with_1(cluster: Cluster, tmp_path: Path)
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_error_of_wrong_or_missing_token_names_its_place(cluster: Cluster, tmp_path: Path) -> None:
+def test_error_contains_token_file_or_cluster_address(cluster: Cluster, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text(secrets.token_hex(32))
     text = connection_error(cluster.url, cluster.env | {"RAY_AUTH_TOKEN_PATH": str(wrong)})

@@ -166,7 +166,7 @@ def test_fedlc_without_margins_equals_fedavg_exactly() -> None:
     )
 
 
-def test_fedlc_output_of_no_class_in_the_data_has_no_margin() -> None:
+def test_fedlc_gives_outputs_that_are_not_classes_no_margin() -> None:
     class Watched(FedLC):
         def begin(self, job: LocalJob) -> None:
             super().begin(job)
