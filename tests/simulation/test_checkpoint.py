@@ -110,6 +110,17 @@ def test_checkpoint_divides_many_tensors_among_files(
     assert "states-00000002.safetensors is not a regular file" in checkpoint.find_damage(path)
 
 
+@pytest.mark.parametrize(("limit", "most"), [("MAX_TENSORS", 2), ("SERVER_FILE_BYTES", 16)])
+def test_checkpoint_divides_server_tensors_among_files(
+    limit: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, limit, most)
+    server = {f"a.{number}": np.full(1, float(number)) for number in range(5)}
+    path = write(tmp_path, 1, Snapshot({}, server, {}, {}))
+    assert sum(name.startswith("server") for name in names(path)) == 3
+    assert same_arrays(dict(checkpoint.read(path).server), server)
+
+
 def test_keep_setting_limits_the_number_of_checkpoints(tmp_path: Path) -> None:
     result = Checkpoints(tmp_path / "three", keep=3), Checkpoints(tmp_path / "two")
     for version in (2, 9, 10, 100):
@@ -291,6 +302,18 @@ def test_resuming_from_a_checkpoint_removes_later_ones(
     assert checkpoint.find_latest(tmp_path) == f"{tmp_path}/round-000011"
     for path, whole in ((paths[10], runs[10]), (tmp_path / "round-000011", now)):
         assert same_states(checkpoint.read(path).clients, whole.clients)
+
+
+def test_checkpoint_that_could_not_be_replaced_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Checkpoints(tmp_path)
+    paths = [run.write(version, snapshot(version)) for version in (1, 2)]
+    again = Checkpoints(tmp_path, resume=paths[0])
+    monkeypatch.setattr(checkpoint, "_write_json", crash)
+    with pytest.raises(Crash):
+        again.write(2, snapshot(3.0))
+    assert checkpoint.find_latest(tmp_path) == paths[0]
 
 
 def test_run_resumed_in_another_folder_stores_all_client_states(tmp_path: Path) -> None:

@@ -200,6 +200,17 @@ def test_step_equals_a_step_of_pytorch(methods: list[Method]) -> None:
     assert not loss.requires_grad
 
 
+@pytest.mark.parametrize("methods", [[], [Idle()]], ids=["without a correction", "with one"])
+def test_stage_may_train_modules_that_are_not_adjacent(methods: list[Method]) -> None:
+    others = {"other.first": nn.Linear(2, 2), "other.second": nn.Linear(2, 2)}
+    step, ctx = at_work(methods, OptimizerSettings(), **others)
+    step(ctx, BATCH, (Stage("part", ("model.head", "other.second")),))
+    before, trained = net().state_dict(), plain(1)
+    for name, value in ctx.model.state_dict().items():
+        expected = trained if name.startswith("head") else before
+        assert torch.equal(value, expected[name]), name
+
+
 def test_job_starts_without_momentum() -> None:
     step, ctx = at_work([], OptimizerSettings(momentum=0.9))
     step(ctx, BATCH, (Stage(),))
