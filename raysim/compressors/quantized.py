@@ -62,13 +62,14 @@ def _round_randomly(
 
     The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position. All
     variables of the hash have 32 bits, so that the CPU computes several entries with one
-    instruction. Numba uses 64 bits for a loop's index and for an argument that is a number.
-    Therefore `key` and `steps` are arrays.
+    instruction. Numba uses 64 bits for a loop's index and for an argument that is a number. The
+    entries of arrays keep their 32 bits, so `key` and `steps` are arrays.
 
     With error feedback (if `received` is not empty), fill `received` with the values that the
     receiver has, and replace `values` by the next memory. Entries are processed in chunks, because
-    a chunk fits into the fastest cache. The loops over a chunk are separate so that every product
-    and every sum is rounded. `Compressor.exchange` rounds in the same way.
+    a chunk fits into the fastest cache. Products and sums are computed in separate loops. In one
+    loop the compiler could fuse a product and a sum, which are then rounded once. Here each of them
+    is rounded, as in `Compressor.exchange`, and the results have the same bits.
 
     values: float32 [entries].
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
