@@ -335,7 +335,11 @@ class Parquet(TableSource):
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """Return <split>.parquet of a folder, else its parts <split>-*.parquet."""
+    """Return the files of a split: <split>.parquet, or else all files <split>-*.parquet.
+
+    folder: the folder that contains the files.
+    split: "train" or "test".
+    """
     parts = existing_file(folder / f"{split}.parquet")
     return parts or [regular_file(path) for path in sorted(folder.glob(f"{split}-*.parquet"))]
 
@@ -386,17 +390,16 @@ def _may_be_pictures(kind: pa.DataType) -> bool:
 def _prefix_folders(
     parts: list[NDArray[Any]], paths: list[Path], user: str
 ) -> tuple[NDArray[np.str_], list[str] | None]:
-    """Return the domain of each row as "FOLDER/USER", and the order of all domains.
+    """Put the folder's name in front of each user: "FOLDER/USER" is the domain of a row.
 
-    With the folder's name, users of the same name in two folders are different domains. In a file
-    without a column of users, the domain of each row is the folder's name alone.
-    The order is a list of all domains, by folder and then by number. It is None unless all users
-    are integers.
-    parts: for each file, an array with the user of each row. If the file has no column of users,
-    the array has the folder's name for each row.
+    Return the domain of each row, and a sorted list of all domains. The list is None unless all
+    users are integers.
+    parts: for each file, an array with the user of each row. A file without users has the folder's
+    name for each row, which stays unchanged.
     paths: the files, in the order of `parts`.
     user: the name of the column of users.
     """
+    # Users of the same name in two folders are different domains.
     names = []
     parts_by_folder: dict[str, list[NDArray[Any]]] = {}
     for part, path in zip(parts, paths, strict=True):

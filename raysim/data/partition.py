@@ -94,12 +94,11 @@ class Partitioner:
 
     A subclass overrides `assign`. If its rule needs the classes of the samples, it sets the class
     attribute `by_class` to True; not all data have classes.
-    test_fraction: the share of each client's rows that become the client's test rows. With None,
-    the client has no such rows and is scored on its part of the central test set (see `tests`).
+    test_fraction: the share of each client's rows that become the client's test rows. None scores
+    each client on samples of the central test set, which `tests` chooses.
     validation_fraction: the share of each client's rows that become its validation rows. The
     validation score chooses the best round.
-    fraction: the share of a client's rows, without its test and validation rows, on which the
-    client trains. With 0.1 the client ignores 90 % of these rows.
+    fraction: the share of a client's training rows that the client uses.
     """
 
     by_class: ClassVar[bool] = False  # True: the rule needs classes, which not all data have
@@ -213,18 +212,17 @@ class Dirichlet(Partitioner):
 
     The shares are drawn again until every client has `minimum` samples. This is the rule of
     Yurochkin et al. (2019).
-    clients: the number N of clients.
+    clients: the number of clients.
     alpha: the parameter of the Dirichlet distribution. A small alpha gives most samples of a class
     to few clients.
-    balance: True stops giving samples to a client once it has 1/N of all samples. This is checked
-    after each class.
-    minimum: the smallest number of samples of a client. None means 1. With `grouping`, None means
-    half of the mean number of samples of a client.
-    grouping: the number of clients in a group. Each group gets a part of the shuffled data, and
-    draws the shares of its clients separately. FedDF (Lin et al. 2020) has groups of 10 clients.
-    None makes no groups.
-    per: "class" draws for each class its shares over the clients. "client" draws for each client
-    its shares over the classes, and then scales the shares of each class to the sum 1.
+    balance: True gives no samples of further classes to a client that already has the mean number
+    of samples.
+    minimum: the smallest number of samples of a client. None means 1, or with `grouping` half of
+    the mean number of samples.
+    grouping: the number of clients in a group. Each group splits its own random samples. FedDF (Lin
+    et al. 2020) has groups of 10 clients. None makes no groups.
+    per: "class" draws the clients' shares of each class. "client" draws a distribution over classes
+    for each client, and then scales the clients' shares of each class to the sum 1.
     """
 
     by_class: ClassVar[bool] = True
@@ -300,11 +298,11 @@ class DirichletClient(Partitioner):
     alpha: the parameter of the Dirichlet distribution. With a small alpha a client has few classes.
     concentration: "symmetric" draws from Dirichlet(alpha, ..., alpha). "prior_scaled" draws from
     Dirichlet(alpha * p), where p_c is the share of class c in the data.
-    remaining: True computes p for each client from the samples that earlier clients have not taken,
-    as the code of FedBR does. False computes p once from all samples. True needs "prior_scaled"
-    and "sequential".
+    remaining: True computes p again for each client, from the samples that no client has taken yet.
+    This needs concentration="prior_scaled" and turns="sequential". False computes p once, from all
+    samples.
     turns: "rotating" gives one sample to each client, then a second one to each client, and so on.
-    "sequential" gives all its samples to a client before the next client begins.
+    "sequential" gives a client all its samples before the next client gets any.
     """
 
     by_class: ClassVar[bool] = True
@@ -475,7 +473,6 @@ class Domain(Partitioner):
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
         """Divide the central test samples of each domain between the clients of this domain.
 
-        The samples are dealt out to the clients one by one, in the order of the data set.
         labels: not used.
         domains: the domain of each sample of the central test set.
         num_domains: the number of domains that have training rows; other domains have no clients.
@@ -493,9 +490,9 @@ class Natural(Partitioner):
     """A partition in which every user is a client.
 
     column: the column that has the user of each row, for data with columns. None makes each domain
-    of the data a user; the domains of LEAF's files, for example, are its users.
-    minimum: the smallest number of training samples of a user, counted before the partition holds
-    out test rows. Users with fewer samples are left out.
+    of the data a user.
+    minimum: the smallest number of samples of a user, including its later test samples. Users with
+    fewer samples are left out.
     clients: the number of users that are drawn at random from all users with at least `minimum`
     samples; None takes all of these users.
     """
@@ -589,10 +586,11 @@ class DomainClass(Partitioner):
         )
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Return for each client the central test samples of its domain and its classes.
+        """Return for each client the positions of its test samples in the central test set.
 
-        labels, domains: the label and the domain of each central test row.
-        num_domains: the number of domains that have training rows; further domains have no clients.
+        These are the samples of the client's domain and classes.
+        labels, domains: the label and the domain of each sample of the central test set.
+        num_domains: the number of domains that have training rows; other domains have no clients.
         """
         rows = np.flatnonzero(domains < num_domains)
         positions = domain_class_split(

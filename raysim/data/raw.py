@@ -58,10 +58,11 @@ NO_ORIGIN = Origin()
 class Raw:
     """The samples of a source, training samples first: arrays, or pictures that are not decoded.
 
-    inputs: [n, ...]: uint8 values (0 to 255), floats, or int64 token numbers; or n pictures.
-    labels: class numbers [n] for classification. If each position, such as a pixel, has a class:
-    class numbers [n, ...]. For regression, values [n, outputs]. For multilabel data, [n, outputs]
-    with 1 for labels that a sample has, else 0.
+    inputs: an array [n, ...] of uint8 values (0 to 255), floats or int64 token numbers; or n
+    pictures.
+    labels: class numbers [n], or [n, ...] if each position, such as a pixel, has a class. For
+    regression, values [n, outputs]. For multilabel data, [n, outputs] with 1 for labels that a
+    sample has, else 0.
     train_rows: the number of training samples.
     class_names: the name of each output of the model: a class, a label or a value.
     domains: the domain of each sample, [n]; None if there is only one domain.
@@ -70,8 +71,9 @@ class Raw:
     tokens: the number of different tokens, and the padding token. None means that the number of
     tokens is the largest token in `inputs` plus 1.
     origin: the names of the columns that were read, for the plan of a run.
-    fields: the parts of a row of `inputs`, if samples have several inputs (`pack_fields`).
-    targets: the parts of a row of `labels`, if targets are structured (`pack_targets`).
+    fields: if samples have several inputs, where a row of `inputs` contains each input; else ().
+    targets: if a target has several named arrays, where a row of `labels` contains each array; else
+    ().
     tokenizer: the name of the tokenizer that decodes the tokens of language data to text; else "".
     """
 

@@ -68,18 +68,18 @@ class Part(NamedTuple):
 class WebDataset(Source):
     """A source that reads tar files; files with the same key form a sample.
 
-    For example, 0007.jpg and 0007.cls are the files of one sample with the key 0007. The key of a
-    file is its path up to the first dot of its name. The text after this dot, the ending, gives the
-    type of the file: a picture, `npy`, `json`, `txt`, or `cls` (an integer).
+    For example, 0007.jpg and 0007.cls are the files of one sample. Their key is 0007, the path up
+    to the first dot of the name. The text after this dot is the ending. It gives the type of the
+    file: a picture, `npy`, `json`, `txt`, or `cls` (an integer).
 
-    root: a folder of tar files; those whose names start with "test" are for testing. It may also be
-    a folder with the subfolder train, and optionally test, of tar files.
-    columns: the endings of the input files, such as "jpg". If there are several, the network has an
-    argument for each of them. The argument is `jpg` for 0007.jpg and `image` for 0007.image.png.
-    None uses all endings except for those of the label and the user.
-    label, user: the ending of the label's file and of the user's file. None finds an ending with a
-    usual name, such as "cls" or "user". A label is an integer, text, an array, a picture whose
-    pixels are classes, or JSON; a JSON object is a structured target.
+    root: a folder of tar files, in which names of test files start with "test"; or a folder with
+    the subfolders train and, optionally, test.
+    columns: the endings of the input files, such as "jpg". None uses all endings except for those
+    of the label and the user. With several endings, each is an argument of the model: `jpg` for
+    0007.jpg, `image` for 0007.image.png.
+    label, user: the ending of the label's file and of the user's file. None finds a usual ending,
+    such as "cls" or "user". A label is an integer, text, an array, a picture whose pixels are
+    classes, or JSON.
     test_fraction: without test files, the share of each class of each user that is for testing.
     length: the largest number of tokens of a text; further tokens are left out.
     padding: the token number that fills up shorter rows of tokens.

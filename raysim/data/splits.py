@@ -285,12 +285,12 @@ def domain_class_split(
 
 # ---- parts of each client's rows -----------------------------------------------------------------
 def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order: ArrayLike) -> CSR:
-    """Return a part of each client's rows: the first of them in a given order.
+    """Return a share of each client's rows.
 
     A smaller fraction returns a subset of the rows of a larger fraction.
     indices, offsets: the arrays of the `CSR` with each client's rows.
-    fraction: the share of each client's rows; their number is rounded down.
-    order: a permutation of all rows.
+    fraction: the share of each client's rows that is returned; their number is rounded down.
+    order: a permutation of all rows. Of each client, the rows that come first in it are returned.
     """
     csr = CSR(np.asarray(indices), np.asarray(offsets))
     places = leading_places(csr, floor_counts(csr.counts * fraction), np.asarray(order))
@@ -298,11 +298,11 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
 
 
 def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
-    """Return the positions, in `csr.indices`, of the first rows of each client in a given order.
+    """Choose some rows of each client; return their positions in `csr.indices`.
 
     csr: the rows of each client.
-    counts: the number of rows of each client that are returned, [N].
-    order: a permutation of all rows, which decides which rows of a client are first.
+    counts: the number of rows to choose from each client, [N].
+    order: a permutation of all rows. Of each client, the rows that come first in it are chosen.
     """
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))

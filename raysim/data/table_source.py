@@ -16,19 +16,19 @@ class TableSource(Source):
     """A source that reads a table whose columns are inputs, labels and users.
 
     columns: the input columns: one column of text, token numbers or vectors, or several columns of
-    numbers. None takes all columns except the label, the user, and columns that number the rows.
-    separate: True makes each input column a separate input, which the network gets as the argument
-    with the column's name.
+    numbers. None takes all columns except the label, the user, and row numbers such as "id".
+    separate: True gives the model each input column as a separate argument, which has the column's
+    name. False joins several columns to one vector.
     length: the largest number of tokens of a row; further tokens are left out.
     padding: the number that fills short rows of tokens.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
 
-    With kind="causal" each row of the table is a document for a language model, without a label;
-    its tokens fill as many samples of `length` tokens as are needed, and `tokenizer` may also be
-    "bytes" or "characters". The following settings need this kind:
+    With kind="causal" each row of the table is a document for a language model, without a label. A
+    document fills as many samples of `length` tokens as it needs. `tokenizer` may also be "bytes"
+    or "characters". Two settings are only for this kind:
 
-    prompt: the column of prompts. A prompt stands before the text, and the model does not learn to
-    predict it. None means that there are no prompts.
+    prompt: the column of prompts, or None. A prompt stands before the text, and the model does not
+    learn to predict it.
     packing: True joins the documents of a user before they are cut into samples of `length` tokens.
     None means True without prompts, and False with prompts.
     """

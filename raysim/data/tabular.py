@@ -76,15 +76,15 @@ class NumPy(Source):
 
     Each file has these arrays:
     x [n, ...]: the inputs: uint8 levels (images are [n, channels, height, width]), floats, or
-    integers, which are token numbers. If samples have several inputs, there is an array x.NAME [n,
-    ...] for each input instead.
+    integers, which are token numbers.
     y [n] or [n, outputs]: the labels; `labels.infer_kind` decides whether they are classes or
-    values. If a target has several named parts, there is an array y.NAME [n, ...] for each part
-    instead.
-    y.NAME.rows [n]: needed only if the number of entries of a part differs between samples, such as
-    the number of boxes in an image. It has this number for each sample, and y.NAME has the entries
-    of all samples one after another.
+    values.
     user [n]: the user of each sample, for partition=natural; this array may be missing.
+
+    Samples with several inputs have an array x.NAME for each input in place of x. Samples with
+    several targets have an array y.NAME for each target in place of y. If samples have different
+    numbers of entries, such as boxes in an image, y.NAME has the entries of all samples one after
+    another. The array y.NAME.rows [n] then has the number of entries of each sample.
 
     root: the folder with the files.
     padding: the number that fills short sequences of token numbers.

@@ -109,9 +109,8 @@ class Leaf(Source):
     ) -> Raw:
         """Return the texts of each user as documents.
 
-        If the answers are single characters, as in Shakespeare, the texts are overlapping windows
-        of a longer text, and the answer is the next character. `join_windows` makes the longer text
-        of them.
+        In Shakespeare, the answers are single characters. Such texts overlap, and `join_windows`
+        joins them to longer texts.
         texts: the text of each sample.
         answers: the label of each sample.
         users: the user of each sample.
@@ -308,19 +307,22 @@ class Markov(Source):
     """A source that generates token sequences with Markov chains; every user is a domain.
 
     The setting `label` decides what the labels are and how the sequences are generated:
-    - "next": the label is the token that follows the sequence. User u generates its sequences with
-    the transition probabilities (1 - skew) P + skew Q_u. P is the same for all users.
-    - "chain": there are `chains` Markov chains, and the label is the number of the chain that
-    generated the sequence. The share `skew` of a user's sequences comes from one chain, the user's
-    favourite. The chain of each other sequence is drawn at random.
+    - "next": the label is the token that follows the sequence. User u has the transition
+    probabilities (1 - skew) P + skew Q_u, where P is common to all users and Q_u its own.
+    - "chain": the label is the number of the chain that generated the sequence. A share `skew` of a
+    user's sequences comes from the user's favourite chain. All other sequences come from randomly
+    drawn chains.
 
     With kind="causal" each sequence is a document for a language model, and the labels are the next
     tokens at every position.
     users: the number of users.
-    samples, test_samples: the numbers of a user's training sequences and central test sequences.
-    vocabulary: the number of tokens, without the padding.
-    length: the number of tokens of a sequence, with the padding at its end.
-    shortest: the smallest number of tokens of a sequence without its padding.
+    samples: the number of training sequences of each user.
+    test_samples: the number of each user's sequences in the central test set.
+    vocabulary: the number of different tokens, without the padding.
+    length: the number of tokens of a sequence, including its padding.
+    shortest: the smallest number of tokens of a sequence, without its padding.
+    chains: with label="chain", the number of Markov chains.
+    skew: how much users differ, from 0 (equal) to 1.
     seed: the seed of the random numbers; the seed of the run does not change the data.
     """
 

@@ -175,8 +175,6 @@ def _restore_objects(
 ) -> None:
     """Copy the descriptions of Python objects from the stored configuration of a run to `config`.
 
-    A group such as "model" may have a user's Python object in place of an option. Its choice in
-    `stored` is then not the name of an option.
     config: the new configuration, which is changed in place.
     stored: the configuration of the run that had the objects.
     options: the options that the user chooses now, by group. They replace the objects of these
@@ -185,6 +183,7 @@ def _restore_objects(
     """
     choices = stored["choices"]
     for group in PARTS_FROM_PYTHON:
+        # The choice of a group with an object is a title, not the name of an option.
         is_object = group in choices and choices[group] not in groups.files[group]
         if group not in options and is_object:
             config[group] = stored.get(group)

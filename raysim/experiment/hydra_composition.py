@@ -40,12 +40,12 @@ class ConfigFiles(ConfigSource):
 
     If two folders have a file of the same name, Hydra gets the file of the later folder.
 
-    This class replaces Hydra's own class for files, which parses each file again for each
-    composition. Without the parsing, a composition takes a third less time.
-
-    roots: the folders. The first one has `config.yaml`. The list is empty unless raysim composes a
-    configuration at this moment.
+    roots: the folders, set only while raysim composes a configuration; otherwise empty. The first
+    folder has `config.yaml`.
     """
+
+    # Hydra's own class for files parses each file again for each composition. Without the parsing,
+    # a composition takes a third less time.
 
     roots: Sequence[Path] = ()
 
@@ -127,10 +127,8 @@ class Composition(NamedTuple):
 
     values: the complete configuration. It has all values of the preset, even those for options that
     the run does not use.
-    chosen_values: for some groups, the values that the group has without the preset. A group has
-    such an entry if the preset mentions it and the user chose an option of it. If the user chose a
-    preset, the groups "method" and "observer" have one whenever the preset mentions them. The keys
-    of an entry are the keys that the chosen option has.
+    chosen_values: by group, the values that the chosen option has without the preset. Only groups
+    are included in which the preset and the chosen option may disagree.
     choices: the option of each group; a list of options for "method" and "observer".
     """
 
@@ -141,13 +139,11 @@ class Composition(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -> DictConfig:
-    """Return the configuration that the files of the chosen options make together.
+    """Compose a configuration from the files of the chosen options.
 
+    A preset may set values for options that the run does not use; these values are removed. Without
+    a preset, `experiment=default` is used, which does not change the user's options.
     The result is cached: copy it before you change it.
-
-    A preset may set values for several options, such as for all methods of a paper's tables. Values
-    for options that the run does not use are removed. If the user chose no preset,
-    `experiment=default` is used. It does not change the options that the user chose.
     options: the names of the options that the user chose, by group.
     groups: all options and their files.
     folders: the user's own folders of options.

@@ -61,7 +61,7 @@ def import_target(
     target: the name of the object with its module, such as "raysim.methods.fedprox.FedProx".
     path: the key of the configuration node that has the name, for errors.
     allow: the packages besides raysim from which objects may be imported.
-    key: the end of the setting's name in errors, which follows `path`.
+    key: the text after `path` in the name of the setting, for errors.
     Raise `RefusedError` if the module cannot be imported. Also raise it for a name outside raysim,
     the allowed packages, and the installed packages with options for raysim.
     """
@@ -179,10 +179,9 @@ def _join(path: str, key: str) -> str:
 
 
 def _add_path(message: str, path: str) -> str:
-    """Return the error message of a constructor, with the key of its arguments in front.
+    """Put a key in front of an error message, unless the message already names it.
 
-    path: the key of the configuration node with these arguments. It is not added to a message that
-    contains it already, or that starts with its last part.
+    path: the key of the configuration node whose values caused the error.
     """
     last_part = path.rpartition(".")[2]
     if not path or path in message or message.startswith(last_part):

@@ -58,8 +58,8 @@ def _numbered_paths(folder: Path) -> Iterator[Path]:
 def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
     """Create and lock a folder for a `with` block; remove it at the end if it is still empty.
 
-    dated: True if `dated_folder` chose the name. If another process has just created a folder of
-    this name, a number is then added to the name.
+    dated: True if `dated_folder` chose the name. If the folder exists now, a number is added to the
+    name.
     Raise `RefusedError` if the folder exists and `dated` is False.
     """
     with ExitStack() as cleanup:
@@ -207,10 +207,9 @@ def join_ray(options: RayOptions, session: ExitStack) -> None:
 def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | None]:
     """Return the last value of a metric, and its standard deviation over the seeds.
 
-    Both are None if no row has a value. The deviation is None if the rows are the history of one
-    run.
-    rows: the history of a run, which may be unfinished; or the mean history of several runs that
-    differ only in the seed. A row of a mean history is a result of `mean_row`.
+    Both are None if no row has a value. The deviation is None for a single run.
+    rows: the history of a run; or, for several runs that differ only in the seed, a result of
+    `mean_row` for each round.
     metric: the name of the column.
     """
     row = last_measured(rows, metric)
@@ -220,13 +219,13 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
 
 
 def mean_row(rows: Sequence[Row], metric: str) -> dict[str, int | float | None]:
-    """Return the mean row of runs that differ only in the seed, with the deviation of a metric.
+    """Average the rows of several runs that differ only in the seed.
 
-    The mean of a column is over the runs that have a finite value. If all runs have a finite value
-    of `metric`, the column METRIC_std has its sample standard deviation over the runs. The row of a
-    single run is returned unchanged.
+    The mean of a column is over its finite values. The result also has the sample standard
+    deviation of `metric`, if all runs have a finite value of it. The row of a single run is
+    returned unchanged.
     rows: one row of each run, all for the same round.
-    metric: the name of the column that gets the standard deviation.
+    metric: the name of the column whose standard deviation is added.
     """
     if len(rows) == 1:
         return dict(rows[0])

@@ -104,16 +104,14 @@ def separate_objects(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
-    Return two dictionaries. The first one has the objects by place: a group such as "model", or
-    "method.NAME" for a method. The second one has, by group, names of options and dictionaries of
-    values. Its entry "method" is the list of all names in `methods`.
-    parts: for each group, one of these: an object, the name of an option, a dictionary of values,
-    or None if the user gave nothing. For the group "data" a dictionary is an object.
+    Return the objects, and then the values by group: names of options, dictionaries of values, and
+    for "method" a list of names.
+    The key of an object is its group, such as "model", or "method.NAME" for a method.
+    parts: by group, an object, the name of an option, a dictionary of values, or None if the user
+    gave nothing. For "data" a dictionary is an object.
     methods: the list of methods, each as an object or a name; None if the user did not give it.
-
-    Arrays, lists of rows and networks are returned unchanged: `describe_objects` wraps them later.
-    Raise `RefusedError` if `methods` is not a list, contains something else, or contains a method
-    twice.
+    Raise `RefusedError` if `methods` is not a list of objects and names, or contains a method
+    object twice.
     """
     options: dict[str, object] = {}
     objects: dict[str, object] = {}
@@ -180,12 +178,12 @@ def describe_objects(
 ) -> UserObjects:
     """Return the user's objects and the configuration nodes that describe them.
 
-    Arrays, lists of rows and networks are wrapped in an object of raysim, which has settings.
+    Arrays, tables, lists of rows and networks are wrapped in an object of raysim, which has
+    settings.
     objects: the objects by place: a group such as "model", or "method.NAME".
-    settings: for each place, the overrides of its keys, by key. Only wrapped objects can have
-    overrides.
-    config: the configuration without the objects. If a run continues, it has the earlier settings
-    of each wrapped object, which are used for keys without an override.
+    settings: by place, the overrides of the wrapped object's settings.
+    config: the configuration without the objects. In a resumed run, it has the stored settings of
+    each wrapped object, which the overrides change.
     Raise `RefusedError` for an object of a wrong type, and for an override of a setting that an
     object does not have.
     """
@@ -219,7 +217,7 @@ def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
 
 
 def _useless_override_error(place: str, part: object, key: str, override: SetValue) -> RefusedError:
-    """Return the error for an override of a setting that a user's object fixes itself.
+    """Return the error for an override that has no effect, because the user passed an object.
 
     place: the group of the object, such as "model" or "method.fedprox".
     part: what the user passed to `raysim.run`: an object, a function, or the class of a network.

@@ -1,8 +1,8 @@
 """Read one override, `key=value`, with Hydra's parser.
 
-Hydra's grammar knows only ASCII letters and a few signs, so that a path such as `/home/ü/x` would
-need quotes for Hydra inside the quotes for the shell. Before Hydra reads the text, all other
-characters are replaced by letters that the grammar knows; they are restored afterwards.
+Hydra accepts other characters than ASCII letters and a few signs only inside quotes. So that users
+need no quotes for a path such as `/home/ü/x`, these characters are replaced by letters before Hydra
+reads the text. They are restored afterwards.
 """
 
 from __future__ import annotations
@@ -178,11 +178,11 @@ def _expand_counts(text: str) -> str:
 class _Letters:
     """A translation of characters that Hydra's grammar does not accept into letters, and back.
 
-    A character is written as a prefix, its six hexadecimal digits and "Z". The prefix is "Zq", with
-    more letters q if "Zq" occurs in the override.
     text: the override.
     """
 
+    # A character becomes a prefix that does not occur in the override, six hexadecimal digits and
+    # "Z".
     def __init__(self, text: str):
         self._mark = "Zq"
         while self._mark in text:

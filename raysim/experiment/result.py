@@ -353,9 +353,9 @@ class _FinalState:
             self.published = PublishedVersion(0, server.vector.numpy(), server.counters.numpy())
 
     def version_of(self, shared: Mapping[str, Tensor]) -> PublishedVersion:
-        """Return a published version that has the given shared tensors.
+        """Return a version of the shared model with other values.
 
-        shared: the tensors by full name.
+        shared: the values of all shared tensors, by full name.
         """
         server = self.coordinator.server
         vector, counters = server.vector.clone(), server.counters.clone()
@@ -366,8 +366,8 @@ class _FinalState:
     def scoring(self, client: int | None) -> tuple[Worker, ScoringTask, PublishedVersion, Any]:
         """Return the objects that are needed to score the model of a client.
 
-        These are the worker, a task without samples (the caller adds them), the version and the
-        client's state.
+        These are the worker, a task to which the caller adds samples, the version and the client's
+        state.
         client: the number of the client; None scores the shared model.
         Raise `RefusedError` if a checkpoint is needed but the run has none.
         """

@@ -106,13 +106,12 @@ def load_plan(folder: Path, command: str) -> Node:
 def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     """Return True if a command continues a study or sweep, False if it starts a new one.
 
-    Without resume=latest, the command starts a new one. With resume=latest, it continues the one in
-    the folder. If this folder is missing or empty, and there are overrides besides `out` and
-    `resume`, it starts a new one.
+    The command continues a study or sweep only with resume=latest. If the folder is missing or
+    empty, it starts a new one in the folder, provided that other overrides describe it.
     overrides: the overrides of the command.
     command: "study" or "sweep".
     folder: the folder of the study or sweep.
-    Raise `RefusedError` in all other cases: the folder cannot be continued.
+    Raise `RefusedError` for resume=latest in a folder that has nothing to continue.
     """
     if not is_resume_requested(overrides, command):
         return False
