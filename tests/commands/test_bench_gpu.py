@@ -62,7 +62,7 @@ def test_page_of_gpu_speeds_matches_its_stored_results(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == names - {gpu.RESULTS}
 
 
-def test_gpu_check_covers_every_method() -> None:
+def test_the_check_for_gpus_includes_every_method() -> None:
     names = gpu.every_method().keys()
     assert {"fedbr", "fraug", "scaffold", "fedld_principal", "krum"} <= names
     assert len(names) > 45
@@ -70,7 +70,7 @@ def test_gpu_check_covers_every_method() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fraug", "fedmix"])
-def test_convolutional_models_agree_in_every_execution_mode(name: str) -> None:
+def test_results_of_convolutional_models_are_close_in_all_execution_modes(name: str) -> None:
     options = gpu.GpuOptions(device="cpu", methods=(name,))
     rows = gpu.measure_correctness(options, lambda: True)
     assert [row["way"] for row in rows] == [mode.name for mode in gpu.CHECKED_MODES for _ in (0, 1)]
@@ -82,7 +82,7 @@ def test_convolutional_models_agree_in_every_execution_mode(name: str) -> None:
     ("words", "part"),
     [(["--parts", "G9"], "--parts G9"), ([], "--device cuda")],
 )
-def test_bench_gpu_refuses_impossible_measurement(
+def test_bench_gpu_refuses_wrong_arguments(
     words: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     if not words and gpu.torch.cuda.is_available():

@@ -71,7 +71,7 @@ def test_new_refuses_impossible_package_name(
 
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
-def test_error_of_allowed_project_folder_names_package_folder(
+def test_allow_error_suggests_package_folder_instead_of_project_folder(
     words: list[str],
     mine: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,7 +84,7 @@ def test_error_of_allowed_project_folder_names_package_folder(
     assert f"{mine}/mine" in error
 
 
-def test_run_with_options_of_new_package_is_resumed(mine: Path) -> None:
+def test_a_run_with_the_options_of_a_new_package_can_be_resumed(mine: Path) -> None:
     assert cli.call([*RUN, *OVERRIDES, "runtime=inprocess", "out=run"]) == 0
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["methods"] == ["mine", "mine_means"]

@@ -30,7 +30,7 @@ def draw_points(
     return random_points(space, count, np.random.default_rng(seed))
 
 
-def test_draws_are_in_their_ranges_and_reach_all_values() -> None:
+def test_random_points_stay_in_the_search_space_and_use_all_its_values() -> None:
     points = draw_points(SPACE)
     assert {point["a"] for point in points} == {1, 2, 3}
     assert {point["c"] for point in points} == set(range(1, 10))
@@ -38,7 +38,7 @@ def test_draws_are_in_their_ranges_and_reach_all_values() -> None:
     assert all(isinstance(point["c"], int) for point in points)
 
 
-def test_longer_list_of_draws_begins_with_shorter_list() -> None:
+def test_the_first_random_points_do_not_depend_on_the_number_of_points() -> None:
     assert draw_points(SPACE, 20)[:5] == draw_points(SPACE, 5)
 
 
@@ -54,12 +54,12 @@ def test_grid_has_every_combination_and_varies_last_key_first() -> None:
     assert points == [{"a": a, "b": b} for a, b in pairs]
 
 
-def test_grid_refuses_an_interval() -> None:
+def test_grid_search_refuses_a_key_with_an_interval() -> None:
     with pytest.raises(RefusedError, match=r"^b: sweep\.search=grid"):
         grid_points(SPACE)
 
 
-def test_corner_points_of_space_have_all_choices_and_both_ends() -> None:
+def test_corner_points_have_every_choice_and_both_ends_of_each_range() -> None:
     points = corner_points(SPACE)
     assert [point["a"] for point in points] == [1, 2, 3]
     assert {point["b"] for point in points} == {0.5, 2.0}

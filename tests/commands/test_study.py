@@ -79,7 +79,7 @@ class TestPlan:
         assert last["choices"]["method"] == ["fedprox", "mixup"]
         assert last["out"] == "s/runs/fedprox+mixup_alpha-0.5_seed-1"
 
-    def test_study_varies_method_setting_only_in_its_runs(self) -> None:
+    def test_study_varies_a_setting_of_a_method_only_in_runs_with_that_method(self) -> None:
         methods = ["method=[],[fedprox]", "method.fedprox.mu=0.1,1"]
         planned = plan([*methods, "partition=iid,dirichlet", "partition.alpha=0.3"])
         assert names(planned) == [
@@ -93,7 +93,7 @@ class TestPlan:
         weights = [run.config["method"].get("fedprox", {}).get("mu") for run in planned.runs[1::2]]
         assert weights == [None, 0.1, 1]
 
-    def test_run_names_have_ambiguous_keys_in_full(self) -> None:
+    def test_run_names_contain_the_full_key_if_its_last_part_is_ambiguous(self) -> None:
         methods = ["method=[fedprox,moon]", "method.fedprox.mu=0.1,1", "method.moon.mu=2,3"]
         first = names(plan([*methods, "local.lr=0.1,0.2"]))[0]
         assert first == "fedprox+moon_method.fedprox.mu-0.1_method.moon.mu-2_lr-0.1_seed-0"
@@ -236,7 +236,7 @@ def test_failed_run_does_not_affect_other_runs(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_killed_study_resumes_its_run_with_the_same_bits() -> None:
+def test_killed_study_continues_its_run_with_the_bits_of_an_unkilled_run() -> None:
     overrides = (*COMMON, "rounds=6", "checkpoint.every=2")
     words = ["scaffold", "study", "method=[],[scaffold]", *overrides, "out=s"]
     command = [sys.executable, str(KILLED), *words]
@@ -269,7 +269,7 @@ def test_study_prints_warnings_before_the_first_run(capsys: pytest.CaptureFixtur
     assert "out=s: " in error and "raysim study out=s resume=latest" in error
 
 
-def test_study_warning_names_runs_unless_all_have_it() -> None:
+def test_study_warning_lists_its_runs_unless_every_run_has_the_warning() -> None:
     def warnings(*texts: str) -> Sequence[str]:
         runs = []
         for number, text in enumerate(texts):
@@ -510,7 +510,7 @@ class TestComparisons:
 
 
 class TestTable:
-    def test_best_value_is_marked_among_comparable_rows(self) -> None:
+    def test_table_marks_best_mean_only_if_it_leads_by_more_than_a_deviation(self) -> None:
         planned = example_study()
         means = {"fedavg": 0.5, "fedprox": 0.9, "scaffold": 0.52}
         scores = []

@@ -131,7 +131,7 @@ class TestPackage:
         with pytest.raises(RefusedError):
             read_runtime_env(argument)
 
-    def test_error_of_large_package_names_its_largest_files(self, tmp_path: Path) -> None:
+    def test_error_of_too_large_package_mentions_its_largest_file(self, tmp_path: Path) -> None:
         mine = tmp_path / "mine"
         mine.mkdir()
         (mine / "weights.bin").write_bytes(bytes(3_000_000))
@@ -142,7 +142,7 @@ class TestPackage:
         with pytest.raises(RefusedError, match=r"--limit 2 MB.*mine/weights\.bin \(3\.0 MB\)"):
             check_size(files, 2)
 
-    def test_submit_refuses_to_pack_missing_path_or_taken_name(self, tmp_path: Path) -> None:
+    def test_submit_refuses_a_missing_path_and_a_folder_named_conf(self, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match="--with nowhere"):
             find_files(["nowhere"])
         (tmp_path / "conf").mkdir()
@@ -358,7 +358,7 @@ class TestJobServer:
             server.server_close()
         assert f"--address {address}" in text and part in text
 
-    def test_error_names_absent_token_file(
+    def test_error_mentions_the_path_of_a_missing_token_file(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
@@ -672,7 +672,7 @@ def test_submit_shows_the_output_of_the_run(submitted: Submitted) -> None:
     assert lines[-1].startswith(f"bring {submitted.out} to this machine with: raysim fetch ")
 
 
-def test_new_package_has_the_same_bits_on_a_cluster(
+def test_a_run_with_a_new_package_has_equal_bits_on_cluster_and_locally(
     submitted: Submitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(submitted.package)
@@ -724,7 +724,9 @@ def test_submitted_run_that_fails_exits_with_1(cluster: Cluster, tmp_path: Path)
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_error_contains_token_file_or_cluster_address(cluster: Cluster, tmp_path: Path) -> None:
+def test_error_mentions_the_wrong_token_file_or_the_address_without_token(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text(secrets.token_hex(32))
     text = connection_error(cluster.url, cluster.env | {"RAY_AUTH_TOKEN_PATH": str(wrong)})
@@ -734,7 +736,7 @@ def test_error_contains_token_file_or_cluster_address(cluster: Cluster, tmp_path
 
 
 # --- the files in jobs/ -------------------------------------------------------------------------
-def test_cluster_file_fits_rays_schema_and_uses_a_token() -> None:
+def test_cluster_file_fits_the_schema_of_ray_and_uses_a_token() -> None:
     import jsonschema
     import ray
 
@@ -761,7 +763,7 @@ def rayjob() -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize(
     "place", ["spec", "spec.rayClusterSpec", "spec.rayClusterSpec.headGroupSpec.template.spec"]
 )
-def test_rayjob_fits_kuberays_schema(place: str) -> None:
+def test_rayjob_file_fits_the_schema_of_kuberay(place: str) -> None:
     """Check jobs/rayjob.yaml with the schema, which must reject an unknown key in any mapping.
 
     place: the path of the mapping to which the unknown key "workers" is added.
@@ -778,7 +780,7 @@ def test_rayjob_fits_kuberays_schema(place: str) -> None:
         jsonschema.validate(config, schema)
 
 
-def test_rayjob_has_a_token_and_a_valid_run() -> None:
+def test_rayjob_file_sets_a_token_and_starts_a_valid_run() -> None:
     config, _ = rayjob()
     spec = config["spec"]
     cluster = spec["rayClusterSpec"]

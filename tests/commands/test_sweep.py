@@ -140,14 +140,14 @@ class TestPlan:
         with pytest.raises(RefusedError, match=key):
             plan([*STUDY, *overrides])
 
-    def test_fixed_value_removes_key_from_the_space(self) -> None:
+    def test_sweep_does_not_search_a_key_that_has_a_single_value(self) -> None:
         overrides = ["sweep=fedbr", "method=[fedbr]", "method.fedbr.lam=0.25"]
         sweep_plan = plan([*overrides, "method.fedbr.tau1=1,2"])
         expected = ["method.fedbr.mu", "method.fedbr.tau1", "method.fedbr.tau2"]
         assert list(sweep_plan.space) == expected
         assert sweep_plan.node(sweep_plan.points()[0])["method"]["fedbr"]["lam"] == 0.25
 
-    def test_sweep_searches_method_setting_only_with_method(self) -> None:
+    def test_sweep_varies_a_setting_of_a_method_only_in_trials_with_the_method(self) -> None:
         values = ["method.fedprox.mu=0.1,0.2", "sweep.search=grid"]
         sweep_plan = plan(["method=fedavg,fedprox,fedprox+feddecorr", *values])
         quoted = plan(["method=[],[fedprox],[fedprox,feddecorr]", *values])
@@ -159,7 +159,7 @@ class TestPlan:
         assert list(methods) == ["fedprox", "feddecorr"]
         assert methods["fedprox"]["mu"] == 0.2
 
-    def test_trial_is_configured_like_a_single_run(self) -> None:
+    def test_trial_has_the_configuration_of_a_run_with_the_same_overrides(self) -> None:
         overrides = ["method=[fraug]", "model=small_cnn"]
         searched = ["rounds=7,9", "local.steps=3,5", "method.fraug.weight=0.2,0.4"]
         point = {"rounds": 9, "local.steps": 5, "method.fraug.weight": 0.4}
@@ -178,7 +178,7 @@ class TestPlan:
         option.unlink()
         assert sweep_plan.node({"local.lr": 0.1})["method"]["mine"]["mu"] == 0.5
 
-    def test_error_of_run_with_sweep_option_names_raysim_sweep(
+    def test_error_for_raysim_run_with_a_sweep_option_suggests_raysim_sweep(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.call(["run", "sweep=fedbr"]) == 2
@@ -266,7 +266,9 @@ def trial_process(task: TrialTask, monkeypatch: pytest.MonkeyPatch) -> SweepTria
 
 
 class TestTrial:
-    def test_trial_resumes_at_its_checkpoint_with_the_same_bits(self, tmp_path: Path) -> None:
+    def test_interrupted_trial_resumes_with_the_bits_of_an_uninterrupted_run(
+        self, tmp_path: Path
+    ) -> None:
         folder = tmp_path / "runs" / "0000_seed-0"
         first = make_trial(tmp_path)
         for _ in range(3):
@@ -291,13 +293,13 @@ class TestTrial:
         assert [dict(row) for row in again.advance()] == [dict(row) for row in rows]
         assert (tmp_path / "runs" / "0000_seed-0" / "summary.json").stat().st_mtime_ns == written
 
-    def test_error_of_unknown_metric_lists_measured_metrics(self, tmp_path: Path) -> None:
+    def test_error_of_unknown_metric_lists_the_available_metrics(self, tmp_path: Path) -> None:
         trial = make_trial(tmp_path, "rounds=1", metric="accuracy_globe")
         with pytest.raises(RunStoppedError, match=r"sweep\.metric.* accuracy, accuracy_global"):
             trial.advance()
 
     @pytest.mark.parametrize("mixed", [False, True])
-    def test_trial_fails_on_node_with_another_torch_unless_mixed(
+    def test_trial_fails_on_another_torch_version_unless_runtime_mixed_is_true(
         self, mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from raysim.commands.sweep.tune import trial_task
@@ -354,7 +356,7 @@ class TestReport:
         assert records.status() == "0/6 trials · 2 running"
         assert records.most_running == 2
 
-    def test_ties_are_counted_among_complete_trials_only(self, tmp_path: Path) -> None:
+    def test_only_finished_trials_with_the_best_score_count_as_ties(self, tmp_path: Path) -> None:
         records = records_of(tmp_path, [LRS])
         outcomes = [
             (0.5, "done"),
@@ -463,7 +465,9 @@ class TestGrid:
         best = max(done, key=lambda row: float(row["accuracy_global"]))
         assert run_accuracy(folder / "best.yaml") == best["accuracy_global"]
 
-    def test_runs_of_a_grid_write_the_usual_files(self, grid: tuple[Path, str]) -> None:
+    def test_every_run_of_a_grid_writes_the_result_files_of_a_single_run(
+        self, grid: tuple[Path, str]
+    ) -> None:
         folder, _ = grid
         done = [row for row in trials(folder) if row["status"] == "done"]
         for row in done:
@@ -566,7 +570,9 @@ class TestSearch:
             config = folder / row["folder"] / "config.yaml"
             assert row["accuracy_global"] == run_accuracy(config, "--allow", "dying_once")
 
-    def test_pbt_copies_states_and_changes_values(self, ray_session: None) -> None:
+    def test_population_based_training_changes_learning_rates_of_trials(
+        self, ray_session: None
+    ) -> None:
         folder = sweep(
             "local.lr=tag(log,interval(0.0001,0.5))",
             "sweep.trials=4",
@@ -585,7 +591,7 @@ class TestSearch:
             config = (folder / row["folder"] / "config.yaml").read_text()
             assert f"lr: {row['local.lr']}" in config
 
-    def test_trial_on_workers_scores_like_a_run_of_its_configuration(
+    def test_trial_on_two_workers_scores_the_same_as_its_run_in_one_process(
         self, ray_session: None
     ) -> None:
         searched = "local.lr=tag(log,interval(0.01,0.5))"
@@ -718,7 +724,7 @@ class TestContinue:
         assert rows[0]["status"] == "done"
         assert any(row["status"] == "stopped" for row in rows[2:]), "worse than earlier ones"
 
-    def test_optuna_continues_after_a_kill(self, ray_session: None) -> None:
+    def test_optuna_sweep_continues_after_it_was_killed(self, ray_session: None) -> None:
         pytest.importorskip("optuna")
         for row in kill_and_continue("optuna"):
             assert row["local.epochs"] in (1, 2, 3)
@@ -726,7 +732,7 @@ class TestContinue:
             assert row["method"] in ("fedavg", "fedprox")
 
 
-def test_sweep_overrides_a_stored_configuration() -> None:
+def test_overrides_replace_values_of_a_stored_configuration() -> None:
     overrides = ["method=[fedprox]", "method.fedprox.mu=0.7", "rounds=3"]
     Path("c.yaml").write_text(json.dumps(to_dict(compose(overrides))))
     config = compose(["method.fedprox.mu=0.8"], (), "c.yaml")

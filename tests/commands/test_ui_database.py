@@ -95,7 +95,9 @@ def test_database_gets_new_rows_of_a_running_run_once(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("mlflow_database")
 @pytest.mark.parametrize("is_seen_before", [True, False])
-def test_database_has_killed_and_resumed_run_once(tmp_path: Path, is_seen_before: bool) -> None:
+def test_database_stores_a_killed_and_resumed_run_as_one_run(
+    tmp_path: Path, is_seen_before: bool
+) -> None:
     killed = begin(tmp_path / "a")
     killed._store_interval = 0.0
     log(killed, 1, 3)

@@ -73,7 +73,7 @@ def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_raysims_own_options_pass_the_public_checks(part: object) -> None:
+def test_built_in_options_of_raysim_pass_the_public_checks(part: object) -> None:
     assert failed_checks(part) == {}
 
 
@@ -181,7 +181,7 @@ class Hoarding(FedProx):
 TRAVELS = "what travels is declared and is not what clients keep, under "
 
 
-def test_check_accepts_client_state_that_is_the_last_update() -> None:
+def test_check_accepts_a_method_that_stores_last_updates_as_client_state() -> None:
     assert (
         failed_checks(Remembering(), Study(data=FEW, schedules=(Synchronous(4), Buffered(4, 1))))
         == {}
@@ -250,7 +250,7 @@ def test_check_finds_misspelt_hook(method: Method, text: str) -> None:
     assert text in str(error.value)
 
 
-def test_error_names_hook_that_returns_nothing() -> None:
+def test_error_mentions_the_hook_that_returns_nothing() -> None:
     method = users_method(combine=lambda self, aggregation, server: None)
     messages = failed_in_runs(method)
     assert len(messages) == 4
@@ -432,7 +432,7 @@ class Failing(Observer):
         assert event.row["round"] < 2, "no ink"
 
 
-def test_check_names_failing_observer() -> None:
+def test_error_of_the_check_mentions_the_observer_that_fails() -> None:
     with pytest.raises(
         RuntimeError, match="your observer Failing raised AssertionError in on_round: no ink"
     ):
@@ -526,7 +526,9 @@ class Doubled(Halves):
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_check_finds_wrong_message_of_a_compressor(compressor: Compressor, name: str) -> None:
+def test_check_rejects_a_compressor_that_writes_wrong_messages(
+    compressor: Compressor, name: str
+) -> None:
     assert message_of(compressor, name)
 
 

@@ -74,7 +74,7 @@ def test_source_rejects_unreadable_inputs(inputs: NDArray[Any], value: str, tmp_
         built(inputs, tmp_path)
 
 
-def test_image_settings_are_rejected_for_other_data() -> None:
+def test_image_settings_are_rejected_for_data_that_are_not_images() -> None:
     with pytest.raises(ValueError, match=r"data\.augment=\['flip'\]"):
         federate(Tabular("wine", augment=["flip"]), IID(clients=3), 0)
     with pytest.raises(ValueError, match=r"data\.rotation\.per=client"):
@@ -134,7 +134,7 @@ def saved(folder: Path, **arrays: Any) -> str:
         (np.eye(10, 4).astype(int), "multilabel", ["0", "1", "2", "3"]),
     ],
 )
-def test_numpy_labels_decide_kind_of_task_and_class_names(
+def test_numpy_source_infers_task_and_class_names_from_the_labels(
     labels: Any, kind: str, outputs: list[str], tmp_path: Path
 ) -> None:
     data = NumPy(saved(tmp_path, x=np.zeros((10, 2)), y=labels)).build()
@@ -216,7 +216,9 @@ def test_parquet_text_and_lists_become_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "causal"])
-def test_user_column_is_found_next_to_named_columns(tmp_path: Path, kind: Kind | None) -> None:
+def test_user_column_is_found_if_only_input_columns_are_set(
+    tmp_path: Path, kind: Kind | None
+) -> None:
     datasets = pytest.importorskip("datasets")
     rows = {"text": ["ab", "c", "d"], "user": ["x", "y", "x"], "label": [0, 1, 0]}
     pq.write_table(pa.table(rows), tmp_path / "train.parquet")
@@ -459,7 +461,7 @@ def test_hugging_face_reads_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [None, ["title", "text"]])
-def test_error_of_several_text_columns_names_data_columns(
+def test_error_of_several_text_columns_suggests_the_key_data_columns(
     columns: list[str] | None, tmp_path: Path
 ) -> None:
     datasets = pytest.importorskip("datasets")
@@ -493,7 +495,7 @@ def test_hugging_face_reads_images(tmp_path: Path) -> None:
     )
 
 
-def test_hugging_face_error_names_missing_extra(
+def test_hugging_face_error_mentions_the_missing_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import sys

@@ -16,7 +16,7 @@ from raysim.data.crops import TRIES, crop_boxes, resized_crops
 IMAGES = torch.from_numpy(np.random.default_rng(0).integers(1, 256, (64, 3, 8, 6), dtype=np.uint8))
 
 
-def test_normalise_scales_subtracts_and_divides() -> None:
+def test_normalise_divides_by_255_then_standardises_by_mean_and_std() -> None:
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     expected = (IMAGES.float() / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[
         :, None, None
@@ -25,7 +25,7 @@ def test_normalise_scales_subtracts_and_divides() -> None:
     assert torch.equal(Pipeline().normalise(IMAGES), IMAGES.float() / 255)
 
 
-def test_normalise_keeps_leading_axes_and_does_not_change_input() -> None:
+def test_normalise_returns_the_input_shape_and_does_not_change_the_input() -> None:
     before, pipeline = IMAGES.clone(), Pipeline((0.5,), (0.5,))
     lanes = pipeline.normalise(IMAGES.reshape(4, 16, 3, 8, 6), torch.float64)
     assert lanes.dtype == torch.float64 and lanes.shape == (4, 16, 3, 8, 6)

@@ -61,7 +61,7 @@ def packed(documents: list[Document], length: int, is_packed: bool = True) -> Ra
 
 
 # --- packing ------------------------------------------------------------------------------
-def test_packed_rows_have_every_token_as_label_once() -> None:
+def test_packed_rows_contain_each_token_exactly_once_as_a_label() -> None:
     documents = [Document(np.array([1, 2, 3]), "a"), Document(np.array([4, 5]), "a")]
     raw = packed(documents, 4)
     assert np.asarray(raw.inputs).tolist() == [[0, 1, 2, 3], [0, 4, 5, 0]]
@@ -95,7 +95,7 @@ def test_prompts_have_no_labels_and_leave_no_empty_rows() -> None:
     assert raw.labels.tolist() == [[5, 0]]
 
 
-def test_end_of_a_document_is_for_testing() -> None:
+def test_last_tokens_of_a_document_become_a_test_document() -> None:
     train, test = cut_document(Document(np.arange(10), "a"), 0.2)
     assert train.tokens.tolist() == list(range(8)) and not train.is_test
     assert test.tokens.tolist() == [8, 9] and test.is_test
@@ -219,7 +219,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         Text(root=str(tmp_path)).read()
 
 
-def test_source_python_topics_has_documents_without_a_file() -> None:
+def test_source_python_topics_reads_many_documents_without_a_data_folder() -> None:
     raw = PythonTopics(length=64).read()
     assert len(raw.domain_names) > 50 and "assert" in raw.domain_names
     assert 0 < raw.train_rows < len(raw.labels)
@@ -238,7 +238,7 @@ def json_lines(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_table_text_becomes_documents_of_users(tmp_path: Path) -> None:
+def test_text_column_of_a_table_becomes_the_documents_of_its_users(tmp_path: Path) -> None:
     root = json_lines(
         tmp_path / "t.jsonl", [{"user": "a", "text": "xy"}, {"user": "a", "text": "z"}]
     )
@@ -265,7 +265,7 @@ def test_instructions_have_labels_for_the_answer_only(tmp_path: Path) -> None:
     assert len(packed_rows.labels) == 3 and packed_rows.labels.shape == (3, 6)
 
 
-def test_vocabulary_of_instructions_lists_their_characters(tmp_path: Path) -> None:
+def test_vocabulary_of_instructions_contains_only_their_own_characters(tmp_path: Path) -> None:
     root = json_lines(tmp_path / "t.jsonl", QUESTIONS)
     source = JsonLines(
         root=root, kind="causal", prompt="question", columns=["answer"], tokenizer="characters"
@@ -307,7 +307,9 @@ def test_lists_of_tokens_are_documents(tmp_path: Path) -> None:
         ({"kind": None, "label": "answer", "packing": True}, r"data\.packing"),
     ],
 )
-def test_documents_refuse_bad_settings(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
+def test_wrong_settings_of_language_data_are_refused(
+    tmp_path: Path, settings: dict[str, Any], key: str
+) -> None:
     root = json_lines(tmp_path / "t.jsonl", QUESTIONS)
     with pytest.raises(ValueError, match=key):
         JsonLines(**{"root": root, "kind": "causal", **settings}).read()
@@ -388,7 +390,7 @@ def test_leaf_joins_overlapping_windows_to_texts(tmp_path: Path) -> None:
     assert raw.domain_names == ["GHOST", "HAMLET"] and texts[raw.train_rows :] == ["Mark mAdieu!"]
 
 
-def test_leaf_without_text_is_refused(tmp_path: Path) -> None:
+def test_leaf_file_without_text_is_refused_for_a_language_model(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     content = {"user_data": {"a": {"x": [[1.0, 2.0]], "y": [0]}}}
     (tmp_path / "train" / "all.json").write_text(json.dumps(content))
@@ -411,7 +413,7 @@ def test_gpt_output_does_not_depend_on_later_tokens(tied: bool) -> None:
     assert torch.allclose(model(tokens[:, :3]), outputs[:, :, :3], atol=1e-6)
 
 
-def test_gpt_counts_tied_weights_once() -> None:
+def test_gpt_with_tied_weights_has_no_parameters_of_an_output_layer() -> None:
     tied = Gpt(width=8, heads=2, blocks=1).build((6,), 9, 0, Tokens(9))
     free = Gpt(width=8, heads=2, blocks=1, tied=False).build((6,), 9, 0, Tokens(9))
     counts = [sum(p.numel() for p in model.parameters()) for model in (tied, free)]
@@ -474,7 +476,7 @@ def test_text_generation_stops_at_the_end_token(temperature: float, expected: st
     assert short == "2 3"
 
 
-def test_repeated_run_writes_the_same_text(tmp_path: Path) -> None:
+def test_two_equal_runs_generate_the_same_text(tmp_path: Path) -> None:
     settings = {"evaluate.generate.tokens": 5, "evaluate.generate.prompts": ["1 2 ", "3 "]}
     first, second = run(tmp_path / "a", **settings), run(tmp_path / "b", **settings)
     text = (first.folder / "samples.txt").read_text()
@@ -520,7 +522,7 @@ def test_generation_refuses_bad_settings(
         run(tmp_path / "run", **settings)
 
 
-def test_prompts_need_language_data(tmp_path: Path) -> None:
+def test_generation_prompts_are_refused_if_the_model_is_no_language_model(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"evaluate\.generate\.prompts"):
         raysim.run(
             out=tmp_path / "run",
@@ -532,7 +534,7 @@ def test_prompts_need_language_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_language_run_has_the_same_bits_in_every_runtime(
+def test_language_run_is_bit_identical_on_three_workers_and_after_resume(
     is_asynchronous: bool, tmp_path: Path
 ) -> None:
     """Compare a run on one worker with a run on three workers and with a resumed run.

@@ -64,11 +64,13 @@ def test_crop_boxes_take_first_draw_that_fits() -> None:
         (12, 14, [0, 0, 12, 14]),
     ],
 )
-def test_crop_boxes_fall_back_to_the_centre(height: int, width: int, expected: list[int]) -> None:
+def test_crop_is_central_if_no_drawn_box_fits_the_image(
+    height: int, width: int, expected: list[int]
+) -> None:
     assert boxes(height, width, (4.0, 5.0), 3).T.tolist() == [expected] * 3
 
 
-def test_crops_of_area_above_one_do_not_exceed_the_image() -> None:
+def test_crop_is_the_whole_image_if_its_drawn_area_exceeds_the_image() -> None:
     """Test areas of 0.8 to 1.2 of the image, the setting of COVID-FL.
 
     A crop is smaller than the image, or it is the whole image.

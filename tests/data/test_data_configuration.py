@@ -39,7 +39,7 @@ def test_data_settings_can_be_overridden_one_by_one() -> None:
     assert mnist.rotation.interpolation == "nearest"
 
 
-def test_data_sets_have_the_pipelines_of_their_papers() -> None:
+def test_mnist_and_cifar_options_have_the_preprocessing_of_their_papers() -> None:
     mnist, fashion, cifar = built("data/mnist"), built("data/fashion_mnist"), built("data/cifar10")
     assert (
         isinstance(mnist, Mnist)
@@ -62,7 +62,7 @@ IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
         ("covid_fl", 384, ["resized_crop", "flip", "rotate"], [0.8, 1.2]),
     ],
 )
-def test_feature_shift_sets_have_the_pipelines_of_papers(
+def test_feature_shift_options_have_the_preprocessing_of_their_papers(
     option: str, size: int, augment: list[str], area: list[float]
 ) -> None:
     source = built(f"data/{option}")
@@ -76,7 +76,7 @@ def test_feature_shift_sets_have_the_pipelines_of_papers(
     )
 
 
-def test_medical_sets_have_the_pipelines_of_papers() -> None:
+def test_medical_and_domainnet_options_have_preprocessing_of_their_papers() -> None:
     retina, covid, ten = (built(f"data/{option}") for option in ("retina", "covid_fl", "domainnet"))
     assert isinstance(retina, Stored) and isinstance(covid, Stored) and isinstance(ten, Stored)
     assert (retina.crop_area, retina.rotate_degrees, covid.rotate_degrees) == (
@@ -92,12 +92,12 @@ def test_medical_sets_have_the_pipelines_of_papers() -> None:
     )
 
 
-def test_pneumonia_mnist_is_found_by_its_name(shared: Path) -> None:
+def test_option_pneumonia_mnist_reads_its_data_set(shared: Path) -> None:
     source = built("data/pneumonia_mnist", f"data.root={shared / 'data'}")
     assert isinstance(source, Stored) and source.build().class_names == ["normal", "pneumonia"]
 
 
-def test_override_chooses_the_domains(shared: Path) -> None:
+def test_override_data_domains_selects_the_domains_that_are_read(shared: Path) -> None:
     source = built(
         "data/digit_domains", f"data.root={shared / 'data'}", "data.domains=[usps,digits]"
     )
@@ -105,7 +105,7 @@ def test_override_chooses_the_domains(shared: Path) -> None:
     assert source.build().domain_names == ["usps", "digits"] and source.build().shape == (3, 32, 32)
 
 
-def test_error_of_wrong_data_setting_names_its_key() -> None:
+def test_error_of_wrong_data_setting_mentions_its_key() -> None:
     with pytest.raises(ValueError, match=r"data.rotation.per=row"):
         built("data/mnist", "data.rotation.per=row")
     with pytest.raises(ValueError, match=r"partition.clients=0"):

@@ -38,7 +38,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_domains_put_training_rows_first(
+def test_joined_domains_have_training_rows_of_all_domains_before_test_rows(
     root: Path,
 ) -> None:
     names = ["usps", "mnist", "street", "mnist_m", "digits"]
@@ -87,7 +87,7 @@ def test_partition_fraction_reduces_training_samples_only(root: Path) -> None:
     assert np.array_equal(share.central, whole.central) and len(share.central) == 355 + 10 + 10
 
 
-def test_error_names_domains_that_differ_in_classes_or_shape(root: Path) -> None:
+def test_error_mentions_two_domains_with_different_classes_or_shapes(root: Path) -> None:
     write_strips(root / "letters", classes=["a", "b"])
     settings = {"root": str(root), "download": False}
     with pytest.raises(

@@ -34,7 +34,7 @@ def test_uncorrupted_data_set_is_stored_in_one_file(cache: Path) -> None:
     assert data.title == "Synthetic(samples=300, test_samples=20), IID(clients=5)"
 
 
-def test_federated_data_is_pickled_as_path_and_arrays() -> None:
+def test_federated_data_is_equal_after_pickling() -> None:
     data = federate(replace(SOURCE, mean=[0.5], std=[0.25], augment=["flip"]), IID(5), 0)
     copy = pickle.loads(pickle.dumps(data))
     assert (
@@ -46,7 +46,7 @@ def test_federated_data_is_pickled_as_path_and_arrays() -> None:
     assert np.array_equal(copy.partition.train.rows(3), data.partition.train.rows(3))
 
 
-def test_federated_data_keep_the_pipeline_of_their_source() -> None:
+def test_federated_data_has_the_image_pipeline_of_its_source() -> None:
     source = replace(
         SOURCE, augment=["resized_crop", "rotate"], crop_area=[0.6, 1.0], jitter=0.1, grey=0.5
     )
@@ -81,7 +81,7 @@ def test_rotation_per_client_turns_all_rows_of_client() -> None:
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
 
 
-def test_central_test_set_is_rotated_in_turn_or_at_every_angle() -> None:
+def test_all_rotates_central_test_set_by_every_angle_else_in_turn() -> None:
     clean = SOURCE.build()
     spread = federate(
         replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0
@@ -97,7 +97,7 @@ def test_central_test_set_is_rotated_in_turn_or_at_every_angle() -> None:
     assert np.array_equal(every.open().labels[300:], np.tile(clean.labels[300:], 2))
 
 
-def test_low_concentration_rotates_images_of_a_client_alike() -> None:
+def test_low_concentration_rotates_most_images_of_a_client_by_one_angle() -> None:
     rotation = Rotation(per="image", angles=ANGLES, concentration=0.05)
     data = federate(replace(SOURCE, rotation=rotation), IID(10), 0)
     turns = data.open().domains
@@ -111,7 +111,7 @@ def test_low_concentration_rotates_images_of_a_client_alike() -> None:
     assert len(set(turns.tolist())) == 3
 
 
-def test_rotation_keeps_domains_of_the_source() -> None:
+def test_rotation_does_not_change_the_domains_of_the_samples() -> None:
     source = replace(SOURCE, domains=3, rotation=Rotation(per="client", angles=ANGLES))
     data = federate(source, Domain(2), 0)
     assert np.array_equal(data.open().domains, replace(SOURCE, domains=3).build().domains)
@@ -159,7 +159,7 @@ def test_settings_that_contradict_images_or_classes_are_rejected(settings: dict,
         federate(replace(SOURCE, **settings), IID(5), 0)
 
 
-def test_validation_rows_are_rotated_as_their_client() -> None:
+def test_validation_samples_are_rotated_like_the_others_of_their_client() -> None:
     source = replace(SOURCE, rotation=Rotation(per="client"), label_noise=1.0)
     without, having = (
         federate(source, IID(5, validation_fraction=share), 0) for share in (0.0, 0.1)
@@ -217,7 +217,7 @@ def test_clients_need_central_test_samples_of_their_domain(source: Synthetic, ke
         federate(source, Domain(test_fraction=None), 0)
 
 
-def test_split_statistics_describe_the_partition() -> None:
+def test_split_statistics_have_sizes_and_label_entropies_of_the_clients() -> None:
     data = federate(SOURCE, Dirichlet(20, 0.05, minimum=0), 0)
     numbers = statistics(data)
     counts = class_counts(data)

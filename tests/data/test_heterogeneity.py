@@ -28,7 +28,7 @@ def test_clients_of_one_class_have_zero_label_entropy() -> None:
     assert measures["size_variation"] == 0.0
 
 
-def test_equal_clients_have_no_divergence() -> None:
+def test_clients_with_equal_class_shares_have_zero_divergence() -> None:
     measures = heterogeneity(np.array([[4, 4], [1, 1], [0, 0]]))  # one client without samples
     assert measures["label_entropy"] == pytest.approx(np.log(2)) and measures[
         "effective_classes"

@@ -279,7 +279,7 @@ def test_lists_of_labels_in_python_make_a_multilabel_task(rows: list, names: lis
         assert {names[column] for column in np.flatnonzero(indicators)} == expected
 
 
-def test_lists_for_training_and_array_for_tests_are_rejected() -> None:
+def test_training_label_lists_with_a_test_label_array_are_rejected() -> None:
     with pytest.raises(ValueError, match="data: labels"):
         store_arrays(((INPUTS, [["a"], ["b", "a"]] * 6), (INPUTS, np.zeros(12, int))))
 

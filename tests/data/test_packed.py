@@ -32,7 +32,7 @@ def test_strips_are_cut_from_top_to_bottom(channels: int, tmp_path: Path) -> Non
     assert built.class_names == ["no", "yes"] and built.domain_names == ["set"]
 
 
-def test_strips_root_can_be_the_parent_folder(
+def test_data_root_can_be_the_strips_folder_or_its_parent_folder(
     tmp_path: Path,
 ) -> None:
     write_strips(tmp_path / "set")
@@ -45,14 +45,14 @@ def test_strips_root_can_be_the_parent_folder(
     )
 
 
-def test_strips_without_description_have_square_images(tmp_path: Path) -> None:
+def test_images_of_strips_are_square_if_the_description_file_is_missing(tmp_path: Path) -> None:
     write_strips(tmp_path, classes=["a", "b", "c"])
     (tmp_path / "meta.json").unlink()
     built = Strips(root=str(tmp_path)).build()
     assert built.shape == (1, 4, 4) and built.class_names == ["0", "1", "2"]
 
 
-def test_strips_description_can_give_the_height(tmp_path: Path) -> None:
+def test_description_file_of_strips_can_set_the_height_of_an_image(tmp_path: Path) -> None:
     images = write_strips(tmp_path, rows=(4, 2), classes=["a"], per_strip=2)
     for split, count in (("train", 8), ("test", 4)):
         np.save(tmp_path / f"{split}-labels.npy", np.zeros(count, dtype=np.uint8))
@@ -61,7 +61,7 @@ def test_strips_description_can_give_the_height(tmp_path: Path) -> None:
     assert built.shape == (1, 2, 4) and np.array_equal(built.inputs[1, 0], images[0, 2:])
 
 
-def test_error_in_strips_names_the_file(tmp_path: Path) -> None:
+def test_strips_error_mentions_the_missing_or_wrong_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data=strips needs data\.root"):
         Strips().build()
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_error_in_strips_names_the_file(tmp_path: Path) -> None:
         Strips(root=str(tmp_path)).build()
 
 
-def test_error_names_strips_of_unequal_size(tmp_path: Path) -> None:
+def test_error_mentions_a_strip_whose_images_have_another_size(tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").unlink()
     write_picture(tmp_path / "train-001.png", picture(9, 4))
@@ -123,7 +123,7 @@ def test_error_names_strips_of_unequal_size(tmp_path: Path) -> None:
         3,
     ],
 )
-def test_error_names_wrong_description_of_strips(meta: object, tmp_path: Path) -> None:
+def test_error_mentions_the_wrong_description_file_of_strips(meta: object, tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'}|not a multiple of 1000"):
@@ -213,7 +213,7 @@ def test_pneumonia_mnist_has_its_published_mean(shared: Path) -> None:
     assert abs(built.inputs[:4708].mean() / 255 - 0.5719) < 1e-4
 
 
-def test_error_names_label_file_with_broken_header(tmp_path: Path) -> None:
+def test_error_mentions_a_label_file_with_a_broken_header(tmp_path: Path) -> None:
     write_strips(tmp_path / "set")
     file = tmp_path / "set/train-labels.npy"
     file.write_bytes(

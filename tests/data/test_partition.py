@@ -104,7 +104,7 @@ def test_hold_out_leaves_each_client_a_training_sample() -> None:
     assert hold_out(csr, 0.0, np.arange(12)).test.counts.tolist() == [0, 0, 0, 0]
 
 
-def test_samples_of_smaller_fraction_are_in_larger_one() -> None:
+def test_larger_fraction_contains_all_samples_of_a_smaller_fraction() -> None:
     small, large, whole = (split(Domain(2, fraction=f, test_fraction=0.1)) for f in (0.1, 0.5, 1.0))
     for client in range(8):
         rows = [set(part.train.rows(client).tolist()) for part in (small, large, whole)]
@@ -114,7 +114,7 @@ def test_samples_of_smaller_fraction_are_in_larger_one() -> None:
     assert np.array_equal(small.test.indices, whole.test.indices)
 
 
-def test_hold_out_takes_validation_after_test_rows() -> None:
+def test_hold_out_takes_test_samples_first_and_validation_samples_next() -> None:
     csr, order = CSR(np.arange(12), np.array([0, 0, 1, 3, 12])), np.arange(12)
     parts = hold_out(csr, 0.34, order, 0.5)
     assert parts.validation is not None
@@ -137,7 +137,7 @@ def test_hold_out_takes_validation_after_test_rows() -> None:
         )
 
 
-def test_count_of_a_fraction_has_no_floating_point_error() -> None:
+def test_number_of_samples_of_a_fraction_has_no_floating_point_error() -> None:
     assert fraction_count(total=100, fraction=0.29) == 29
 
 
@@ -149,7 +149,7 @@ def test_split_functions_accept_tensors() -> None:
     assert rows.indices.tolist() == [2, 0, 3, 1] and rows.offsets.tolist() == [0, 1, 4]
 
 
-def test_dirichlet_large_alpha_gives_global_class_shares() -> None:
+def test_dirichlet_with_large_alpha_gives_clients_the_global_class_shares() -> None:
     for partitioner in (
         Dirichlet(10, 1e6, test_fraction=0),
         DirichletClient(10, 1e6, test_fraction=0),
@@ -175,7 +175,7 @@ def test_dirichlet_client_sizes_are_equal() -> None:
     assert len(set(partition.train.indices.tolist())) == 30 * (len(LABELS) // 30)
 
 
-def test_dirichlet_client_takes_any_class_once_its_own_are_empty() -> None:
+def test_dirichlet_client_draws_other_classes_if_its_classes_are_used_up() -> None:
     rows = dirichlet_client_split(
         labels=[0, 1, 1, 1],
         proportions=[[1.0, 0.0]],
@@ -212,18 +212,18 @@ def test_balanced_dirichlet_bounds_client_sizes_near_equal_share() -> None:
     assert sizes.max() < split(Dirichlet(10, 0.1, minimum=0, test_fraction=0)).train.counts.max()
 
 
-def test_dirichlet_is_drawn_again_until_clients_have_minimum() -> None:
+def test_dirichlet_split_is_redrawn_until_each_client_has_the_minimum() -> None:
     # at this setting about one draw in ten satisfies the minimum
     assert split(Dirichlet(20, 0.3, minimum=20, test_fraction=0)).train.counts.min() >= 20
     assert split(Dirichlet(20, 0.3, minimum=0, test_fraction=0), seed=0).train.counts.min() < 20
 
 
-def test_minimum_may_need_all_samples() -> None:
+def test_minimum_of_a_client_may_be_equal_to_the_number_of_all_samples() -> None:
     partition = split(Quantity(1, 1.0, minimum=len(LABELS), test_fraction=0))
     assert partition.train.counts.tolist() == [len(LABELS)]
 
 
-def test_dirichlet_groups_get_samples_by_their_number_of_clients() -> None:
+def test_group_of_clients_gets_samples_in_proportion_to_its_size() -> None:
     partition = split(Dirichlet(25, 0.3, balance=True, grouping=10, test_fraction=0))
     groups = np.add.reduceat(partition.train.counts, [0, 10, 20])
     assert groups.tolist() == [800, 800, 400]
@@ -277,13 +277,13 @@ def test_splits_accept_fewer_samples_than_clients() -> None:
 @pytest.mark.parametrize(
     "kind", [IID(100_000), Dirichlet(100_000, 0.5, minimum=0), Quantity(100_000, 0.5, minimum=0)]
 )
-def test_split_of_a_hundred_thousand_clients_is_complete(kind: Partitioner) -> None:
+def test_split_into_a_hundred_thousand_clients_assigns_every_sample(kind: Partitioner) -> None:
     labels = np.arange(60_000) % 10
     partition = kind.split(labels, np.zeros_like(labels), 10, 0)
     assert len(partition) == 100_000 and all_rows(partition) == list(range(60_000))
 
 
-def test_partition_can_be_pickled_and_rows_are_views() -> None:
+def test_pickled_partition_is_equal_and_rows_of_a_client_are_not_copied() -> None:
     partition = split(IID(4))
     copy = pickle.loads(pickle.dumps(partition))
     assert np.array_equal(copy.train.rows(2), partition.train.rows(2))
@@ -351,13 +351,13 @@ def test_partition_can_be_pickled_and_rows_are_views() -> None:
         ),
     ],
 )
-def test_error_of_impossible_split_names_key_and_value(make, key: str) -> None:
+def test_error_of_impossible_split_mentions_key_and_value(make, key: str) -> None:
     with pytest.raises(ValueError, match=key):
         make()
 
 
 @pytest.mark.parametrize(("proportions", "attempts"), [(5_000, 50), (1_000, 20)])
-def test_impossible_large_split_stops_after_fewer_draws(
+def test_impossible_split_of_many_clients_is_refused_after_fewer_attempts(
     proportions: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partition_module, "MAX_PROPORTIONS", proportions)
@@ -419,20 +419,20 @@ def test_draw_classes_skips_empty_class() -> None:
     assert draw_classes(shares, turns, uniforms, np.array([0, 3])).tolist() == [1, 1, 1]
 
 
-def test_clients_of_domains_are_tested_on_trained_domains() -> None:
+def test_domain_partition_ignores_test_samples_of_untrained_domains() -> None:
     domains = np.array([0, 2, 1, 0, 2])
     tests = Domain(1).tests(np.zeros(5, np.int64), domains, 2)
     assert [tests.rows(client).tolist() for client in range(2)] == [[0, 3], [2]]
 
 
-def test_tests_of_each_domain_are_dealt_out_from_its_first_client() -> None:
+def test_samples_of_a_domain_are_divided_evenly_among_its_clients() -> None:
     domains = np.array([0] * 4 + [1] * 5)
     tests = Domain(3).tests(np.zeros(9, np.int64), domains, 2)
     rows = [tests.rows(client).tolist() for client in range(6)]
     assert rows == [[0, 3], [1], [2], [4, 7], [5, 8], [6]]
 
 
-def test_domain_class_client_is_tested_on_its_domain_and_classes() -> None:
+def test_domain_class_client_gets_test_samples_of_its_domain_and_classes() -> None:
     labels, domains = np.array([0, 0, 1, 1, 0]), np.array([0, 2, 1, 0, 2])
     tests = DomainClass([[0], [1]]).tests(labels, domains, 2)
     assert [tests.rows(client).tolist() for client in range(len(tests))] == [[0], [3], [], [2]]
@@ -446,7 +446,7 @@ def test_partition_by_class_refuses_data_without_classes(partitioner: Partitione
         federate(Tabular("diabetes"), partitioner, 0)
 
 
-def test_share_counts_give_last_share_the_remainder() -> None:
+def test_counts_of_shares_that_sum_below_one_give_the_rest_to_the_last() -> None:
     assert share_counts(10, np.array([0.5, 0.4])).tolist() == [5, 5]
 
 

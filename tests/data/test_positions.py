@@ -83,7 +83,7 @@ def test_data_with_only_ignored_labels_are_refused() -> None:
 
 
 # --- loss and scores ----------------------------------------------------------------------
-def test_loss_of_labels_per_position_equals_pytorch() -> None:
+def test_loss_of_labels_per_position_equals_cross_entropy_of_pytorch() -> None:
     outputs, labels = torch.randn(6, 3, 4, 4), torch.from_numpy(images(6, IGNORED)[1])
     objective = OBJECTIVES["positions"]
     assert torch.allclose(objective.loss(outputs, labels), cross_entropy(outputs, labels))
@@ -131,7 +131,7 @@ def test_segmentation_learns_and_scores(tmp_path: Path) -> None:
     assert last["accuracy_global"] == pytest.approx(right.mean())
 
 
-def test_segmentation_has_the_same_bits_in_every_runtime(tmp_path: Path) -> None:
+def test_segmentation_is_bit_identical_on_three_workers_and_after_resume(tmp_path: Path) -> None:
     spec = run_spec(model=CustomModel(pixels), data=data(), local=Local(lr=0.2, batch=8))
     one = run(spec, rounds=4)
     three = run_to_end(coordinate(spec, rounds=4, runtime=several_workers(spec, 3)))
@@ -148,7 +148,7 @@ def test_regression_of_images_is_trained() -> None:
 
 
 # --- samples without a label --------------------------------------------------------------
-def test_unlabelled_samples_count_in_no_loss_and_no_score(tmp_path: Path) -> None:
+def test_unlabelled_samples_are_ignored_by_losses_and_predictions(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(90, 4)).astype(np.float32)
     y = (x[:, 0] > 0).astype(int)

@@ -74,7 +74,7 @@ def test_several_inputs_of_wrong_length_type_or_value_are_refused(inputs: Any, t
         pack_fields(inputs, "here")
 
 
-def test_network_of_several_inputs_accepts_unpacked_arguments() -> None:
+def test_hook_unpacks_a_packed_tensor_into_arguments_of_the_network() -> None:
     hook = UnpackFields((InputField("a", (2,)), InputField("b", (1,), True)))
     network = nn.Identity()
     assert hook(network, (torch.ones(3, 2), torch.ones(3)), {}) is None
@@ -118,7 +118,7 @@ class Items(Dataset[Any]):
     ],
     ids=["dictionary", "tuple", "halves", "items", "pairs", "tuples"],
 )
-def test_several_inputs_reach_the_network(data: Any) -> None:
+def test_data_with_several_inputs_are_packed_for_a_custom_network(data: Any) -> None:
     experiment = raysim.build(**FAST, model=TwoInputs, data=data)
     assert isinstance(experiment.spec.task.shape, PackedShape)
     dataset = experiment.spec.data.open()
@@ -137,7 +137,7 @@ def test_network_of_several_inputs_learns_and_is_returned(tmp_path: Path) -> Non
     assert torch.allclose(outputs, torch.from_numpy(result.predictions().scores), atol=1e-5)
 
 
-def test_several_inputs_have_the_same_bits_on_workers() -> None:
+def test_run_with_several_inputs_is_bit_identical_on_one_and_two_workers() -> None:
     data = federate(store_arrays(((INPUTS, LABELS), (INPUTS, LABELS))), IID(clients=4), 0)
     spec = run_spec(model=CustomModel(TwoInputs), data=data, local=Local(lr=0.2, batch=8))
     one = run(spec, rounds=3)

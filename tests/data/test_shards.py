@@ -86,7 +86,7 @@ def test_shards_read_class_pictures_as_labels_of_pixels(shards: str) -> None:
     assert set(np.unique(small.labels)) <= {0, 1}
 
 
-def test_shards_read_several_endings_as_several_inputs(shards: str) -> None:
+def test_shards_read_files_of_several_endings_as_inputs_of_one_sample(shards: str) -> None:
     columns = ["image.png", "age.npy", "words.txt"]
     built = WebDataset(root=shards, columns=columns).build()
     assert isinstance(built.shape, PackedShape)
@@ -115,7 +115,9 @@ def test_shards_are_read_from_folders_train_and_test(tmp_path: Path) -> None:
         ({"columns": ["age.npy"], "label": "image.png", "kind": "classification"}, "shape"),
     ],
 )
-def test_error_in_shards_names_the_file(shards: str, settings: dict[str, Any], text: str) -> None:
+def test_error_in_shards_mentions_the_file(
+    shards: str, settings: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         WebDataset(root=shards, **settings).build()
 
@@ -173,7 +175,7 @@ def test_parquet_columns_are_inputs_and_a_structured_target(
     ]
 
 
-def test_data_targets_setting_makes_columns_one_target(tmp_path: Path) -> None:
+def test_data_targets_setting_combines_columns_to_one_structured_target(tmp_path: Path) -> None:
     lines = ["a,b,width,height", *(f"{row},{2 * row},{row}.5,{row}" for row in range(10))]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
     source = Csv(root=str(tmp_path / "rows.csv"), targets=["width", "height"], test_fraction=0)

@@ -50,7 +50,7 @@ def test_dataset_is_read_only_and_pickled_as_its_path() -> None:
     assert np.array_equal(pickle.loads(content).inputs, built.inputs)
 
 
-def test_second_build_opens_the_stored_file(cache: Path) -> None:
+def test_second_build_of_equal_data_reuses_the_stored_file(cache: Path) -> None:
     first = Synthetic().build()
     written = first.path.stat().st_mtime_ns
     assert (
@@ -101,7 +101,7 @@ def test_failed_write_leaves_no_file(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
 
-def test_error_names_damaged_file(cache: Path) -> None:
+def test_error_mentions_the_damaged_data_file(cache: Path) -> None:
     path = Synthetic().build().path
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ValueError, match=rf"^{path} "):
@@ -163,7 +163,7 @@ def test_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # ---- data sets by name ---------------------------------------------------------------------------
-def test_digits_fill_pixel_range_and_hold_out_a_fifth() -> None:
+def test_digits_have_pixels_up_to_255_and_a_fifth_of_each_class_for_tests() -> None:
     digits = Digits().build()
     assert (
         digits.inputs.shape == (1797, 1, 8, 8)
@@ -200,7 +200,7 @@ def test_changed_file_is_read_again(tmp_path: Path) -> None:
         (Usps, "usps.bz2"),
     ],
 )
-def test_error_of_missing_data_set_names_the_file(
+def test_error_of_missing_data_set_mentions_its_file_and_data_download(
     kind: type[Source], file: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"data.root={tmp_path} .*{file}.*data.download=true"):
@@ -216,7 +216,7 @@ def test_error_of_missing_data_set_names_the_file(
         "<urlopen error no route to host>",
     ],
 )
-def test_error_of_failed_download_names_reason_and_key(
+def test_error_of_failed_download_mentions_the_reason_and_data_root(
     message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchvision
@@ -232,7 +232,7 @@ def test_error_of_failed_download_names_reason_and_key(
         Cifar10(root=str(tmp_path)).build()
 
 
-def test_error_names_damaged_mnist_file(tmp_path: Path) -> None:
+def test_error_mentions_mnist_if_its_files_are_damaged(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / "MNIST/raw/t10k-images-idx3-ubyte").write_bytes(b"\0" * 20)
     with pytest.raises(ValueError, match=rf"data.root={tmp_path}: MNIST "):
@@ -262,7 +262,7 @@ def test_mnist_images_must_have_one_size(tmp_path: Path) -> None:
         Mnist(root=str(tmp_path)).build()
 
 
-def test_mnist_cache_of_old_torchvision_is_not_read(tmp_path: Path) -> None:
+def test_mnist_ignores_processed_files_written_by_old_torchvision(tmp_path: Path) -> None:
     images = write_mnist(tmp_path)
     other = (torch.zeros(2, 28, 28, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
     (tmp_path / "MNIST/processed").mkdir()
@@ -363,7 +363,9 @@ def test_synthetic_classes_differ_between_domains() -> None:
         ({"shape": [2, 4, 4]}, r"data.shape=\[2, 4, 4\]"),
     ],
 )
-def test_error_of_impossible_data_setting_names_its_key(settings: dict, key: str) -> None:
+def test_error_of_impossible_setting_of_synthetic_data_mentions_its_key(
+    settings: dict, key: str
+) -> None:
     with pytest.raises(ValueError, match=key):
         Synthetic(**settings)
 
@@ -395,7 +397,7 @@ def test_pipeline_settings_do_not_change_the_stored_file() -> None:
 
 # ---- real data -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(("kind", "mean"), [(Mnist, 0.1307), (FashionMnist, 0.2860)])
-def test_real_sets_have_their_published_means(
+def test_mnist_and_fashion_mnist_have_their_published_sizes_and_means(
     kind: type[Source], mean: float, shared: Path
 ) -> None:
     built = kind(root=str(shared / "data"), download=False).build()
@@ -403,7 +405,7 @@ def test_real_sets_have_their_published_means(
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
-def test_data_only_setting_selects_classes_in_its_order(tmp_path: Path) -> None:
+def test_data_only_setting_selects_classes_and_sets_their_order(tmp_path: Path) -> None:
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):

@@ -44,7 +44,7 @@ def test_parquet_images_keep_every_pixel(struct: bool, tmp_path: Path) -> None:
     assert built.domain_names == [tmp_path.name]
 
 
-def test_parquet_folders_are_domains_with_images_of_one_size(
+def test_parquet_folders_become_domains_resized_to_one_image_size(
     tmp_path: Path,
 ) -> None:
     for name, size, channels in (("usps", 4, 1), ("photo", 6, 3)):
@@ -92,7 +92,7 @@ def test_parquet_uses_hugging_face_class_names(tmp_path: Path) -> None:
     assert built.class_names == ["no", "yes", "maybe"] and built.labels.tolist() == [1, 1]
 
 
-def test_parquet_error_names_key_and_file(tmp_path: Path) -> None:
+def test_parquet_error_mentions_the_key_or_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data=parquet needs data\.root"):
         Parquet().build()
     with pytest.raises(ValueError, match=rf"data.root={tmp_path / 'none'} .*train.parquet"):
@@ -121,7 +121,7 @@ def test_parquet_label_above_number_of_rows_is_rejected(label: int, tmp_path: Pa
         Parquet(root=str(tmp_path)).build()
 
 
-def test_error_names_largest_unsigned_label(tmp_path: Path) -> None:
+def test_error_mentions_a_label_of_the_largest_unsigned_integer(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_parquet(
             tmp_path / f"{split}.parquet", [picture()], pa.array([2**64 - 1], pa.uint64())
@@ -181,7 +181,9 @@ def test_parquet_class_names_must_be_a_list_of_names(metadata: dict, tmp_path: P
 @pytest.mark.parametrize(
     "column", [pa.array([3]), pa.array([[1]]), pa.array(["x"]), pa.array([{"path": "a.png"}])]
 )
-def test_error_names_parquet_column_without_pictures(column: pa.Array, tmp_path: Path) -> None:
+def test_error_mentions_the_parquet_column_that_has_no_pictures(
+    column: pa.Array, tmp_path: Path
+) -> None:
     for split in ("train", "test"):
         pq.write_table(pa.table({"image": column, "label": [0]}), tmp_path / f"{split}.parquet")
     with pytest.raises(ValueError, match=r"train.parquet: column image .*data\.image_column"):
@@ -249,7 +251,7 @@ def test_image_folder_rejects_malformed_split_file(tmp_path: Path) -> None:
         ImageFolder(root=str(tmp_path)).build()
 
 
-def test_parquet_broken_picture_names_its_row(tmp_path: Path) -> None:
+def test_error_of_broken_picture_in_parquet_mentions_its_row(tmp_path: Path) -> None:
     for split in ("train", "test"):
         table = pa.table({"image": [encoded(picture()), b"no picture"], "label": [0, 1]})
         pq.write_table(table, tmp_path / f"{split}.parquet")
@@ -285,7 +287,7 @@ def test_parquet_test_file_replaces_the_test_fraction(tmp_path: Path) -> None:
     assert (built.train_rows, len(built)) == (4, 5)
 
 
-def test_parquet_domain_without_training_rows_is_last(tmp_path: Path) -> None:
+def test_parquet_domain_that_has_only_test_samples_is_listed_last(tmp_path: Path) -> None:
     hospitals = tmp_path / "hospitals"
     write_parquet(hospitals / "train.parquet", [picture(), picture()], [0, 1], domain=["x", "y"])
     write_parquet(hospitals / "test.parquet", [picture()], [0])
@@ -373,7 +375,7 @@ def test_label_in_list_above_number_of_rows_is_rejected(label: int, tmp_path: Pa
         ),
     ],
 )
-def test_error_of_a_list_of_labels_names_the_wrong_value(
+def test_error_of_a_list_of_labels_mentions_the_wrong_value(
     labels: list, names: list[str] | None, value: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=value):
@@ -401,7 +403,7 @@ def test_error_of_a_list_of_labels_names_the_wrong_value(
         (SETS, [[0.5]], r"list<.*: double>, but .*train.parquet holds list<.*: int64>"),
     ],
 )
-def test_error_names_label_types_that_differ_between_files(
+def test_error_mentions_label_types_that_differ_between_files(
     train: list, test: list, kinds: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"test.parquet: column label holds {kinds}"):
@@ -439,7 +441,7 @@ def test_label_lists_of_three_files_must_have_one_type(tmp_path: Path) -> None:
         source.build()
 
 
-def test_label_lists_of_fixed_size_are_indicators(
+def test_label_lists_of_fixed_size_are_read_as_zeros_and_ones_per_class(
     tmp_path: Path,
 ) -> None:
     train = pa.array([[0, 1, 1]], pa.list_(pa.int64(), 3))
@@ -455,7 +457,7 @@ def test_label_lists_of_fixed_size_are_indicators(
             write_labels(tmp_path, train, test).build()
 
 
-def test_unsigned_test_labels_join_signed_training_labels(tmp_path: Path) -> None:
+def test_training_labels_can_be_signed_and_test_labels_unsigned(tmp_path: Path) -> None:
     built = write_labels(tmp_path, INTS, pa.array([1], pa.uint64())).build()
     assert built.kind == "classification" and built.labels.tolist() == [0, 1, 1]
     with pytest.raises(ValueError, match=rf"test.parquet: column label .*{2**63}"):
@@ -537,7 +539,7 @@ def test_image_folder_domains_may_share_test_set(
     ]
 
 
-def test_image_folder_error_names_key_and_file(tmp_path: Path) -> None:
+def test_image_folder_error_mentions_the_key_or_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data=image_folder needs data\.root"):
         ImageFolder().build()
     with pytest.raises(ValueError, match=rf"data.root={tmp_path} .*no pictures"):
@@ -605,7 +607,7 @@ def test_stored_source_reads_the_named_columns_of_parquet(tmp_path: Path) -> Non
     )
 
 
-def test_error_of_missing_stored_data_set_names_it(tmp_path: Path) -> None:
+def test_error_of_missing_stored_data_set_mentions_the_data_set(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"PACS needs data\.root"):
         Stored(name="PACS").build()
     with pytest.raises(

@@ -96,7 +96,7 @@ class Scenes(Dataset[Any]):
 
 
 @pytest.mark.parametrize("data", [(INPUTS, TARGETS), Scenes()], ids=["lists", "items"])
-def test_structured_targets_train_with_the_users_loss(data: Any, tmp_path: Path) -> None:
+def test_structured_targets_are_trained_with_a_custom_loss(data: Any, tmp_path: Path) -> None:
     data = {"train": data, "test": (INPUTS[:20], TARGETS[:20])}
     metrics = [raysim.Metric(miscounted, higher=False, per="set")]
     settings = {**FAST, "rounds": 6, "local.lr": 0.05}
@@ -114,7 +114,7 @@ def test_structured_targets_train_with_the_users_loss(data: Any, tmp_path: Path)
     assert 0 <= rows[-1]["miscounted_global"] <= 1 and rows[-1]["loss_global"] > 0
 
 
-def test_users_loss_gets_the_batch_of_its_collate_function(tmp_path: Path) -> None:
+def test_custom_loss_gets_the_batch_that_its_collate_function_returns(tmp_path: Path) -> None:
     data = (INPUTS, TARGETS)
     both = [
         raysim.run(**FAST, model=outputs_of, loss=loss, data=data, out=tmp_path / name, quiet=True)
@@ -124,7 +124,7 @@ def test_users_loss_gets_the_batch_of_its_collate_function(tmp_path: Path) -> No
     assert both[0].summary["metric"] == "sample_loss"
 
 
-def test_structured_targets_have_the_same_bits_on_workers() -> None:
+def test_structured_targets_are_bit_identical_on_one_and_two_workers() -> None:
     data = federate(store_arrays(((INPUTS, TARGETS), (INPUTS, TARGETS))), IID(clients=4), 0)
     spec = run_spec(
         model=CustomModel(outputs_of), data=data, local=Local(lr=0.05, batch=8), loss=box_loss

@@ -140,7 +140,9 @@ def test_table_with_only_text_becomes_tokens(write: Writer, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_error_of_mixed_columns_proposes_numbers_or_text(write: Writer, tmp_path: Path) -> None:
+def test_error_of_mixed_columns_suggests_number_columns_or_text_column(
+    write: Writer, tmp_path: Path
+) -> None:
     columns = {
         "age": COLUMNS["age"],
         "city": ["x", "y"] * 6,
@@ -151,14 +153,14 @@ def test_error_of_mixed_columns_proposes_numbers_or_text(write: Writer, tmp_path
         write(tmp_path, columns).build()
 
 
-def test_error_of_table_does_not_propose_dates_as_inputs(tmp_path: Path) -> None:
+def test_table_error_does_not_suggest_a_column_of_dates_as_input(tmp_path: Path) -> None:
     columns = {"age": COLUMNS["age"], "day": ["2020-01-01"] * ROWS, "label": COLUMNS["label"]}
     with pytest.raises(ValueError, match=r"day.*data\.columns=age") as error:
         write_csv(tmp_path, columns).build()
     assert "data.columns=day" not in str(error.value)
 
 
-def test_error_of_large_integer_labels_names_data_kind(tmp_path: Path) -> None:
+def test_error_of_large_integer_labels_suggests_data_kind_regression(tmp_path: Path) -> None:
     columns = {"age": COLUMNS["age"], "target": [1000 * row for row in range(ROWS)]}
     source = write_csv(tmp_path, columns)
     with pytest.raises(ValueError, match=r"11000.*data\.kind=regression"):
@@ -169,7 +171,9 @@ def test_error_of_large_integer_labels_names_data_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "column", [[b"png"] * ROWS, [{"bytes": b"png", "path": None}] * ROWS], ids=["bytes", "struct"]
 )
-def test_error_of_several_picture_columns_names_the_key(column: list, tmp_path: Path) -> None:
+def test_error_of_several_picture_columns_suggests_data_image_column(
+    column: list, tmp_path: Path
+) -> None:
     columns = {"img": column, "age": COLUMNS["age"], "label": COLUMNS["label"]}
     with pytest.raises(ValueError, match=r"data\.image_column=img"):
         write_parquet(tmp_path, columns).build()
@@ -184,7 +188,7 @@ def test_error_of_several_picture_columns_names_the_key(column: list, tmp_path: 
     ],
     ids=["no label", "no input"],
 )
-def test_error_of_missing_column_names_its_key(
+def test_error_of_missing_column_mentions_its_key(
     write: Writer, columns: dict[str, list], key: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=key):
@@ -195,7 +199,7 @@ def test_error_of_missing_column_names_its_key(
 @pytest.mark.parametrize(
     ("key", "value"), [("label", "nope"), ("user", "nope"), ("columns", ["nope"])]
 )
-def test_table_rejects_unknown_column(
+def test_error_of_unknown_table_column_mentions_the_column_and_its_key(
     write: Writer, key: str, value: object, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"nope.*data\.{key}"):
@@ -204,7 +208,9 @@ def test_table_rejects_unknown_column(
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("name", ["age", "label", "user"])
-def test_error_of_empty_values_names_the_column(write: Writer, name: str, tmp_path: Path) -> None:
+def test_error_of_empty_values_mentions_the_column(
+    write: Writer, name: str, tmp_path: Path
+) -> None:
     columns = COLUMNS | {
         name: [COLUMNS[name][0], "" if write is write_csv else None, *COLUMNS[name][2:]]
     }
@@ -213,7 +219,7 @@ def test_error_of_empty_values_names_the_column(write: Writer, name: str, tmp_pa
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_error_of_value_beyond_float32_names_the_column(write: Writer, tmp_path: Path) -> None:
+def test_error_of_value_beyond_float32_mentions_the_column(write: Writer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"column score .*float32"):
         write(tmp_path, COLUMNS | {"score": [1e300] * ROWS}).build()
 
@@ -226,7 +232,7 @@ def test_table_users_are_clients(write: Writer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_csv, write_json_lines])
-def test_table_test_file_holds_the_test_rows(write: Writer, tmp_path: Path) -> None:
+def test_file_of_a_table_becomes_the_test_samples(write: Writer, tmp_path: Path) -> None:
     write(tmp_path, {name: values[:4] for name, values in COLUMNS.items()}, "test")
     source = write(tmp_path, COLUMNS)
     assert (source.build().train_rows, len(source.build())) == (ROWS, ROWS + 4)
@@ -290,7 +296,7 @@ def test_csv_reads_quoted_na_as_text(tmp_path: Path) -> None:
     ],
     ids=["empty", "no rows", "long row", "name twice", "no text", "open quote"],
 )
-def test_error_names_unreadable_csv_file(content: bytes, tmp_path: Path) -> None:
+def test_error_mentions_the_unreadable_csv_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_bytes(content)
     with pytest.raises(ValueError, match=r"train\.csv"):
         Csv(str(tmp_path)).build()
@@ -317,7 +323,9 @@ def test_table_needs_a_file_in_its_root(source: Any, tmp_path: Path) -> None:
         (Stored, "This data set"),
     ],
 )
-def test_error_of_source_without_root_names_option_and_key(source: Any, option: str) -> None:
+def test_error_of_source_without_root_mentions_its_option_and_data_root(
+    source: Any, option: str
+) -> None:
     for root in (None, ""):
         with pytest.raises(ValueError, match=rf"^{option} needs data\.root"):
             source(root=root).build()
@@ -333,7 +341,7 @@ def test_csv_rejects_two_training_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("delimiter", ";;"), ("length", 0), ("test_fraction", 1.0), ("columns", [])]
 )
-def test_error_of_wrong_csv_setting_names_its_key(key: str, value: Any) -> None:
+def test_error_of_wrong_csv_setting_mentions_its_key(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"data\.{key}"):
         Csv("somewhere", **{key: value})
 
@@ -351,7 +359,7 @@ def test_json_lists_are_vectors_tokens_and_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[1, 2]", '{"a": 1', '{"a": 1, "label": 0}\n{"a": "b", "label": 0}']
 )
-def test_error_names_unreadable_json_file(content: str, tmp_path: Path) -> None:
+def test_error_mentions_the_unreadable_json_file(content: str, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"train\.jsonl"):
         JsonLines(str(tmp_path)).build()
@@ -366,7 +374,7 @@ def write_clients(folder: Path, split: str, sizes: list[int]) -> None:
         np.savez_compressed(folder / split / f"{client}.npz", x=x, y=y)
 
 
-def test_npz_archives_are_clients(tmp_path: Path) -> None:
+def test_each_npz_archive_becomes_one_client(tmp_path: Path) -> None:
     write_clients(tmp_path, "train", [4] * 12)
     write_clients(tmp_path, "test", [2] * 12)
     data = federate(Npz(str(tmp_path)), Natural(test_fraction=0.0), 0)
@@ -382,7 +390,7 @@ def test_npz_archives_are_clients(tmp_path: Path) -> None:
         assert (dataset.inputs[rows] == int(dataset.domain_names[dataset.domains[rows[0]]])).all()
 
 
-def test_npz_test_archive_has_the_clients_test_samples(tmp_path: Path) -> None:
+def test_samples_of_a_client_come_from_its_npz_test_archive(tmp_path: Path) -> None:
     write_clients(tmp_path, "train", [4, 4])
     write_clients(tmp_path, "test", [2, 2])
     data = federate(Npz(str(tmp_path)), Domain(test_fraction=None), 0)
@@ -419,7 +427,7 @@ def test_npz_archive_with_pickles_is_never_unpickled(key: str, tmp_path: Path) -
     assert not (tmp_path / "bomb").exists()
 
 
-def test_errors_of_numpy_and_npz_suggest_the_other_source(tmp_path: Path) -> None:
+def test_errors_of_numpy_and_npz_sources_suggest_each_other(tmp_path: Path) -> None:
     write_clients(tmp_path, "train", [4])
     with pytest.raises(ValueError, match=r"data\.root=.*data=npz"):
         NumPy(str(tmp_path)).build()

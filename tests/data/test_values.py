@@ -83,7 +83,7 @@ READ_AS_TEXT = {
 
 
 @pytest.mark.parametrize("name", READ_AS_INTEGERS)
-def test_columns_of_integers_are_read(name: str) -> None:
+def test_integers_of_many_column_types_are_read_as_integers(name: str) -> None:
     values = plain_array(READ_AS_INTEGERS[name], "labels")
     assert values.dtype.kind in "iu" and values.tolist() == (
         list(range(6)) if name == "range" else INTEGERS
@@ -91,13 +91,13 @@ def test_columns_of_integers_are_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READ_AS_FLOATS)
-def test_columns_of_floats_are_read(name: str) -> None:
+def test_floats_of_many_column_types_are_read_as_floats(name: str) -> None:
     values = plain_array(READ_AS_FLOATS[name], "labels")
     assert values.dtype.kind == "f" and values.tolist() == INTEGERS
 
 
 @pytest.mark.parametrize("name", READ_AS_TEXT)
-def test_columns_of_text_can_be_labels_and_users(name: str) -> None:
+def test_text_of_many_column_types_can_be_labels_and_users(name: str) -> None:
     dataset = store_arrays((TABLE, READ_AS_TEXT[name], READ_AS_TEXT[name])).build()
     assert dataset.class_names == dataset.domain_names == ["a", "b", "c"]
     assert dataset.labels.tolist() == dataset.domains.tolist() == INTEGERS
@@ -189,7 +189,7 @@ class Items(torch.utils.data.Dataset):
         return self.items[row]
 
 
-def test_error_of_dictionary_samples_without_labels_names_keys() -> None:
+def test_error_of_dictionary_samples_without_labels_lists_their_keys() -> None:
     items = Items(*[{"image": row, "age": row} for row in TABLE])
     with pytest.raises(ValueError, match=r"^data: .*image, age"):
         store_arrays(items)
@@ -249,7 +249,7 @@ def test_data_frame_of_integers_is_read_as_numbers() -> None:
     assert dataset.tokens is None and dataset.inputs[:, 1].tolist() == [3, 2, 1, 3, 2, 1]
 
 
-def test_error_of_data_frame_with_text_names_the_column() -> None:
+def test_error_of_data_frame_with_text_mentions_the_column() -> None:
     with pytest.raises(ValueError, match="column city"):
         store_arrays((frame(age=INTEGERS, city=TEXTS), INTEGERS))
 
@@ -332,7 +332,9 @@ def test_arrow_text_can_be_labels_and_users(column: pa.Array, tmp_path: Path) ->
     ],
     ids=lambda column: str(column.type)[:30],
 )
-def test_error_names_unreadable_arrow_column(column: pa.Array, name: str, tmp_path: Path) -> None:
+def test_error_mentions_the_unreadable_arrow_column(
+    column: pa.Array, name: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=f"column {name} "):
         read_parquet(tmp_path, **{name: column})
 

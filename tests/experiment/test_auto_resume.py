@@ -105,7 +105,7 @@ def replace_ray(monkeypatch: pytest.MonkeyPatch, plan: Any, run: Any) -> None:
     monkeypatch.setattr("raysim.experiment.runtime_events.listen_on_loopback", lambda _: None)
 
 
-def test_restart_uses_as_many_workers_as_fit(
+def test_restart_has_fewer_workers_if_the_cluster_has_too_little_room(
     fails: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int | None] = []
@@ -159,7 +159,9 @@ def test_run_starts_with_fewer_workers_if_a_node_is_lost(
     assert len(sizes) == 4
 
 
-def test_same_command_continues_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_command_with_auto_resume_continues_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["run", *QUICK, f"out={tmp_path / 'a'}", "--auto-resume", "--quiet"]
     assert cli.call([word.replace("rounds=5", "rounds=2") for word in words]) == 0
     assert cli.call(words) == 0

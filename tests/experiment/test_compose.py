@@ -55,20 +55,20 @@ def options(group: str) -> list[str]:
         ("checkpoint", Checkpoint),
     ],
 )
-def test_option_groups_have_defaults_of_their_dataclasses(group: str, cls: type) -> None:
+def test_option_groups_have_the_defaults_of_their_dataclasses(group: str, cls: type) -> None:
     values = node()[group]
     expected = defaults(cls)
     assert values == {key: expected[key] for key in values}
 
 
-def test_main_configuration_file_has_defaults_of_its_dataclasses() -> None:
+def test_main_configuration_file_has_the_defaults_of_its_dataclasses() -> None:
     values = node()
     for key, value in (defaults(RunSettings) | defaults(ExecutionOptions)).items():
         assert isinstance(value, dict) or values[key] == value, key
     assert values["faults"] == defaults(Faults)
 
 
-def test_group_local_has_defaults_of_its_dataclass(
+def test_group_local_has_the_defaults_of_its_dataclass(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "experiment").mkdir()
@@ -84,7 +84,7 @@ def test_every_preset_is_composed() -> None:
         assert node(f"experiment={name}")["choices"]["experiment"] == name
 
 
-def test_fedbr_preset_has_the_papers_settings() -> None:
+def test_fedbr_preset_has_the_settings_of_the_fedbr_paper() -> None:
     values = node("experiment=fedbr/rotated_mnist")
     assert list(values["method"]) == ["fedbr"]
     assert values["choices"]["model"] == "mnist_cnn"
@@ -99,7 +99,7 @@ def test_fedbr_preset_has_the_papers_settings() -> None:
 
 
 # --- overrides ------------------------------------------------------------------------------------
-def test_methods_keep_their_order() -> None:
+def test_composed_methods_are_in_the_order_of_the_override() -> None:
     assert list(node("method=[mixup,fedprox]")["method"]) == ["mixup", "fedprox"]
     assert list(node("method=fedprox")["method"]) == ["fedprox"]
     assert node()["method"] == {}
@@ -117,7 +117,7 @@ def test_methods_keep_their_order() -> None:
         ("data.augment=crop+flip", "data.augment=[crop,flip]"),
     ],
 )
-def test_override_list_needs_no_brackets(word: str, quoted: str) -> None:
+def test_override_with_a_list_is_equal_with_and_without_brackets(word: str, quoted: str) -> None:
     assert node(word) == node(quoted)
 
 
@@ -141,12 +141,14 @@ def test_path_with_plus_signs_is_not_a_list() -> None:
         ("method=[],[fedbr,mixup]", ["[]", "[fedbr,mixup]"]),
     ],
 )
-def test_study_override_is_expanded_to_one_override_per_value(word: str, values: list[str]) -> None:
+def test_study_override_with_several_values_becomes_one_override_per_value(
+    word: str, values: list[str]
+) -> None:
     key = word.partition("=")[0]
     assert expand_override(word) == (key, [f"{key}={value}" for value in values])
 
 
-def test_resources_of_the_runtime_may_have_any_name() -> None:
+def test_runtime_resources_accept_any_name_of_a_resource() -> None:
     config = to_dict(compose(["runtime.resources.slot=2", "runtime.resources.tape=0.5"]))
     assert config["runtime"]["resources"] == {"slot": 2, "tape": 0.5}
     with pytest.raises(
@@ -180,7 +182,7 @@ def test_empty_list_replaces_methods_of_preset() -> None:
         assert values["choices"]["method"] == []
 
 
-def test_chosen_option_takes_its_values_from_the_preset() -> None:
+def test_option_chosen_by_override_uses_values_set_by_the_preset() -> None:
     values = node("experiment=fedbr/rotated_mnist", "partition=iid")["partition"]
     assert values["clients"] == 10
     assert "concentration" not in values
@@ -189,7 +191,7 @@ def test_chosen_option_takes_its_values_from_the_preset() -> None:
 @pytest.mark.parametrize(
     "word", ["schedule=buffered", "partition=domain", "partition=dirichlet", "schedule=tiered"]
 )
-def test_chosen_option_has_only_the_keys_of_its_class(word: str) -> None:
+def test_option_chosen_by_override_has_only_the_keys_of_its_class(word: str) -> None:
     group = word.partition("=")[0]
     values = node(word)[group]
     assert set(values) - {TARGET} == set(defaults(resolve(values[TARGET], group)))
@@ -201,7 +203,7 @@ def test_local_steps_override_unsets_epochs_and_vice_versa() -> None:
     assert "local.epochs=2 and local.steps=7" in sentence("local.steps=7", "local.epochs=2")
 
 
-def test_user_folder_adds_options(tmp_path: Path) -> None:
+def test_option_file_in_a_folder_of_the_user_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "soft.yaml").write_text(
         "soft:\n  _target_: raysim.methods.fedprox.FedProx\n  mu: 0.5\n"
@@ -209,7 +211,7 @@ def test_user_folder_adds_options(tmp_path: Path) -> None:
     assert to_dict(compose(["method=[soft]"], [tmp_path]))["method"]["soft"]["mu"] == 0.5
 
 
-def test_override_reaches_the_built_objects() -> None:
+def test_built_experiment_has_the_values_of_the_overrides() -> None:
     experiment = build(
         [*QUICK, "method=[fedprox]", "method.fedprox.mu=0.3", "local.lr=1", "evaluate.clients=3"]
     )
@@ -491,7 +493,7 @@ def test_broken_link_as_option_file_is_refused(tmp_path: Path) -> None:
         compose([], [tmp_path])
 
 
-def test_changed_option_file_is_composed_again(tmp_path: Path) -> None:
+def test_composition_reads_an_option_file_again_after_it_changed(tmp_path: Path) -> None:
     (path := tmp_path / "method/mine.yaml").parent.mkdir()
     for value in (0.5, 0.25):
         path.write_text(f"mine: {{_target_: raysim.methods.fedprox.FedProx, mu: {value}}}\n")
@@ -603,7 +605,7 @@ def test_missing_configuration_folder_of_user_is_refused(tmp_path: Path) -> None
         compose([], [tmp_path / "nowhere"])
 
 
-def test_class_of_a_users_module_must_be_allowed(
+def test_class_of_a_custom_python_module_must_be_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "theirs.py").write_text(
@@ -616,7 +618,7 @@ def test_class_of_a_users_module_must_be_allowed(
     assert type(build(words, allow=["theirs"]).spec.methods[0]).__name__ == "Mine"
 
 
-def test_build_object_checks_values_for_the_constructor() -> None:
+def test_build_object_refuses_a_value_of_the_wrong_type() -> None:
     assert build_object(Evaluation, {"every": 2, "clients": "all"}, "evaluate") == Evaluation(
         2, "all"
     )
@@ -628,7 +630,7 @@ def test_conf_folder_of_raysim_exists() -> None:
     assert (conf_folder() / "config.yaml").is_file()
 
 
-def test_resume_keeps_stored_settings(
+def test_resumed_run_uses_the_stored_settings(
     tmp_path: Path,
 ) -> None:
     stored = compose(
@@ -650,7 +652,7 @@ def test_resume_keeps_stored_settings(
     assert other["method"] == {} and other["local"] == to_dict(stored)["local"]
 
 
-def test_stored_runtime_settings_are_kept_if_runtime_is_unchanged(tmp_path: Path) -> None:
+def test_resumed_run_uses_stored_runtime_settings_unless_runtime_changes(tmp_path: Path) -> None:
     stored = compose(["runtime=cluster", "runtime.workers=7", "runtime.threads=2"])
     (tmp_path / "config.yaml").write_text(to_yaml(to_dict(stored)))
     resumed = [f"out={tmp_path}", "resume=latest"]
@@ -665,7 +667,7 @@ def test_stored_runtime_settings_are_kept_if_runtime_is_unchanged(tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["runtime.hosts"])
-def test_renamed_key_error_names_new_key(key: str) -> None:
+def test_error_of_a_renamed_key_mentions_its_new_name(key: str) -> None:
     with pytest.raises(RefusedError, match=key.replace("hosts", "workers")):
         compose([f"{key}=2"])
 

@@ -106,7 +106,7 @@ def parameters(target: str) -> Mapping[str, inspect.Parameter]:
 
 
 @pytest.mark.parametrize("group", OPTIONS)
-def test_option_files_have_the_keys_of_their_classes(group: str) -> None:
+def test_option_files_contain_exactly_the_keys_of_their_classes(group: str) -> None:
     for option in OPTIONS[group]:
         for path, part in option_parts(option).items():
             cls = resolve(part[TARGET], path)
@@ -117,7 +117,7 @@ def test_option_files_have_the_keys_of_their_classes(group: str) -> None:
 
 
 @pytest.mark.parametrize("group", [group for group in OPTIONS if group != "model"])
-def test_option_files_have_the_defaults_of_their_classes(group: str) -> None:
+def test_option_files_contain_the_defaults_of_their_classes(group: str) -> None:
     for option in OPTIONS[group]:
         check_defaults(option)
 
@@ -160,14 +160,14 @@ def test_option_files_can_be_built(group: str, base: type) -> None:
         "model/transformer",
     ],
 )
-def test_hydra_composes_an_option_from_its_files(option: str) -> None:
+def test_hydra_composes_a_shipped_option_from_the_files_alone(option: str) -> None:
     with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
         composed = OmegaConf.to_container(hydra.compose(option))
     assert composed == {option.partition("/")[0]: values(conf_folder() / f"{option}.yaml")}
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_value_in_option_files_equals_the_class_default(group: str) -> None:
+def test_option_values_equal_the_defaults_of_the_class_in_every_file(group: str) -> None:
     for path in sorted((conf_folder() / group).glob("*.yaml")):
         for node in objects(values(path)):
             check_node(node, path)
@@ -190,7 +190,7 @@ def check_node(node: Mapping[str, Any], path: Path) -> None:
             assert is_empty or node[name] == default, (path, name)
 
 
-def test_defaults_of_method_functions_equal_those_of_the_method() -> None:
+def test_functions_of_a_method_have_the_same_defaults_as_its_class() -> None:
     """Compare the defaults, except for None, which means a missing value."""
     found = 0
     for module in (
@@ -219,7 +219,7 @@ def test_defaults_of_method_functions_equal_those_of_the_method() -> None:
 
 
 @pytest.mark.parametrize("name", ["adagrad", "adam", "yogi"])
-def test_server_step_defaults_equal_those_of_the_method(name: str) -> None:
+def test_server_step_function_has_the_same_defaults_as_its_method(name: str) -> None:
     method = parameters(f"raysim.methods.fedopt.Fed{name.capitalize()}")
     step = parameters(f"raysim.methods.fedopt.fed{name}_step")
     shared = {key for key in ("beta1", "beta2", "tau") if key in step}

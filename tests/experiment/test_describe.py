@@ -65,7 +65,7 @@ def test_overview_shows_local_epochs_and_folder() -> None:
     )
 
 
-def test_overview_counts_what_methods_send_with_the_model() -> None:
+def test_overview_adds_floats_that_methods_send_besides_the_model() -> None:
     plain = lines("model=mlp")["model"]
     assert plain.endswith("floats travel in each direction")
     floats = plain.split()[1]
@@ -159,7 +159,9 @@ def test_run_refuses_fleet_without_available_clients(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_version_is_known_without_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raysim_version_is_recorded_if_the_package_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Test the case of `raysim submit`, which sends the package to nodes without installing it."""
     monkeypatch.setattr(describe, "LIBRARIES", ("raysim-that-nobody-installed",))
     assert identity(build(SMALL))["libraries"] == {"raysim": raysim.__version__}

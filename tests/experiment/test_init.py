@@ -135,7 +135,7 @@ def test_run_with_rounded_lora_base_equals_run_from_rounded_file(
     assert checksums[0] == checksums[1]
 
 
-def test_clients_receive_initial_weights(trained: Path, tmp_path: Path) -> None:
+def test_run_with_init_file_trains_clients_from_its_weights(trained: Path, tmp_path: Path) -> None:
     """With a rate of almost 0 the model stays at its initial weights."""
     file = trained / "model.safetensors"
     result = raysim.run(
@@ -154,7 +154,7 @@ def test_clients_receive_initial_weights(trained: Path, tmp_path: Path) -> None:
     [lambda d, p: torch.save(d, p), lambda d, p: save_file(d, p.with_suffix(".safetensors"))],
 )
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_state_dict_is_read_with_and_without_prefix_model(
+def test_state_dict_is_read_with_or_without_the_prefix_model_in_its_names(
     write: Callable[..., None], prefix: str, trained: Path, tmp_path: Path
 ) -> None:
     stored = load_file(trained / "model.safetensors")
@@ -178,7 +178,7 @@ def test_initial_weights_of_other_float_types_are_converted(
     assert_starts(build([*MLP, f"init={tmp_path / 'weights.pt'}"]), expected)
 
 
-def test_initial_weights_may_have_names_of_a_users_network(tmp_path: Path) -> None:
+def test_initial_weights_may_have_the_tensor_names_of_a_custom_network(tmp_path: Path) -> None:
     net = Net()
     net(torch.zeros(2, 1, 8, 8))
     with torch.no_grad():
@@ -290,7 +290,7 @@ def written(tmp_path: Path, change: Callable[[dict[str, Tensor]], object], train
         (lambda d: d.update({f"{k}.x": d.pop(k) for k in [*d]}), "the file has only"),
     ],
 )
-def test_error_names_tensors_that_do_not_fit(
+def test_error_mentions_the_initial_tensors_that_do_not_fit(
     change: Callable[[dict[str, Tensor]], object], named: str, trained: Path, tmp_path: Path
 ) -> None:
     file = written(tmp_path, change, trained)
@@ -359,7 +359,9 @@ def test_pickle_of_initial_weights_runs_no_code(tmp_path: Path) -> None:
 
 
 # --- identity -------------------------------------------------------------------------------------
-def test_resumed_run_from_initial_weights_has_the_same_bits(trained: Path, tmp_path: Path) -> None:
+def test_run_from_initial_weights_has_equal_bits_if_it_is_interrupted(
+    trained: Path, tmp_path: Path
+) -> None:
     words = [*MLP, "method=fedbn", "checkpoint.every=1", f"init={trained / 'model.safetensors'}"]
     straight = raysim.run([*words, "rounds=4", f"out={tmp_path / 'straight'}"], quiet=True)
     raysim.run([*words, f"out={tmp_path / 'run'}"], quiet=True)
@@ -405,7 +407,7 @@ def test_runs_of_earlier_versions_are_resumed(tmp_path: Path) -> None:
     assert len(raysim.run([f"out={folder}", "resume=latest", "rounds=3"], quiet=True).rows) == 3
 
 
-def test_init_with_a_path_sets_init_file(tmp_path: Path) -> None:
+def test_init_override_with_a_path_sets_the_key_init_file(tmp_path: Path) -> None:
     for words in (["init=a/b.pt"], ["init.file=a/b.pt"]):
         assert compose(words).init.file == "a/b.pt"
     assert compose([], settings={"init": Path("a/b.pt")}).init.file == "a/b.pt"
@@ -415,7 +417,7 @@ def test_init_with_a_path_sets_init_file(tmp_path: Path) -> None:
     assert compose(["init=null"]).init.file is None
 
 
-def test_best_model_starts_another_run(trained: Path) -> None:
+def test_run_can_start_from_the_best_model_of_another_run(trained: Path) -> None:
     stored = load_file(trained / "best.safetensors")
     assert all(np.isfinite(tensor.numpy()).all() for tensor in stored.values())
     assert_starts(build([*MLP, f"init={trained / 'best.safetensors'}"]), stored)

@@ -12,7 +12,7 @@ from raysim.primitives.errors import RefusedError
 from raysim.primitives.version import __version__
 
 
-def test_error_of_missing_class_names_the_raysim_version() -> None:
+def test_error_of_missing_class_mentions_the_raysim_version() -> None:
     with pytest.raises(
         RefusedError, match=rf"^group\._target_=raysim\.fleet\.Ideal.*{re.escape(__version__)}"
     ):
@@ -32,6 +32,6 @@ def test_list_with_plus_signs_needs_no_brackets(text: str, kind: Any, value: obj
     assert convert(text, kind, "key") == value
 
 
-def test_error_of_wrong_list_item_names_its_index() -> None:
+def test_error_of_wrong_list_item_mentions_its_index() -> None:
     with pytest.raises(RefusedError, match=r"key\[1\]=x must be an integer"):
         convert("1+x", list[int], "key")

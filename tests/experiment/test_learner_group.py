@@ -95,7 +95,7 @@ def test_option_and_object_of_a_learner_give_equal_runs() -> None:
     }
 
 
-def test_resumed_run_of_a_learner_has_the_same_bits() -> None:
+def test_run_of_a_learner_has_equal_bits_if_it_is_interrupted() -> None:
     words = f"{QUICK} learner=sklearn_linear learner.options.alpha=0.01 method=fedavgm"
     straight = raysim.run(f"{words} rounds=3", quiet=True, out="straight")
     raysim.run(f"{words} rounds=1", quiet=True, out="resumed")
@@ -106,7 +106,7 @@ def test_resumed_run_of_a_learner_has_the_same_bits() -> None:
 
 
 @pytest.mark.usefixtures("package")
-def test_learner_of_a_package_is_an_option() -> None:
+def test_learner_of_a_package_can_be_chosen_if_the_package_is_allowed() -> None:
     allow = ["middling"]
     with pytest.raises(RefusedError, match="--allow middling"):
         raysim.build(f"{QUICK} learner=middle")
@@ -118,7 +118,7 @@ def test_learner_of_a_package_is_an_option() -> None:
     assert resumed.experiment.spec.methods[0].share == 0.25  # type: ignore[attr-defined]
 
 
-def test_unstorable_learner_must_be_passed_again() -> None:
+def test_learner_that_cannot_be_stored_must_be_passed_again_to_resume() -> None:
     learner = Unnamed(lambda parameters: parameters + 1)
     raysim.run(f"{QUICK} rounds=1", learner=learner, quiet=True, out="run")
     with pytest.raises(RefusedError, match="learner"):
@@ -147,7 +147,7 @@ def test_study_compares_learners(capsys: pytest.CaptureFixture[str]) -> None:
         ("learner=sklearn_linear method=fedprox", "fedprox.*sklearn_linear"),
     ],
 )
-def test_learner_error_names_the_key(words: str, key: str) -> None:
+def test_learner_error_mentions_the_key(words: str, key: str) -> None:
     with pytest.raises(RefusedError, match=key):
         raysim.build(f"{QUICK} {words}")
 

@@ -47,7 +47,7 @@ def test_existing_folder_of_a_study_is_refused(tmp_path: Path) -> None:
         check_free(tmp_path)
 
 
-def test_study_and_search_resume_only_with_out_and_latest() -> None:
+def test_study_and_search_can_be_resumed_only_with_out_and_resume_latest() -> None:
     assert is_resume_requested(["out=s", "resume=latest"], "study")
     assert not is_resume_requested(["out=s"], "study")
     for words in (
@@ -71,14 +71,14 @@ def test_study_and_search_resume_only_with_out_and_latest() -> None:
         ({"best5_mean": float("nan")}, "best5_mean", None),
     ],
 )
-def test_score_is_read_from_the_summary(
+def test_score_of_a_metric_is_found_in_the_run_summary(
     summary: dict[str, Any], metric: str, value: float | None
 ) -> None:
     assert score(summary, metric) == value
 
 
 @pytest.mark.parametrize("column", ["accuracy_global", "loss_global", "mine"])
-def test_last_score_of_rows_equals_score_of_their_summary(column: str) -> None:
+def test_last_score_of_history_rows_equals_the_score_in_their_summary(column: str) -> None:
     rows: list[Row] = [
         {"round": 1, "accuracy_global": 0.5, "mine": 2.0},
         {"round": 2, "accuracy_global": 0.6, "mine": None},
@@ -86,13 +86,13 @@ def test_last_score_of_rows_equals_score_of_their_summary(column: str) -> None:
     assert last_score(rows, column) == (score(summarise(rows), column), None)
 
 
-def test_row_over_seeds_has_means_and_deviation_of_the_score() -> None:
+def test_row_averaged_over_seeds_has_means_and_the_deviation_of_the_score() -> None:
     rows = [mean_row([{"round": 1, "x": 1.0, "y": 4}, {"round": 1, "x": 2.0, "y": None}], "x")]
     assert rows == [{"round": 1, "x": 1.5, "y": 4.0, "x_std": pytest.approx(0.5**0.5)}]
     assert last_score([*rows, {"round": 2, "x": None}], "x") == (1.5, rows[0]["x_std"])
 
 
-def test_error_of_another_process_has_one_line() -> None:
+def test_first_line_of_an_error_comes_from_its_original_cause() -> None:
     error, other = ValueError("\nas it arrived"), RuntimeError("as it was raised\nthere")
     error.cause = other  # type: ignore[attr-defined]
     assert first_line(error) == "as it was raised"

@@ -21,16 +21,16 @@ NODES = {
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_method_description_read_from_code_equals_that_of_class(name: str) -> None:
+def test_method_description_read_from_source_code_equals_that_of_the_class(name: str) -> None:
     source = read_method(NODES[name]["_target_"])
     assert source == methods._import_method(name, NODES[name], [])
 
 
-def test_hook_order_read_from_code_equals_that_of_the_class() -> None:
+def test_hook_order_read_from_source_code_equals_that_of_the_class() -> None:
     assert hook_order() == [hook for hook in HOOKS if hook != "settings"]
 
 
-def test_description_and_paper_of_fedavg_are_read_from_its_code() -> None:
+def test_fedavg_description_and_paper_are_read_from_its_source_code() -> None:
     text, paper = read_module("raysim.methods.fedavg", "PAPER")
     assert (text, paper) == ((fedavg.__doc__ or "").strip(), fedavg.PAPER)
 

@@ -202,7 +202,7 @@ def test_job_files_are_equal_after_two_resumes() -> None:
     assert jobs("a") == jobs("straight")
 
 
-def test_run_resumes_without_its_job_files() -> None:
+def test_run_without_job_files_and_timeline_can_be_resumed() -> None:
     raysim.run([*ASYNCHRONOUS, "out=a", "rounds=2"], quiet=True)
     shutil.rmtree("a/jobs.parquet")
     Path("a/timeline.png").unlink()
@@ -211,7 +211,7 @@ def test_run_resumes_without_its_job_files() -> None:
     assert not Path("a/jobs.parquet").exists() and not Path("a/timeline.png").exists()
 
 
-def test_run_on_equal_devices_draws_no_timeline() -> None:
+def test_run_on_equal_devices_writes_jobs_but_no_timeline_picture() -> None:
     result = raysim.run([*QUICK, "out=a"], quiet=True)
     assert len(jobs("a")) == 12 and not Path("a/timeline.png").exists()
     assert "jobs" not in result.summary and result.summary["model_sha256"]
@@ -243,7 +243,7 @@ def test_observers_are_called_in_order(tmp_path: Path) -> None:
     ]
 
 
-def test_event_follower_stops_after_the_row_of_requested_round(tmp_path: Path) -> None:
+def test_event_follower_stops_after_the_row_of_the_requested_round(tmp_path: Path) -> None:
     follower = Follower(CurrentRun(tmp_path, 9), played(9), [diary := Diary()])
     assert follower.follow_until(2) == {"round": 2}
     assert diary.pages == ["start at 0", "round 1", "round 2"]
@@ -346,7 +346,7 @@ def test_method_warning_during_a_run_is_shown_once(tmp_path: Path) -> None:
     ("seconds", "absent"),
     [(100.0, 2), (7 * 3600.0, 1), (12 * 3600.0, 0)],
 )
-def test_clients_that_are_never_available_are_counted(
+def test_warning_counts_clients_that_were_not_available_until_the_end(
     seconds: float, absent: int, tmp_path: Path
 ) -> None:
     # Available for four hours from the hours 0, 5 and 10 on; client 1 has no samples.
@@ -360,7 +360,9 @@ def test_clients_that_are_never_available_are_counted(
     assert counts == ([[f"{absent} of 3"]] if absent else [])
 
 
-def test_run_warns_of_absent_clients(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_warns_at_its_end_of_clients_that_were_never_available(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["fleet=lognormal", "fleet.availability=diurnal", "fleet.hours=3"]
     raysim.run([*QUICK, *words, "out=a"], quiet=True)
     assert "were not available" in capsys.readouterr().err

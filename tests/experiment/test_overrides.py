@@ -40,7 +40,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("key", ["out", "data.root"])
-def test_text_override_needs_only_the_quotes_of_the_shell(key: str, text: str) -> None:
+def test_text_override_can_contain_special_characters_without_quotes(key: str, text: str) -> None:
     expected = text.replace("\\=", "=")  # an escape that Hydra's grammar knows
     assert read_override(f"{key}={text}").value == expected
     config = compose(["data=mnist", f"{key}={text}"])
@@ -69,7 +69,7 @@ def test_override_values_keep_their_types(value: str, expected: Any) -> None:
     assert type(found.value) is type(expected)
 
 
-def test_study_overrides_keep_letters_of_any_language() -> None:
+def test_study_overrides_can_contain_letters_of_any_language() -> None:
     assert expand_override("data.root=/ü/a,/日/b=c") == (
         "data.root",
         ["data.root=/ü/a", "data.root=/日/b=c"],
@@ -77,7 +77,7 @@ def test_study_overrides_keep_letters_of_any_language() -> None:
     assert expand_override("x='ü,1',é") == ("x", ["x='ü,1'", "x=é"])
 
 
-def test_sweep_overrides_keep_letters_of_any_language() -> None:
+def test_sweep_overrides_can_contain_letters_of_any_language() -> None:
     sweep = sort_overrides(["data.root=/ü/a,/日/b", "out=/é=1", "seed=0..2"])
     assert sweep.space["data.root"] == Choice(("/ü/a", "/日/b"))
     assert sweep.space["seed"] == Choice((0, 1, 2))

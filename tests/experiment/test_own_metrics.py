@@ -65,7 +65,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- scores -------------------------------------------------------------------------------
-def test_users_metrics_score_central_set_and_each_client() -> None:
+def test_custom_metrics_score_the_central_test_set_and_each_client() -> None:
     result = raysim.run(**SMALL, metrics=["accuracy", LOWER, kappa])
     row = result.rows[-1]
     central = result.predictions()
@@ -85,14 +85,14 @@ def test_users_metrics_score_central_set_and_each_client() -> None:
     assert result.summary["metric"] == "accuracy" and "kappa_validation" in row
 
 
-def test_users_metrics_do_not_change_training() -> None:
+def test_custom_metrics_do_not_change_training() -> None:
     plain = raysim.run(**SMALL)
     scored = raysim.run(**SMALL, metrics=["accuracy", kappa, "auroc"])
     assert scored.summary["model_sha256"] == plain.summary["model_sha256"]
     assert scored.rows[-1]["accuracy"] == plain.rows[-1]["accuracy"]
 
 
-def test_users_metrics_score_domains_and_unseen_clients() -> None:
+def test_custom_metrics_score_domains_and_unseen_clients() -> None:
     settings = {**SMALL, "partition": "domain", "evaluate.unseen": 0.3, "data.domains": 3}
     row = raysim.run(**settings, metrics=[kappa]).rows[-1]
     assert {"kappa_unseen", "kappa_unseen_worst", "kappa_worst_domain"} <= row.keys()

@@ -28,13 +28,13 @@ GROUPS = ["data", "partition", "schedule", "selection", "topology", "fleet", "ob
 
 
 @pytest.mark.parametrize("check", [check for part in PARTS for check in checks(part)], ids=str)
-def test_option_of_package_passes_raysim_check(check: Check) -> None:
+def test_each_option_of_this_package_passes_the_public_checks_of_raysim(check: Check) -> None:
     check()
 
 
 # The learner has its own model and training, so that it takes the place of model and method.
 @pytest.mark.parametrize("trained", [["method", "model", "compression"], ["learner"]], ids="+".join)
-def test_run_with_options_of_package_learns(trained: list[str], tmp_path: Path) -> None:
+def test_a_run_with_all_options_of_this_package_learns(trained: list[str], tmp_path: Path) -> None:
     overrides = [f"{group}=mypackage" for group in [*trained, *GROUPS]]
     result = raysim.run(
         [*overrides, f"out={tmp_path / 'run'}"],
