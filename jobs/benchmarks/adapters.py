@@ -108,8 +108,9 @@ def measure_steps(blocks: int, jobs: int) -> None:
     tokens = torch.from_numpy(dataset.inputs.copy())
     labels = torch.from_numpy(dataset.labels.copy()).long()
     print(
-        f"CPU seconds of a job of {STEPS} steps, for peft with torch and for raysim. The ratio is "
-        f"raysim's time divided by that of peft; it should be at most {LIMIT}.",
+        f"Each line has the CPU time of a job of {STEPS} steps, once in plain PyTorch with peft and "
+        "once in raysim. raysim's time divided by that of PyTorch with peft should be at most "
+        f"{LIMIT}.",
         flush=True,
     )
     for base, spec in specs.items():
@@ -118,8 +119,11 @@ def measure_steps(blocks: int, jobs: int) -> None:
             pairs.append((plain_job_s(plain, tokens, labels, jobs), raysim_job_s(spec, jobs)))
         ratio = statistics.median(ours / theirs for theirs, ours in pairs)
         theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
-        text = f"base={base:9} peft and torch {theirs:.3f}  raysim {ours:.3f}  ratio {ratio:.3f}"
-        print(text, flush=True)
+        print(
+            f"frozen weights in {base}: a job takes {theirs:.3f} s of CPU time with peft and "
+            f"{ours:.3f} s with raysim, which is {ratio:.3f} times as long",
+            flush=True,
+        )
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -161,7 +165,8 @@ def peak_bytes(overrides: list[str]) -> int:
 
 def measure_memory() -> None:
     """Print a row for each number of workers and clients."""
-    print(f"frozen weights: {FROZEN_BYTES / 2**20:.0f} MiB in float32", flush=True)
+    size_mib = FROZEN_BYTES / 2**20
+    print(f"the frozen weights of the model take {size_mib:.0f} MiB in float32", flush=True)
     for base in BASES:
         first = None
         for workers, clients in ((1, 4), (2, 4), (2, 64)):
@@ -170,17 +175,29 @@ def measure_memory() -> None:
             used = peak_bytes([*MLP, *words])
             first = used if first is None else first
             more = (used - first) / FROZEN_BYTES
-            text = f"base={base:9} workers {workers}  clients {clients:3}  {used / 2**20:6.0f} MiB"
-            print(f"{text}  {more:+.2f} times the weights more than with 1 worker", flush=True)
+            print(
+                f"frozen weights in {base}, workers: {workers}, clients: {clients}: all workers "
+                f"together use at most {used / 2**20:.0f} MiB. Change compared with 1 worker and 4 "
+                f"clients: {more:+.2f} times {size_mib:.0f} MiB",
+                flush=True,
+            )
 
 
 def main() -> None:
     """Measure the part that the command line names."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("what", choices=("steps", "memory"))
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=3, help="number of jobs in a block (3)")
+    parser.add_argument(
+        "what",
+        choices=("steps", "memory"),
+        help="what to measure: the CPU time of a job, or the memory of all workers",
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=5, help="how often the CPU times are measured (5)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=3, help="number of jobs in each measured CPU time (3)"
+    )
     given = parser.parse_args()
     if given.what == "steps":
         measure_steps(given.blocks, given.jobs)

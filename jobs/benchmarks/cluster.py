@@ -349,8 +349,8 @@ def bench(
         for cost in costs(options, size, rounds, say):
             results.append(cost)
             say(
-                f"models of {cost.floats:,} floats, sent as {cost.way}: "
-                f"{cost.wall * 1000:.1f} ms per round"
+                f"model of {cost.floats:,} parameters, workers return {cost.way}: a round takes "
+                f"{cost.wall * 1000:.1f} ms"
             )
     say(table(results))
     rows = [asdict(cost) for cost in results]
@@ -367,18 +367,23 @@ def table(results: Sequence[RoundCost]) -> str:
         times = [f"{seconds * 1000:.1f}" for seconds in (cost.cpu, *cost.parts.values(), cost.wall)]
         rows.append((*counts, *megabytes, *times))
     head = (
-        "floats",
-        "returned",
+        "parameters",
+        "workers return",
         "calls",
         "arrays",
         "MB down",
-        "up",
-        "CPU",
-        *PARTS,
-        "round",
+        "MB up",
+        "CPU, ms",
+        *(f"{part}, ms" for part in PARTS),
+        "round, ms",
     )
     place = f"{results[0].workers} workers on {results[0].nodes} node(s)"
-    title = f"a round with {place}: counts, MB, and ms of the coordinator"
+    title = (
+        f"one round with {place}. calls: calls of workers. arrays: arrays that the coordinator "
+        "received. MB down and up: megabytes from the coordinator to other nodes and back. CPU, "
+        "ms: CPU time of the coordinator. The columns behind it: wall time of the round's parts "
+        "and of the round"
+    )
     return f"{title}\n{format_table(text_columns(head, rows), terminal_width())}"
 
 

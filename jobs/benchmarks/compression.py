@@ -6,7 +6,7 @@ W1 trains a CNN on 600 samples of each client. W3 trains an MLP with two hidden 
 units on 32 samples of each client. Both are in `WORKLOADS` in `raysim/commands/bench/loops.py`.
 
 One process trains several rounds without compression, then as many with a compressor, and repeats
-this. A row has the median CPU time of a round without and with the compressor, and the time that
+this. A line has the median CPU time of a round without and with the compressor, and the time that
 the compressor adds as a share of a round (median). It also has the number of floats that a client
 sends, as a share of the model's parameters. The added time should be at most 5 % of a round of W1
 and 30 % of a round of W3.
@@ -68,7 +68,7 @@ def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
 
 
 def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: int) -> None:
-    """Measure a workload with each compressor and without one; print a row for each compressor.
+    """Measure a workload with each compressor and without one; print a line for each compressor.
 
     name: the workload's name, such as "W1".
     blocks: how often a run without and a run with the compressor are measured, in turn.
@@ -78,8 +78,8 @@ def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: i
     workload = replace(workload, clients=workload.cohort)
     spec = spec_of(workload, source_of(workload, ""))
     print(
-        f"{name}: CPU ms per round without and with a compressor, and the time that it adds "
-        f"(at most {LIMITS[name]:.0%})",
+        f"workload {name}: a compressor should add at most {LIMITS[name]:.0%} to the CPU time of "
+        "a round",
         flush=True,
     )
     for compressor in compressors:
@@ -92,8 +92,12 @@ def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: i
             pairs.append((plain, round_s(compressed, workload, rounds)))
         added = statistics.median(more / plain - 1 for plain, more in pairs)
         plain, more = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
-        text = f"{plain:8.0f} {more:8.0f}  {added:+7.1%}  sends {share:6.2%}  {compressor!r}"
-        print(text, flush=True)
+        print(
+            f"workload {name}, {compressor!r}: CPU time of a round {plain:.0f} ms without and "
+            f"{more:.0f} ms with it ({added:+.1%}); a client sends {share:.2%} as many floats as "
+            "the model has",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -101,10 +105,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("workloads", nargs="*", default=["W3", "W1"])
-    parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", help="the name of a compressor, such as topk")
+    parser.add_argument(
+        "workloads", nargs="*", default=["W3", "W1"], help="workloads to measure (W3 W1)"
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=3, help="number of measurements of each compressor (3)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of rounds in a measurement (3)"
+    )
+    parser.add_argument("--only", help="name of the only compressor to measure, such as topk")
     given = parser.parse_args()
     chosen = [each for each in COMPRESSORS if given.only in (None, each.name)]
     for name in given.workloads:

@@ -102,11 +102,17 @@ def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, objec
     for _ in range(blocks):
         seconds["raysim"].append(measure(ours, name, rounds))
         seconds["flower"].append(measure(theirs, name, rounds))
-        print(f"{name}: raysim needs {seconds['raysim'][-1]:.3f} s per round, ", end="")
-        print(f"Flower {seconds['flower'][-1]:.3f} s", flush=True)
+        print(
+            f"workload {name}: a round takes {seconds['raysim'][-1]:.3f} s with raysim and "
+            f"{seconds['flower'][-1]:.3f} s with Flower's engine",
+            flush=True,
+        )
     pairs = zip(seconds["raysim"], seconds["flower"], strict=True)
     ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-    print(f"{name}: raysim needs {ratio:.2f} of Flower's time (limit {LIMITS[name]:g})")
+    print(
+        f"workload {name}: raysim's time divided by that of Flower's engine is {ratio:.2f} "
+        f"(median of {blocks}); it should be at most {LIMITS[name]:g}"
+    )
     return {"seconds_per_round": seconds, "ratio": ratio, "limit": LIMITS[name]}
 
 
@@ -115,22 +121,43 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     names = [*CLIENTS, *PROGRAMS]
-    parser.add_argument("names", nargs="*", choices=names, default=["W2", "W1"], metavar="NAME")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        choices=names,
+        default=["W2", "W1"],
+        metavar="NAME",
+        help="workloads and programs to measure (W2 W1)",
+    )
     parser.add_argument(
         "--engine", required=True, help="Python with the packages flwr[simulation] and torch"
     )
-    parser.add_argument("--rounds", type=int, default=6, help="number of rounds in a turn (6)")
-    parser.add_argument("--blocks", type=int, default=3, help="number of turns of each side (3)")
+    parser.add_argument("--rounds", type=int, default=6, help="number of rounds of a workload (6)")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=3,
+        help="how often a workload is measured on raysim and on Flower's engine (3)",
+    )
     parser.add_argument("--checkout", default=".", help="a copy of Flower's repository (.)")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of a program's runs (0 1 2)"
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2],
+        help="seeds with which each program runs (0 1 2)",
     )
     parser.add_argument(
         "--data",
         help="folder of data sets, such as uoft-cs/cifar10/train.parquet and MNIST/raw; without it "
         "the programs load theirs from the internet",
     )
-    parser.add_argument("--share", type=float, default=1.0, help="of the rows in --data (1)")
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=1.0,
+        help="share of the rows of each data set in --data that the programs get (1)",
+    )
     parser.add_argument("--out", default="bench.json", help="file for the results (bench.json)")
     options = parser.parse_args()
     engine = str(user_path(options.engine).absolute())

@@ -260,7 +260,10 @@ def read_accuracy(log: str) -> float:
         history = log.rpartition("'accuracy': [")[2].partition("]")[0]
         values = re.findall(r"\(\d+,\s*([-+.\de]+)\)", history)
     if not values:
-        raise RefusedError("the program's log has no 'accuracy'. Read the log above.")
+        raise RefusedError(
+            "the measured program wrote no accuracy ('accuracy' or 'eval_acc') to its log. Read "
+            "the log above."
+        )
     return statistics.fmean(float(value) for value in values[-LAST_ROUNDS:])
 
 
@@ -270,7 +273,10 @@ def adopt_orphans() -> None:
     Ray's processes, for example, lose their parent. Raise RefusedError on another system.
     """
     if sys.platform != "linux":
-        raise RefusedError(f"{sys.platform}: the CPU time of Ray's processes needs Linux.")
+        raise RefusedError(
+            f"this system is {sys.platform}, but the CPU time of Ray's processes can be measured "
+            "only on Linux. Run this benchmark on Linux."
+        )
     ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
 
 
@@ -348,7 +354,10 @@ def wait_for_children() -> None:
             return
         if child == 0:
             time.sleep(0.1)
-    raise RefusedError(f"processes of the program still run after {END_TIMEOUT_S:g} s. End them.")
+    raise RefusedError(
+        f"the measured program has ended, but processes that it started still run "
+        f"{END_TIMEOUT_S:g} s later. End these processes, and measure again."
+    )
 
 
 def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measured:
@@ -423,8 +432,12 @@ def compare_program(
                     copy_data(data, Path(work), share)
                 measured = measure_program(command, folder, Path(work))
             results[side].append(measured)
-            print(f"{name}, seed {seed}, {side}: accuracy {measured.accuracy:.4f}, ", end="")
-            print(f"{measured.seconds:.1f} s, CPU {measured.cpu_seconds:.1f} s", flush=True)
+            print(
+                f"program {name} with seed {seed} on {side}: test accuracy "
+                f"{measured.accuracy:.4f}, wall time {measured.seconds:.1f} s, CPU time "
+                f"{measured.cpu_seconds:.1f} s",
+                flush=True,
+            )
     return results
 
 
@@ -449,5 +462,9 @@ def programs_table(results: dict[str, dict[str, list[Measured]]]) -> str:
             ours.cpu_seconds / theirs.cpu_seconds for ours, theirs in pairs
         )
         rows.append([*row, f"{time_ratio:.2f}", f"{cpu_ratio:.2f}"])
-    head = ["program", "raysim", "range", "flower", "range", "time ratio", "CPU ratio"]
-    return format_table(text_columns(head, rows), TABLE_WIDTH)
+    title = (
+        "Accuracy on raysim and on Flower's engine: mean and range over the seeds. Wall and CPU "
+        "time: raysim's time divided by that of Flower's engine, medians over the seeds."
+    )
+    head = ["program", "raysim", "range", "flower", "range", "wall time", "CPU time"]
+    return f"{title}\n{format_table(text_columns(head, rows), TABLE_WIDTH)}"

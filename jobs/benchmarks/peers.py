@@ -141,7 +141,9 @@ def time_peer(
     run_processes(command, environments)
     result = json.loads(times.read_text())
     if not result["change"] > 0.0:
-        raise RefusedError(f"{app}: the parameters did not change. It has trained nothing.")
+        raise RefusedError(
+            f"{app} has trained nothing: its parameters are unchanged. Correct this app."
+        )
     moments: list[float] = result["times"][WARM_UP_ROUNDS - 1 :]
     return statistics.median(later - earlier for earlier, later in pairwise(moments))
 
@@ -207,8 +209,8 @@ def compare(
                     seconds[simulator].append(timer())
                 texts = [f"{simulator} {values[-1]:.4f} s" for simulator, values in seconds.items()]
                 print(
-                    f"workload {name}, turn {block + 1} of {blocks}, median time of a round: "
-                    f"{', '.join(texts)}",
+                    f"workload {name}, measurement {block + 1} of {blocks}: median time of a "
+                    f"round with {', with '.join(texts)}",
                     flush=True,
                 )
         finally:
@@ -230,8 +232,12 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
             numbers = [statistics.median(theirs), statistics.median(ratios)]
             numbers += [min(ratios), max(ratios)]
             rows.append([name, simulator, *(f"{number:.3f}" for number in numbers)])
-    head = ["workload", "simulator", "s a round", "raysim / it", "lowest", "highest"]
-    return format_table(text_columns(head, rows), 100)
+    title = (
+        "Seconds per round are medians of all measurements. The ratio is raysim's seconds divided "
+        "by those of the simulator: median, lowest and highest of all measurements."
+    )
+    head = ["workload", "simulator", "s per round", "ratio", "lowest", "highest"]
+    return f"{title}\n{format_table(text_columns(head, rows), 100)}"
 
 
 def main() -> None:

@@ -104,9 +104,9 @@ def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
                     rate = pool.apply(_rate, (name, fleet, kind, seconds))
                 results.append(rate)
                 say(
-                    f"schedule {name}, fleet or selection {fleet}: the planner makes "
-                    f"{rate.events:,.0f} events per CPU second and needs "
-                    f"{rate.memory / 1e6:,.0f} MB"
+                    f"schedule {name}, fleet or selection {fleet}: the planner simulates "
+                    f"{rate.events:,.0f} events (dispatches and ends of jobs) per CPU second and "
+                    f"needs {rate.memory / 1e6:,.0f} MB of memory"
                 )
     return results
 
@@ -198,8 +198,11 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     fleets = (*FLEETS, TRACE, OORT)
     most = [max(rate.memory for rate in results if rate.fleet == fleet) for fleet in fleets]
     rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
-    title = "the planner alone: thousand events per second"
-    say(f"{title}, {CLIENTS:,} clients, {IN_FLIGHT:,} in flight")
+    say(
+        "thousands of events (dispatches and ends of jobs) that the planner simulates per CPU "
+        f"second, with {CLIENTS:,} clients and {IN_FLIGHT:,} jobs in flight. A row has a schedule, "
+        "and a column has a fleet or a selection"
+    )
     say(format_table(text_columns(("schedule", *fleets), rows), terminal_width()))
     jobs, start = whole_run(100)
     say(

@@ -173,8 +173,11 @@ def main() -> None:
     arguments = read(parser(__doc__))
     make_deterministic(1)
     results = bench_rules(arguments.blocks, print)
-    comparison = "fedavg compared with a plain loop, rules with fedavg"
-    title = f"the server's step on {num_threads()} threads: {comparison}"
+    title = (
+        f"Time of a step of the server on {num_threads()} threads. The reference of fedavg is a "
+        "weighted mean in a plain loop, that of fedld_principal is a plain sum, and that of all "
+        "other rules is fedavg"
+    )
     report(title, results, arguments.blocks, arguments.out)
 
 

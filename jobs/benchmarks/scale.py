@@ -278,7 +278,12 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Aggregatio
             if case.ray:
                 mine = cluster.connect(cluster.RayOptions()) or mine
             costs.append(measure(case, rounds))
-            say(f"{case}: {costs[-1].seconds:.3f} s per aggregation")
+            workers = "on Ray" if case.ray else "in-process"
+            say(
+                f"{case.clients:,} clients in flight, fleet={case.fleet}, workers {workers}: an "
+                f"aggregation of {case.jobs:,} updates of {costs[-1].floats:,} floats takes "
+                f"{costs[-1].seconds:.3g} s"
+            )
     finally:
         if mine:
             cluster.disconnect()
@@ -303,14 +308,15 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Aggregatio
         "fleet",
         "floats",
         "arrays",
-        "s",
+        "wall s",
         "CPU s",
-        "µs per job",
-        "GB",
+        "CPU µs per job",
+        "peak GB",
     )
     say(
-        f"the cost of an aggregation with {WORKERS} workers that do not train: times are medians "
-        f"over {rounds} aggregations, or means over {100 * rounds} aggregations of 1 job"
+        f"time and memory of the coordinator for one aggregation, with {WORKERS} workers that do "
+        "not train (2 workers if an aggregation has 1 job). Each time is the median of "
+        f"{rounds} aggregations, or the mean of {100 * rounds} if an aggregation has 1 job"
     )
     say(format_table(text_columns(head, rows), terminal_width()))
     write_json(

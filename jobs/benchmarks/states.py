@@ -218,15 +218,16 @@ def bench(
     first = checkpoints[0]
     share = 100 * first.seconds / (10 * (first.round_seconds or 1))
     say(
-        f"workload W1: a checkpoint takes {first.seconds:.3f} s (CPU {first.cpu:.3f} s). One every "
-        f"10 rounds takes {share:.2f} % of the time of these rounds"
+        f"writing a checkpoint of workload W1 takes {first.seconds:.3f} s (CPU time "
+        f"{first.cpu:.3f} s), which is {share:.2f} % of the time of 10 rounds"
     )
     for count in (*CHANGED, CLIENTS):
         cost = changed_states(CLIENTS, count, blocks)
         checkpoints.append(cost)
         say(
-            f"a checkpoint after changes of the states of {cost.what} takes {cost.seconds:.3f} s "
-            f"(CPU {cost.cpu:.3f} s) and writes {cost.states:,} bytes of states"
+            f"writing a checkpoint takes {cost.seconds:.3f} s (CPU time {cost.cpu:.3f} s) if the "
+            f"client states of {cost.what} have changed; it then has {cost.states:,} bytes of new "
+            "client states"
         )
 
     state_bytes = 4 * build_networks(stateful_run(FEW, 1, None))[1].shared
@@ -240,12 +241,13 @@ def bench(
         pairs.append((without_budget, with_budget))
         ratios.append(with_budget.cpu / without_budget.cpu)
         say(
-            f"{FEW:,} clients with a tenth of their states in memory: {ratios[-1]:.2f} times the "
-            "CPU time of a run with all states in memory"
+            f"a run of {FEW:,} clients with {SHARE:.0%} of their client states in memory: "
+            f"{ratios[-1]:.2f} times the CPU time of the same run with all of them in memory"
         )
     say(
-        f"{FEW:,} clients with a tenth of their states in memory, median of {blocks} measurements: "
-        f"{statistics.median(ratios):.2f} times the CPU time of a run with all states in memory"
+        f"median of {blocks} measurements of a run of {FEW:,} clients with {SHARE:.0%} of their "
+        f"client states in memory: {statistics.median(ratios):.2f} times the CPU time of the same "
+        "run with all of them in memory"
     )
     runs = [run for pair in pairs for run in pair]
     if clients:
@@ -253,8 +255,9 @@ def bench(
         runs.append(large)
         say(
             f"a run of {clients:,} clients with at most {BUDGET:g} GiB of client states in memory: "
-            f"{large.seconds:.3f} s per round (CPU {large.cpu:.3f} s), {large.spilled:,} bytes of "
-            f"states on disk, {large.memory:,} bytes of memory at the peak of the process"
+            f"a round takes {large.seconds:.3f} s (CPU time {large.cpu:.3f} s). At the end, "
+            f"{large.spilled:,} bytes of client states are on disk. The process used at most "
+            f"{large.memory:,} bytes of memory"
         )
     results = {
         "checkpoints": [asdict(cost) for cost in checkpoints],

@@ -713,14 +713,15 @@ def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any
     for part in options.parts:
         if not has_time():
             say(
-                f"{part}: skipped with all later parts, because the time limit (--minutes "
+                f"part {part} and all later parts are skipped, because the time limit (--minutes "
                 f"{options.minutes:g}) has passed. To measure this part, run the command again "
                 f"with --parts {part}"
             )
             break
         since = time.monotonic()
         results[part] = measurements[part]()
-        say(f"{part}: {len(results[part])} rows in {time.monotonic() - since:.0f} s")
+        seconds = time.monotonic() - since
+        say(f"part {part}: {len(results[part])} measurements took {seconds:.0f} s")
         write_json(results, path)
         write_page(results, folder)
     return results

@@ -43,6 +43,8 @@ Batches: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
 WARM_UP_ROUNDS = 3  # at the start of a block; they are not timed
 SEED = 20240
 NEVER = 10**9  # rounds between evaluations
+# The loops that raysim is compared with, in the order in which they are measured.
+LOOP_NAMES = ("the bare PyTorch loop", "the tuned loop")
 STOP = -1  # the value of `next_place` that ends the processes
 STOP_TIMEOUT_S = 10
 
@@ -385,8 +387,14 @@ def measure_workload(
             seconds += [loop.time_rounds(workload.rounds) for loop in loops]
             rows.append(seconds)
             raysim_time, *bare_times = (f"{value:.4f} s" for value in seconds)
-            text = f"raysim {raysim_time}, bare {', '.join(bare_times)} a round"
-            show(f"{name} block {block + 1}/{blocks}: {text}")
+            loops_text = " and ".join(
+                f"{seconds_text} in {loop}"
+                for loop, seconds_text in zip(LOOP_NAMES, bare_times, strict=False)
+            )
+            show(
+                f"workload {name}, measurement {block + 1} of {blocks}: a round takes "
+                f"{raysim_time} in raysim and {loops_text}"
+            )
     finally:
         for loop in loops:
             loop.close()
@@ -432,10 +440,10 @@ def main(
         results = [measure_workload(name, root, blocks, options, print) for name in names]
     finally:
         cluster.disconnect()
-    processes = f"{options.workers} processes of one thread"
     print(
-        f"seconds per round with {processes}: medians of {blocks} blocks of rounds; raysim and "
-        "the loops in plain PyTorch were measured in turns"
+        f"seconds per round with {options.workers} processes of one thread, in raysim and in loops "
+        f"of plain PyTorch (medians of {blocks} measurements). ratio: raysim's seconds divided by "
+        "those of the loop. promised: the highest ratio that raysim promises"
     )
     print(_table(results, options.floor))
     settings = {
@@ -452,9 +460,9 @@ def main(
 
 
 def _table(results: Sequence[LoopResult], has_floor: bool) -> str:
-    head = ["workload", "lanes", "raysim", "bare PyTorch", "ratio", "lowest", "highest", "promised"]
+    head = ["workload", "lanes", "raysim", "bare loop", "ratio", "lowest", "highest", "promised"]
     if has_floor:
-        head += ["floor", "ratio to it", "lowest", "highest"]
+        head += ["tuned loop", "ratio", "lowest", "highest"]
     rows = []
     for result in results:
         ratios = result.ratios

@@ -208,7 +208,7 @@ def measure_pairs(
     for block in range(blocks):
         for name, time_pair in pairs.items():
             seconds[name].append(time_pair())
-        say(f"measured all methods {block + 1} of {blocks} times")
+        say(f"measurement {block + 1} of {blocks} of all methods is finished")
 
     results = []
     for name, measured in seconds.items():
@@ -233,7 +233,9 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
         rows.append((result.method, f"{result.seconds * 1000:.1f}", *texts, promised))
     head = ("method", "ms", "ratio", "lowest", "highest", "promised")
     print(
-        f"{title}; medians of {blocks} blocks; each block measures every method and its reference"
+        f"{title}. ms: median of {blocks} measurements of this time. ratio: this time divided by "
+        "that of the reference (median, lowest and highest of the measurements). promised: the "
+        "highest ratio that raysim promises"
     )
     print(format_table(text_columns(head, rows), terminal_width()))
 
@@ -250,4 +252,8 @@ def main(out: Path, blocks: int, say: Callable[[str], None]) -> None:
     """
     make_deterministic(1)
     results = bench_steps(blocks, say)
-    report("a local step compared with FedAvg's, one thread", results, blocks, out)
+    title = (
+        "Time of a local step on one thread; for fedbss, time of all local steps of a run. The "
+        "reference is the same time of FedAvg; for fraug, it is that of FedBN"
+    )
+    report(title, results, blocks, out)
