@@ -242,7 +242,7 @@ def test_partialfed_update_is_difference_to_the_shared_model() -> None:
         assert np.array_equal(delta, watch.ended[clients[job], turns[job]].numpy() - published[job])
 
 
-def test_partialfed_frozen_models_have_the_mixed_start() -> None:
+def test_methods_see_the_mix_of_partialfed_as_the_received_model() -> None:
     seen: list[Tensor] = []
 
     class Look(Method):
@@ -285,7 +285,7 @@ class FirstGradient(Method):
             self.gradients.append(grad.clone())
 
 
-def test_partialfed_proximal_term_is_zero_at_the_mixed_start() -> None:
+def test_fedprox_term_is_zero_at_the_model_that_partialfed_mixes() -> None:
     with_term, without = FirstGradient(), FirstGradient()
     for methods in ((FedProx(10.0), with_term), (without,)):
         client = Client(PartialFed("none"), *methods, model=MLP)
@@ -360,14 +360,14 @@ def test_partialfed_policy_keeps_its_optimizer_between_jobs() -> None:
     assert int(client.state["partialfed.adam['steps']"]) == 6
 
 
-def test_partialfed_policy_gradient_of_equal_models_is_zero() -> None:
+def test_partialfed_policy_is_unchanged_if_the_two_models_are_equal() -> None:
     client = Client(PartialFed("adaptive"))
     client.train()
     ctx = client.train(client.state["partialfed.model"])
     assert not ctx.state["partialfed.logits"].any() and ctx.report["partialfed.loaded"] == 1.0
 
 
-def test_partialfed_policy_does_not_load_worse_layers() -> None:
+def test_partialfed_policy_learns_not_to_use_worse_shared_layers() -> None:
     client = Client(
         PartialFed("adaptive", policy_lr=0.1, policy_steps=40), local=replace(LOCAL, epochs=10)
     )
@@ -387,7 +387,7 @@ def test_partialfed_can_draw_loaded_layers_at_random() -> None:
     assert ended > {1.0}, "with logits of 0 noise decides"
 
 
-def test_partialfed_share_has_gradients_from_running_statistics() -> None:
+def test_partialfed_policy_gradient_includes_batchnorm_statistics() -> None:
     client = Client(PartialFed("adaptive"))
     ctx = client.train()
     ctx.base = other(client.initial)
@@ -424,7 +424,7 @@ def test_partialfed_share_has_gradients_from_running_statistics() -> None:
     )
 
 
-def test_partialfed_cost_counts_policy_steps_after_first_job() -> None:
+def test_partialfed_policy_steps_cost_samples_from_the_second_job_on() -> None:
     method = PartialFed("adaptive", policy_steps=3, policy_batch=20)
     assert method.cost(participation_facts(None, 50, 50)) == 0
     assert method.cost(participation_facts(None, 50, 50, 1)) == 60
@@ -442,7 +442,7 @@ def test_partialfed_sends_all_layers() -> None:
 # --- which model is scored --------------------------------------------------------------------
 
 
-def test_partialfed_personal_model_is_last_trained_or_shared_one() -> None:
+def test_partialfed_personal_model_is_the_last_one_the_client_trained() -> None:
     method = PartialFed("none")
     client = Client(method)
     vector, trainer = client.worker.vector, client.worker.trainer
@@ -478,7 +478,7 @@ def test_partialfed_client_without_a_job_has_the_shared_model() -> None:
     assert len(ended.failures) == 3 and ended.rows[-1]["accuracy"] is not None
 
 
-def test_partialfed_own_and_shared_models_have_own_columns() -> None:
+def test_partialfed_history_has_scores_of_personal_and_shared_models() -> None:
     row = run(run_spec(PartialFed(), model=NORMED_MLP, data=population()), rounds=4).rows[-1]
     assert (
         row["accuracy"] is not None

@@ -58,7 +58,7 @@ def bits_with(name: str, *more: Method) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", ["fedavg", *PARTNERS])
-def test_second_gradient_at_unchanged_parameters_equals_the_first(
+def test_gradient_computed_twice_at_the_same_parameters_is_equal(
     name: str,
 ) -> None:
     alone = bits_with(name)

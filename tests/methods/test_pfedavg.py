@@ -75,7 +75,7 @@ def run_without(others: tuple[Method, ...], schedule: Any) -> FinishedRun:
     ],
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_pfedavg_does_not_change_the_shared_model(
+def test_adding_pfedavg_does_not_change_the_trained_shared_model(
     mode: str, schedule: Any, others: tuple[Method, ...]
 ) -> None:
     ended = run(study(MODES[mode], *others), schedule, rounds=4)
@@ -148,7 +148,7 @@ def test_pfedavg_scores_each_clients_last_trained_model_by_default(
     assert ended.rows[-1]["accuracy"] == pytest.approx(np.mean(hits))
 
 
-def test_pfedavg_shared_model_is_scored_in_separate_columns() -> None:
+def test_pfedavg_history_has_columns_with_scores_of_the_shared_model() -> None:
     ended, plain = run(study(PFedAvg())), run(study())
     for row, reference in zip(ended.rows, plain.rows, strict=True):
         assert row["accuracy_shared"] == reference["accuracy"]
@@ -187,7 +187,7 @@ def finetuning(method: PFedAvg) -> Finetune | None:
     return declared.finetune
 
 
-def test_pfedavg_settings_become_the_fine_tuning_settings() -> None:
+def test_pfedavg_settings_choose_how_clients_are_fine_tuned() -> None:
     assert finetuning(PFedAvg()) is None
     assert finetuning(PFedAvg("finetune", 3)) == Finetune(3)
     head = PFedAvg("finetune_last", 2, head_only=True)
@@ -217,7 +217,7 @@ def test_pfedavg_improves_clients_of_few_classes() -> None:
     assert rows[0]["accuracy_finetuned"] > rows[0]["accuracy"]  # type: ignore[operator]
 
 
-def test_pfedavg_without_epochs_scores_the_shared_model() -> None:
+def test_pfedavg_with_0_fine_tuning_epochs_scores_the_shared_model() -> None:
     rows, plain = run(study(PFedAvg("finetune", 0))).rows, run(study()).rows
     assert not any("accuracy_finetuned" in row for row in rows)
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in plain]

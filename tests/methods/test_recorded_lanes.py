@@ -157,22 +157,22 @@ class TestNumbers:
         fedbr = FedBR(projection="code", pseudo_batch=4, samples_per_mean=3)
         assert_as_in_loop(study(FedSAM(0.5), fedbr, model=MLP), rounds=2)
 
-    def test_recorded_frozen_network_has_the_clients_own_layers(self) -> None:
+    def test_frozen_network_in_a_recording_has_the_clients_personal_layers(self) -> None:
         assert_as_in_loop(study(FedBN(), TABLE["fedntd"].make()), rounds=3)
 
-    def test_recorded_lanes_may_start_from_different_vectors(self) -> None:
+    def test_recorded_training_is_correct_if_lanes_start_differently(self) -> None:
         assert_as_in_loop(
             study(TABLE["partialfed"].make(), FedProx(0.5), model=TABLE["partialfed"].model),
             rounds=3,
         )
 
-    def test_recorded_lanes_may_receive_different_tensors(self) -> None:
+    def test_recorded_training_is_correct_if_lanes_receive_other_tensors(self) -> None:
         assert_as_in_loop(study(Leaning(), model=MLP), rounds=3)
 
     @pytest.mark.parametrize(
         "name", quick_and_slow([name for name in ("fedavg", *TABLE) if name != DRAWING])
     )
-    def test_recorded_steps_in_bfloat16_keep_float32_parameters(self, name: str) -> None:
+    def test_recorded_bfloat16_training_leaves_parameters_in_float32(self, name: str) -> None:
         def in_loop(precision: str) -> FinishedRun:
             return run(study(name, precision=precision, lanes=1, graph=False), rounds=2)
 
@@ -236,7 +236,9 @@ class TestBits:
         computed = run(study(name), rounds=3)
         assert not loop_of(computed).recordings and computed.bits == replayed.bits
 
-    def test_limit_on_recordings_changes_no_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_training_with_at_most_one_recording_has_the_same_bits(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         complete = run(study("moon"), rounds=3)
         monkeypatch.setattr(recorded_lanes, "MAX_RECORDINGS", 1)
         dropped = run(study("moon"), rounds=3)
@@ -266,18 +268,18 @@ class TestInputs:
         ) in owners
         assert {owner for table, owner in owners if table == "state"} == {0, 1, 2}
 
-    def test_loop_notes_which_python_values_a_step_reads(self) -> None:
+    def test_recorder_lists_the_python_values_that_a_step_reads(self) -> None:
         loop = loop_of(run(study(Ramping()), rounds=4))
         assert list(loop.reads.facts) == ["version"]
         assert_as_in_loop(study(Ramping()), rounds=4)
 
-    def test_recorded_step_reads_the_number_of_each_client(self) -> None:
+    def test_recorded_step_can_use_the_client_number_of_each_lane(self) -> None:
         assert_as_in_loop(study(Numbered()), rounds=4)
 
-    def test_recorded_steps_keep_a_value_stored_at_the_first_batch(self) -> None:
+    def test_recorded_steps_can_reuse_a_tensor_stored_in_the_first_batch(self) -> None:
         assert_as_in_loop(study(Remembering()), rounds=3)
 
-    def test_value_that_a_step_only_writes_is_no_input_of_recording(self) -> None:
+    def test_recording_has_no_input_for_a_value_that_a_step_only_writes(self) -> None:
         loop = loop_of(run(study("fedmix"), rounds=2))
         assert not [entry for entry in loop.reads.entries if entry[0] == "kept"]
 
@@ -380,7 +382,9 @@ class TestRefusals:
             run(study(Reporting()), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
-    def test_invalid_hook_in_recorded_lanes_raises_no_lanes_error(self, method: Method) -> None:
+    def test_invalid_hook_in_lanes_raises_refused_error_not_lanes_error(
+        self, method: Method
+    ) -> None:
         with pytest.raises(RefusedError, match=method.name) as refused:
             run(study(method), rounds=1)
         assert not isinstance(refused.value, LanesError)
@@ -407,7 +411,7 @@ def test_recorded_lane_that_fails_does_not_change_other_lanes(hook: str) -> None
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def test_later_stage_replaces_the_train_or_eval_mode_of_a_network() -> None:
+def test_train_or_eval_mode_of_a_stage_replaces_earlier_modes() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
     assert list(after.items()) == [
@@ -431,7 +435,7 @@ class TestUsual:
         )
         assert not recorded(asked=False, device="cuda") and recorded(asked=True)
 
-    def test_user_code_and_dropout_are_not_recorded_by_default(self) -> None:
+    def test_steps_with_user_code_or_dropout_are_not_recorded_by_default(self) -> None:
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
 

@@ -33,7 +33,7 @@ def test_diloco_fragments_cover_each_layer_once(pattern: Pattern, expected: list
     assert all(one[1] == other[0] for one, other in itertools.pairwise(places))
 
 
-def test_diloco_download_counts_fragments_since_last_job() -> None:
+def test_diloco_client_downloads_fragments_due_since_its_last_job() -> None:
     assert due_fragments(4, 5, 3) == [1]
     assert due_fragments(2, 5, 3) == [2, 0, 1]
     assert due_fragments(0, 9, 3) == [0, 1, 2]  # all, each of them once

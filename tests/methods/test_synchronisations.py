@@ -91,7 +91,7 @@ def test_steps_of_a_job_never_wait_for_the_device(name: str) -> None:
     assert most_waits(name) == {"local": 1, "fraug": 3}.get(name, 0)
 
 
-def test_step_that_waits_for_the_device_is_counted() -> None:
+def test_counter_counts_operations_that_wait_for_the_device() -> None:
     with Counter() as counter:
         assert torch.ones(1).item() == 1 and bool(torch.ones(1) > 0)
     assert len(counter.operations) == 2

@@ -76,7 +76,7 @@ def virtual_set(method: Vhl, study: RunSpec) -> tuple[Tensor, Tensor]:
     return method.inputs(server), method.labels(server)
 
 
-def test_virtual_set_depends_on_seed_and_data_only() -> None:
+def test_vhl_virtual_images_depend_only_on_the_seed_and_the_data() -> None:
     method = Vhl(**SMALL)
     first, again = (virtual_set(method, run_spec(method, model=model)) for model in (MLP, NORMED))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
@@ -110,7 +110,7 @@ def test_virtual_images_are_noise_around_the_mean_of_their_class() -> None:
     assert wide.shape == (1, 1, 4, 6)
 
 
-def test_centre_crop_of_padded_image_is_the_image() -> None:
+def test_padded_image_cropped_at_its_centre_is_unchanged() -> None:
     images = random(3, 2, 4, 5)
     middle, zeros, ones = (
         torch.full((3,), 2),
@@ -175,7 +175,7 @@ def test_vhl_extra_labels_have_separate_outputs() -> None:
     assert isinstance(extra, Doubled) and not isinstance(shared, Doubled)
 
 
-def test_vhl_score_is_the_larger_of_two_outputs_of_a_class() -> None:
+def test_vhl_model_in_eval_mode_returns_larger_of_two_outputs_per_class() -> None:
     model = Doubled(torch.nn.Identity(), 4, 4)
     with torch.no_grad():
         model.head.weight.copy_(torch.eye(4))
@@ -228,7 +228,7 @@ def test_vhl_refuses_methods_that_replace_the_model() -> None:
     [([Vhl()], 20), ([Vhl(), Mixup()], 40), ([Mixup(), Vhl()], 40), ([Vhl(**NONE)], 0)],
     ids=str,
 )
-def test_vhl_costs_one_pass_or_two_if_a_method_changes_inputs(methods: Any, samples: int) -> None:
+def test_vhl_costs_one_pass_over_its_images_or_two_with_mixup(methods: Any, samples: int) -> None:
     (vhl,) = [method for method in methods if method.name == "vhl"]
     assert vhl.cost(participation_facts(run_spec(*methods), 5, 20.0)) == samples
 

@@ -191,7 +191,7 @@ def test_network_computes_its_head_on_its_features(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_network_outputs_repeat_unless_it_is_stochastic(name: str) -> None:
+def test_only_stochastic_networks_have_outputs_that_depend_on_the_seed(name: str) -> None:
     row = TABLE[name]
     net = row.recipe.build(row.shape, row.classes, seed=3).train()
     x = torch.randn(4, *(row.light or row.shape), generator=torch.Generator().manual_seed(5))
@@ -234,7 +234,7 @@ def sequential(name: str) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", ["cnn pool 2", "mlp 64", "mlp 2700"])
-def test_benchmark_network_equals_a_plain_sequential_network(name: str) -> None:
+def test_model_of_a_benchmark_computes_the_same_as_nn_sequential(name: str) -> None:
     ours, plain = TABLE[name].recipe.build(MNIST, 10, seed=20240), sequential(name)
     assert len(list(ours.parameters())) == len(list(plain.parameters()))
     assert all(map(torch.equal, ours.parameters(), plain.parameters()))
@@ -324,7 +324,7 @@ def test_cnn_accepts_three_channels_and_32_pixels() -> None:
 
 
 @pytest.mark.parametrize("depth", [18, 50])
-def test_resnet_with_imagenet_stem_equals_that_of_torchvision(depth: int) -> None:
+def test_resnet_with_imagenet_stem_equals_the_resnet_of_torchvision(depth: int) -> None:
     import torchvision
 
     torch.manual_seed(0)
@@ -360,7 +360,7 @@ def test_vgg_initial_weights_have_the_variance_of_fan_out() -> None:
         assert not m.bias.any()
 
 
-def test_cct_initial_weights_have_deviations_of_authors_code() -> None:
+def test_cct_initial_weights_have_the_deviations_of_the_authors_code() -> None:
     net = Cct7().build(CIFAR, 100, seed=1).extractor
     convolution, position, block = net[0], net[4], net[5]
     assert convolution.weight.std().item() == pytest.approx((2 / 27) ** 0.5, rel=0.05)
@@ -444,7 +444,7 @@ def test_is_stochastic_finds_dropout_and_stochastic_depth() -> None:
         ),
     ],
 )
-def test_error_of_impossible_model_setting_names_its_key(make, key: str) -> None:  # type: ignore[no-untyped-def]
+def test_error_of_a_wrong_model_setting_contains_its_key(make, key: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=re.escape(key)):
         make()
 
@@ -506,12 +506,14 @@ CONFIGS: dict[str, ModelRecipe] = {
 }
 
 
-def test_every_model_file_is_tested() -> None:
+def test_tests_cover_every_configuration_file_of_a_model() -> None:
     assert {path.stem for path in (CONF / "model").glob("[!_]*.yaml")} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_model_option_file_has_each_setting_with_its_default(name: str, tmp_path: Path) -> None:
+def test_configuration_file_of_a_model_lists_all_settings_and_defaults(
+    name: str, tmp_path: Path
+) -> None:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 

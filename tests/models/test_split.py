@@ -59,7 +59,7 @@ def inputs() -> Tensor:
     return torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(0))
 
 
-def test_splitting_at_a_named_layer_keeps_outputs() -> None:
+def test_splitting_a_network_at_a_named_layer_does_not_change_outputs() -> None:
     net, x = Two(), inputs()
     expected = net(x)
     model = split_network(net, 5, x, head="fc")
@@ -181,7 +181,7 @@ def test_model_function_gets_shape_classes_arguments_and_seed() -> None:
     )
 
 
-def test_training_starts_from_weights_of_the_users_network() -> None:
+def test_training_starts_from_the_weights_of_a_custom_network() -> None:
     net = Two()
     model = CustomModel(net).build(SHAPE, 5, 1)
     assert isinstance(model, WholeNetwork)  # its last linear layer is another one
@@ -212,7 +212,7 @@ class Bare(ModelRecipe):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, num_classes))
 
 
-def test_network_of_a_model_class_without_a_head_is_split() -> None:
+def test_network_of_a_custom_recipe_is_split_into_features_and_head() -> None:
     rows = run(run_spec(FedDecorr(), model=Bare())).rows
     # Type: ignore[operator].
     assert not rows[-1]["failures"] and rows[-1]["loss_global"] < rows[0]["loss_global"]
@@ -232,7 +232,9 @@ def test_custom_network_learns() -> None:
         (Timm("test_resnet"), (1, 32, 32)),
     ],
 )
-def test_networks_chosen_by_name_are_split(recipe: Any, shape: tuple[int, ...]) -> None:
+def test_timm_and_torchvision_networks_with_a_linear_head_are_split(
+    recipe: Any, shape: tuple[int, ...]
+) -> None:
     model = recipe.build(shape, 4, 0)
     assert model(torch.randn(2, *shape)).shape == (2, 4) and model.is_split == (
         recipe.name != "squeezenet1_1"
@@ -249,7 +251,7 @@ def test_unknown_name_of_a_network_gets_a_suggestion() -> None:
         Timm("resnet10x").build((3, 32, 32), 4, 0)
 
 
-def test_error_of_missing_package_names_its_extra(
+def test_error_of_a_missing_package_contains_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import sys
@@ -259,7 +261,7 @@ def test_error_of_missing_package_names_its_extra(
         Timm("resnet10t").build((3, 32, 32), 4, 0)
 
 
-def test_error_of_a_renamed_class_has_its_new_name() -> None:
+def test_error_for_an_old_class_name_contains_the_new_name() -> None:
     with pytest.raises(AttributeError, match="CustomModel"):
         raysim.models.Own  # noqa: B018
     with pytest.raises(RefusedError, match="HuggingFaceModel"):
@@ -314,7 +316,7 @@ def test_layers_smaller_than_the_rank_get_no_adapter() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_adapters_leave_out_output_layer_of_a_gpt(tied: bool) -> None:
+def test_gpt_gets_adapters_in_all_layers_but_the_output_layer(tied: bool) -> None:
     recipe = Gpt(width=8, heads=2, blocks=1, tied=tied, lora=Lora(rank=2))
     model = recipe.build((5,), 11, 0, Tokens(11))
     layers = [adapter.layer.rpartition(".")[2] for adapter in find_adapters(model)]
@@ -329,7 +331,7 @@ def test_adapters_leave_out_output_layer_of_a_gpt(tied: bool) -> None:
     ("recipe", "count"),
     [(Mlp(), 1), (SmallCnn(), 1), (MnistCnn(), 4), (ResNet(18), 20), (Vgg11(), 8), (Cct7(), 28)],
 )
-def test_users_models_can_have_adapters(recipe: ModelRecipe, count: int) -> None:
+def test_built_in_networks_can_have_adapters(recipe: ModelRecipe, count: int) -> None:
     shape = (3, 32, 32)
     plain, adapted = (replace(recipe, lora=Lora(rank)).build(shape, 4, 0).eval() for rank in (0, 2))
     adapters = find_adapters(adapted)
@@ -341,7 +343,7 @@ def test_users_models_can_have_adapters(recipe: ModelRecipe, count: int) -> None
     assert torch.equal(plain(x), adapted(x))  # B starts at 0
 
 
-def test_adapters_are_found_in_users_peft_network() -> None:
+def test_adapters_of_a_custom_peft_network_are_found() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 4))
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["1"]), net)
     model = CustomModel(net, head="3").build((1, 8, 8), 4, 0)

@@ -87,7 +87,7 @@ def test_layer_stored_in_few_bits_equals_a_rounded_layer(
     assert "weight" not in vars(kept.layer)  # nothing is left of the decoded weight
 
 
-def test_four_bit_levels_are_quantiles_of_the_normal() -> None:
+def test_four_bit_levels_are_quantiles_of_the_normal_distribution() -> None:
     """Compute the levels by the paper's Equation 4.
 
     As in the released code, the largest quantile is that of 1 - (1/32 + 1/30) / 2, as that of 1 is
@@ -101,7 +101,7 @@ def test_four_bit_levels_are_quantiles_of_the_normal() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 129])
-def test_four_bit_weight_takes_nine_sixteenths_of_a_byte(size: int) -> None:
+def test_four_bit_weight_needs_36_bytes_for_64_values(size: int) -> None:
     weight = FourBitWeight(torch.zeros(size))
     blocks = -(-size // 64)
     assert sum(p.numel() * p.element_size() for p in weight.parameters()) == 36 * blocks
@@ -135,7 +135,7 @@ def test_backward_pass_decodes_the_stored_weight_again(
 
 
 @pytest.mark.parametrize("kind", [HalfWeight, FourBitWeight])
-def test_layer_stored_in_few_bits_equals_rounded_one_in_autocast(
+def test_layer_stored_in_few_bits_equals_a_rounded_layer_in_autocast(
     kind: type[HalfWeight | FourBitWeight],
 ) -> None:
     layer, inputs = nn.Linear(7, 5).requires_grad_(False), torch.randn(3, 7)
@@ -144,7 +144,7 @@ def test_layer_stored_in_few_bits_equals_rounded_one_in_autocast(
         assert torch.equal(kept(inputs), rounded(layer, kind)(inputs))
 
 
-def test_bfloat16_weight_is_decoded_without_a_copy() -> None:
+def test_decoding_a_bfloat16_weight_to_bfloat16_copies_nothing() -> None:
     weight = HalfWeight(torch.randn(3, 4))
     assert weight.decode(torch.bfloat16).data_ptr() == weight.bits.data_ptr()
 

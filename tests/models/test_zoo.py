@@ -155,7 +155,7 @@ def messages() -> Iterator[list[str]]:
     logging.getLogger("transformers").removeHandler(handler)
 
 
-def test_pretrained_weights_that_are_missing_are_named(
+def test_warning_lists_weights_that_the_pretrained_model_lacks(
     tmp_path: Path, messages: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = HuggingFaceModel("gpt2", options=GPT2, task="causal").build((5,), 7, 0, Tokens(7))
@@ -177,7 +177,7 @@ def test_tokens_beyond_learned_positions_are_refused() -> None:
         HuggingFaceModel("gpt2", options=GPT2, task="causal").build((20,), 7, 0, Tokens(7))
 
 
-def test_run_with_unsaved_buffers_writes_samples(tmp_path: Path) -> None:
+def test_model_with_non_persistent_buffers_trains_and_generates_text(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     options = "hidden_size:8,intermediate_size:16,num_hidden_layers:1,num_attention_heads:2"
     overrides = ["data=markov", "data.users=2", "data.samples=8", "data.kind=causal"]

@@ -34,7 +34,7 @@ RANGES: list[tuple[Callable[[float], float], list[float], list[float], str]] = [
 
 
 @pytest.mark.parametrize(("check", "good", "bad", "words"), RANGES, ids=[row[3] for row in RANGES])
-def test_range_check_returns_valid_and_refuses_invalid_numbers(
+def test_range_check_returns_valid_numbers_and_refuses_others(
     check: Callable[[float], float], good: list[float], bad: list[float], words: str
 ) -> None:
     assert [check(value) for value in good] == good
@@ -86,7 +86,7 @@ def test_number_check_compares_huge_integers_exactly() -> None:
         between("share", 10**400, 0, 1)
 
 
-def test_error_of_unknown_choice_lists_choices_and_nearest() -> None:
+def test_error_of_an_unknown_choice_lists_choices_and_suggests_one() -> None:
     assert one_of("kind", "cosine", ("cosine", "linear")) == "cosine"
     for value, end in (("cosin", "; did you mean 'cosine'?"), ("zzz", "")):
         with pytest.raises(ValueError) as refused:
@@ -99,7 +99,7 @@ def test_error_of_unknown_choice_lists_choices_and_nearest() -> None:
         one_of("depth", 34, (18, 50))
 
 
-def test_first_line_of_error_from_another_process_is_its_cause() -> None:
+def test_first_line_of_a_remote_error_is_the_first_line_of_its_cause() -> None:
     assert first_line(ValueError("\n one\ntwo")) == "one"
     assert first_line(KeyError()) == "KeyError"
     crossed: Any = RuntimeError("a traceback\nof the other side")
@@ -107,7 +107,7 @@ def test_first_line_of_error_from_another_process_is_its_cause() -> None:
     assert first_line(crossed) == "what happened"
 
 
-def test_only_value_error_becomes_refused_error() -> None:
+def test_errors_as_refusals_converts_value_error_only() -> None:
     with pytest.raises(RefusedError, match=r"^one two$"), errors_as_refusals():
         raise ValueError("one\n  two")
     with pytest.raises(ZeroDivisionError), errors_as_refusals():

@@ -26,14 +26,14 @@ def git(*words: str) -> str:
     return subprocess.run(named, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_git_commit_of_a_submitted_job_is_read_from_a_variable(
+def test_git_commit_of_a_submitted_run_comes_from_environment_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(SOURCE, '{"commit": "abc", "dirty": "true"}')
     assert source_commit() == {"commit": "abc", "dirty": "true"}
 
 
-def test_git_commit_and_uncommitted_changes_are_recorded() -> None:
+def test_git_commit_and_uncommitted_changes_are_in_the_source_tags() -> None:
     git("init", "-q")
     Path("a.py").write_text("1\n")
     git("add", "a.py")
@@ -50,6 +50,6 @@ def test_git_commit_and_uncommitted_changes_are_recorded() -> None:
     assert source_tags()["mlflow.source.git.dirty"] == "true"
 
 
-def test_commit_outside_git_is_empty() -> None:
+def test_folder_outside_git_has_no_commit() -> None:
     assert source_commit() == {}
     assert not any("git" in key for key in source_tags())

@@ -71,6 +71,6 @@ def test_short_wait_for_a_lock_is_not_reported(
     assert capsys.readouterr().err == ""
 
 
-def test_path_outside_utf_8_is_refused() -> None:
+def test_path_that_is_not_valid_utf_8_is_refused() -> None:
     with pytest.raises(RefusedError, match="UTF-8"):
         user_path("runs/\udcff")

@@ -58,13 +58,13 @@ def test_stacks_of_a_blocked_process_name_its_function() -> None:
     assert read_stacks(source) == ""
 
 
-def test_process_without_a_stack_file_gets_no_signal() -> None:
+def test_read_stacks_sends_no_signal_to_a_process_without_stack_file() -> None:
     with open(os.devnull) as file:
         assert read_stacks(StackSource(os.getpid(), file.fileno())) == ""
     assert read_stacks(None) == ""
 
 
-def test_signal_writes_the_stacks_of_a_run(tmp_path: Path) -> None:
+def test_process_writes_its_stacks_when_it_receives_sigusr1(tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGUSR1)
     with stacks_on_signal(tmp_path, "driver"):
         pass
@@ -72,7 +72,7 @@ def test_signal_writes_the_stacks_of_a_run(tmp_path: Path) -> None:
     with stacks_on_signal(tmp_path, "driver"):
         os.kill(os.getpid(), signal.SIGUSR1)
     text = (tmp_path / "stacks" / "driver.txt").read_text()
-    assert "test_signal_writes_the_stacks_of_a_run" in text
+    assert "test_process_writes_its_stacks_when_it_receives_sigusr1" in text
     assert signal.getsignal(signal.SIGUSR1) == handler
 
 

@@ -64,7 +64,7 @@ SEEDERS = {
 }
 
 
-def test_random_stream_is_equal_in_all_processes() -> None:
+def test_random_stream_has_the_same_numbers_in_all_processes() -> None:
     # Python's own hash of a string would differ from one process to the next.
     assert stream(0, "cohort", 3).integers(1000, size=4).tolist() == [57, 924, 209, 607]
     assert torch_seed(0, "torch", 1, 2) == 8558902436788059806

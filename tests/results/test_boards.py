@@ -80,7 +80,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: sorted(values.items()) for tag, values in found.items()}
 
 
-def test_tensorboard_has_finite_numbers_of_rounds_and_scores(tmp_path: Path) -> None:
+def test_tensorboard_stores_only_finite_numbers_of_each_round(tmp_path: Path) -> None:
     observer = TensorBoard()
     observer.on_finish(follow(observer, tmp_path / "run", 1, 3), END)
     found = scalars(tmp_path / "run/tensorboard")
@@ -105,7 +105,7 @@ def test_tensorboard_can_write_to_another_folder(tmp_path: Path) -> None:
     assert (tmp_path / "all/run").is_dir() and not (tmp_path / "run/tensorboard").exists()
 
 
-def test_wandb_keeps_a_run_offline_under_one_id(
+def test_resumed_offline_run_of_wandb_has_the_same_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")

@@ -37,7 +37,7 @@ TINY = [
 ]
 
 
-def test_run_stores_split_and_last_client_scores(tmp_path: Path) -> None:
+def test_run_folder_has_the_split_and_the_last_score_of_each_client(tmp_path: Path) -> None:
     class Last(Observer):
         def on_round(self, run: object, event: object) -> None:
             self.scores = event.scores  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def test_written_split_is_read_back_unchanged(tmp_path: Path) -> None:
     )
 
 
-def test_missing_tables_of_clients_are_read_as_none(tmp_path: Path) -> None:
+def test_read_split_and_read_clients_return_none_without_files(tmp_path: Path) -> None:
     assert read_split(tmp_path) is None and read_clients(tmp_path) is None
 
 

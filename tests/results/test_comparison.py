@@ -57,7 +57,7 @@ def study(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_significant_settings_are_marked(study: Path) -> None:
+def test_report_marks_settings_that_differ_significantly_from_the_first(study: Path) -> None:
     table = raysim.report(study, order="fedavgm,moon").results.set_index("setting")
     assert list(table.index) == ["fedavgm", "moon", "fedprox"]
     assert table["final"].tolist() == pytest.approx(
@@ -154,7 +154,7 @@ def test_percent_applies_to_thresholds_and_chosen_columns(study: Path) -> None:
         raysim.report(study, percent=True, columns=columns)
 
 
-def test_cost_of_a_score_counts_rounds_until_it_is_first_reached(study: Path) -> None:
+def test_costs_are_counted_until_a_threshold_is_first_reached(study: Path) -> None:
     table = raysim.report(study, thresholds=[0.5], order="fedavgm").thresholds.set_index("setting")
     row = table.loc["fedprox"]
     # 0.8 * 0.7 is above 0.5, so each seed needs two rounds of 2,000 floats of four bytes.
@@ -164,7 +164,7 @@ def test_cost_of_a_score_counts_rounds_until_it_is_first_reached(study: Path) ->
     assert table.loc["fedavgm", "rounds"] == 3
 
 
-def test_costs_are_compared_on_the_same_data_only(tmp_path: Path) -> None:
+def test_best_cost_is_marked_among_settings_with_the_same_data(tmp_path: Path) -> None:
     for method, final in {"fedavgm": 0.7, "fedprox": 1.0}.items():
         for alpha in (0.1, 1.0):
             for seed in range(3):
@@ -180,7 +180,7 @@ def test_costs_are_compared_on_the_same_data_only(tmp_path: Path) -> None:
     assert [re.findall(r"fedprox, alpha=([\d.]+)", line) for line in best] == [["1.0"], ["0.1"]]
 
 
-def test_named_setting_is_followed_by_those_with_the_same_data(tmp_path: Path) -> None:
+def test_order_lists_settings_with_the_same_data_together(tmp_path: Path) -> None:
     for method in ("fedavgm", "fedprox", "moon"):
         for alpha in (0.1, 1.0):
             folder = save(tmp_path / f"{method}-{alpha}", method, 0, 0.5 + alpha / 10)
@@ -194,13 +194,13 @@ def test_named_setting_is_followed_by_those_with_the_same_data(tmp_path: Path) -
     assert report.groups[0].label == "moon-0.1" and report.groups[3].label == "moon-1.0"
 
 
-def test_cost_is_never_best_if_a_seed_misses_the_score(study: Path) -> None:
+def test_cost_is_not_marked_best_if_a_seed_misses_the_threshold(study: Path) -> None:
     save(study / "runs" / "fedprox-4", "fedprox", 4, 0.4)
     text = raysim.report(study, thresholds=[0.5]).latex_thresholds()
     assert "4 of 5" in text and "textbf" not in text
 
 
-def test_columns_are_chosen_by_key_or_title(study: Path) -> None:
+def test_report_columns_can_be_chosen_by_key_or_title(study: Path) -> None:
     report = raysim.report(study, columns=["final", "rounds_to.0.50", "train_loss", "wall"])
     assert [name for name in report.results if not name.endswith(("_std", "_mark"))] == [
         "setting",
@@ -226,7 +226,7 @@ def test_labels_of_settings_may_have_commas(text: str, labels: dict[str, str]) -
     assert comparison.parse_labels(text, ["fedavg", "moon", "a=1, b=2"]) == labels
 
 
-def test_order_accepts_names_of_settings_that_contain_commas() -> None:
+def test_order_flag_accepts_setting_names_that_contain_commas() -> None:
     known = ["a=1, b=2", "fedavg", "a=1"]
     assert comparison.parse_order("fedavg,a=1, b=2,a=1", known) == ["fedavg", "a=1, b=2", "a=1"]
 
@@ -242,7 +242,7 @@ def test_order_accepts_names_of_settings_that_contain_commas() -> None:
         ({"width": 0.0}, "--width"),
     ],
 )
-def test_error_of_wrong_choice_names_its_flag(
+def test_error_of_a_wrong_report_argument_contains_its_flag(
     choice: dict[str, object], key: str, study: Path
 ) -> None:
     with pytest.raises(RefusedError, match=key):
@@ -340,13 +340,13 @@ def test_labels_of_close_lines_are_spread_around_their_mean(
     assert print_figures.spread(places, 0.1) == pytest.approx(moved)
 
 
-def test_unknown_format_of_a_figure_is_refused(study: Path, tmp_path: Path) -> None:
+def test_report_refuses_an_unknown_format_of_its_figures(study: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="--format"):
         raysim.report(study).write(tmp_path / "paper", ["eps"])
     assert not (tmp_path / "paper").exists()
 
 
-def test_mean_is_never_best_if_a_seed_misses_the_score(study: Path) -> None:
+def test_mean_is_not_marked_best_if_a_seed_misses_the_threshold(study: Path) -> None:
     rounds = {"fedavgm": [3, 3, 3, 3], "moon": [1, 1, None, None]}
     for method, seed in itertools.product(rounds, range(4)):
         path = study / "runs" / f"{method}-{seed}" / "summary.json"
@@ -365,7 +365,7 @@ def test_unknown_value_of_flag_bold_is_refused(study: Path) -> None:
         raysim.report(study, bold="bset")
 
 
-def test_every_metric_has_a_figure(tmp_path: Path) -> None:
+def test_report_draws_a_curve_figure_for_every_metric(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", "fedprox", 0, 0.7)
     rows = read_history(folder / "history.parquet")
     for row in rows:

@@ -26,7 +26,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
         ([0.5, math.nan, math.inf], 1.0),
     ],
 )
-def test_run_is_drawn_with_missing_values(
+def test_figures_of_a_run_with_missing_values_are_drawn(
     tmp_path: Path, scores: list[float | None], virtual: float
 ) -> None:
     paths = curves.draw_run(history(scores, virtual), tmp_path, "a $title_ with <odd> signs")
@@ -61,7 +61,7 @@ def test_long_history_is_thinned_and_keeps_its_ends() -> None:
 
 
 @pytest.mark.pictures
-def test_panels_leave_out_unused_axes_and_use_colours_of_the_page() -> None:
+def test_panels_leave_out_axes_without_values_and_use_page_colours() -> None:
     drawn = curves.panels(
         [curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy"
     )
@@ -91,7 +91,7 @@ def test_panels_leave_out_unused_axes_and_use_colours_of_the_page() -> None:
         ),
     ],
 )
-def test_cost_is_an_axis_if_runs_need_different_amounts_per_round(
+def test_curves_have_an_axis_for_a_cost_that_differs_between_runs(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
     """A cost has an axis if two runs need clearly different amounts of it for the same round.
@@ -111,7 +111,7 @@ def test_cost_is_an_axis_if_runs_need_different_amounts_per_round(
     assert [axis for axis, _, says in drawn if says] == ["round", *more]
 
 
-def test_curves_without_a_common_round_are_drawn_on_all_axes() -> None:
+def test_curves_without_common_rounds_are_drawn_over_rounds_and_costs() -> None:
     each = [history([0.5, None]), history([None, 0.5])]
     drawn = curves.panels(
         [curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy"
@@ -152,7 +152,7 @@ def limits(
     return seen[: 4 if len(scores) > 2 else 2]
 
 
-def test_axis_of_shares_is_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_y_axis_of_an_accuracy_stays_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
     far = [[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     for name in ("accuracy", "accuracy worst", "f1 global"):
         assert limits(name, far, monkeypatch) == [0.0, 1.0, 0.0, 1.0]
@@ -166,7 +166,7 @@ def test_axis_of_shares_is_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0.4 < low < 0.5 and 0.6 < high < 0.7
 
 
-def test_missing_values_of_a_cost_are_drawn_at_0() -> None:
+def test_curve_draws_missing_values_of_a_cost_at_0() -> None:
     rows = [
         row | {"virtual_seconds": value}
         for row, value in zip(history([0.5] * 3), (math.nan, None, 2), strict=True)

@@ -45,7 +45,7 @@ def test_features_figure_accepts_any_number_and_size_of_features(
     assert size(tmp_path / "features.png") == (1560, 897)
 
 
-def test_features_figure_shows_clients_of_the_commonest_base_version() -> None:
+def test_features_figure_shows_only_clients_of_the_commonest_version() -> None:
     probes = [
         make(0, 9),
         make(1, 4),
@@ -88,7 +88,7 @@ def test_outputs_figure_shows_up_to_six_clients(
     assert size(tmp_path / "outputs.png") == pixels
 
 
-def test_outputs_figure_is_drawn_if_no_class_is_missing(tmp_path: Path) -> None:
+def test_outputs_figure_is_drawn_if_clients_have_seen_all_classes(tmp_path: Path) -> None:
     figures.draw_outputs([make(seen=3)], tmp_path / "outputs.png", "outputs")
     assert size(tmp_path / "outputs.png") == (910, 390)
 
@@ -103,7 +103,7 @@ def test_axis_of_outputs_figure_fits_the_largest_bar() -> None:
     assert panels[0].get_ylim()[0] == 0
 
 
-def test_bias_figure_is_drawn_if_some_rounds_have_no_probes(tmp_path: Path) -> None:
+def test_bias_figure_is_drawn_even_if_some_rounds_have_no_probes(tmp_path: Path) -> None:
     probed = summarise_probes([make(0), make(1)])
     everything_seen = summarise_probes([make(seen=3)])
     rows: list[Row] = [
@@ -123,7 +123,7 @@ def test_history_without_probes_draws_no_bias(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_figures_of_reports_domains_and_losses_need_their_columns(tmp_path: Path) -> None:
+def test_figures_are_drawn_only_if_the_history_has_their_columns(tmp_path: Path) -> None:
     rows: list[Row] = [
         {
             "round": number,
@@ -149,7 +149,7 @@ def test_figures_of_reports_domains_and_losses_need_their_columns(tmp_path: Path
         assert size(tmp_path / f"{name}.png")[0] > 500
 
 
-def test_domain_curves_have_40_different_lines(
+def test_figure_of_40_domains_draws_40_distinguishable_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.axes import Axes

@@ -108,7 +108,7 @@ def test_error_names_broken_history_file(tmp_path: Path) -> None:
         metrics.read_history(tmp_path / "h.parquet")
 
 
-def test_mean_of_best_rounds_ignores_rounds_without_evaluation() -> None:
+def test_mean_of_best_rounds_ignores_rounds_without_a_score() -> None:
     assert metrics.best_mean([0.5, None, 0.25, 1.0, math.nan], k=2) == 0.75
     assert metrics.best_mean([0.5, None], k=5) == 0.5
     assert metrics.best_mean([None]) is None

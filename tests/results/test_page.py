@@ -50,7 +50,7 @@ def section(text: str, title: str) -> str:
     return re.split(r"<h2", text.partition(f">{title}</h2>")[2])[0]
 
 
-def test_page_escapes_markup_and_loads_nothing(tmp_path: Path) -> None:
+def test_page_escapes_markup_and_loads_no_external_files(tmp_path: Path) -> None:
     config = json.dumps(
         {"method": {EVIL: {"mu": EVIL}}, "data": f"'\"><img src=x onerror={EVIL}>", "note": EVIL}
     )
@@ -107,7 +107,7 @@ def test_page_explains_the_deviation_after_numbers(tmp_path: Path) -> None:
     assert "One seed of each setting, so no deviation can be given" in section(alone, "Results")
 
 
-def test_page_lists_differing_keys(tmp_path: Path) -> None:
+def test_page_lists_configuration_keys_that_differ_between_runs(tmp_path: Path) -> None:
     runs = [
         make(tmp_path / f"r{n}", [0.5], f"{{method: {{}}, local: {{lr: {lr}, batch: 4}}}}")
         for n, lr in enumerate((1, 2, 2))
@@ -130,7 +130,7 @@ def test_rerun_commands_have_different_folders(tmp_path: Path) -> None:
     ) == ["out=again"]
 
 
-def test_page_shortens_checksums(tmp_path: Path) -> None:
+def test_page_shows_the_first_12_characters_of_a_checksum(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5])
     run.summary.update(model_sha256="0123456789abcdef" * 4)
     text = section(written([run], tmp_path), "How to repeat it")
@@ -147,7 +147,7 @@ def test_page_shows_no_checksum_of_an_empty_state(tmp_path: Path) -> None:
     assert "0123456789ab</td>" in text and "e3b0c442" not in text
 
 
-def test_page_allows_line_break_before_a_deviation(tmp_path: Path) -> None:
+def test_page_allows_a_line_break_only_before_the_plus_minus_sign(tmp_path: Path) -> None:
     """The line may break between a mean and "±", but not between "±" and the deviation.
 
     Without the break before "±", the last columns of a study's results would not fit on the page.
@@ -204,7 +204,7 @@ def test_page_shows_a_shared_split_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_page_draws_client_sizes_unless_they_are_equal(tmp_path: Path) -> None:
+def test_page_draws_client_sizes_only_if_they_differ(tmp_path: Path) -> None:
     def drawn(name: str, sizes: list[int]) -> str:
         run = make(tmp_path / name, [0.5])
         clients = np.arange(len(sizes))
@@ -266,7 +266,7 @@ def test_page_shows_timelines_with_events(tmp_path: Path) -> None:
     assert "late: clients, fleet and workers" in text and "even: clients" not in text
 
 
-def test_page_folds_axes_on_which_runs_do_not_differ(tmp_path: Path) -> None:
+def test_page_collapses_curves_over_costs_that_are_equal_in_all_runs(tmp_path: Path) -> None:
     runs = [
         make(tmp_path / name, [0.5, score], f"workers: {score}")
         for name, score in (("a", 0.6), ("b", 0.7))
@@ -333,7 +333,7 @@ def test_legend_shows_dashes_once_colours_repeat(count: int, lines: int, tmp_pat
     assert dashes[:9] == (["", "", "", "", "", "", "", "", "5 3"] if lines else [])
 
 
-def test_deviation_and_its_unit_stay_on_one_line(tmp_path: Path) -> None:
+def test_page_has_no_line_break_between_a_deviation_and_its_unit(tmp_path: Path) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.6])
     runs = [replace(run, summary=run.summary | {"virtual_seconds": 3.0}) for run in runs]
     assert "3.00 ±\u00a00.00\u00a0s" in written(runs, tmp_path)

@@ -33,7 +33,9 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Spans, list[float]]
     yield found, clock
 
 
-def test_profile_counts_time_for_the_innermost_span(spans: tuple[Spans, list[float]]) -> None:
+def test_profile_adds_time_only_to_the_innermost_open_span(
+    spans: tuple[Spans, list[float]],
+) -> None:
     found, clock = spans
     with found.span("train", "other"):
         clock[0] = 1.0
@@ -60,7 +62,9 @@ def test_profile_counts_time_between_calls_as_waiting() -> None:
 
 @pytest.mark.pictures
 @pytest.mark.parametrize("recorded", [False, True])
-def test_profile_has_all_wall_time_and_changes_no_bit(recorded: bool, tmp_path: Path) -> None:
+def test_times_of_a_profile_sum_to_wall_time_and_bits_are_unchanged(
+    recorded: bool, tmp_path: Path
+) -> None:
     asked = run_spec(Scaffold(), lanes=3 if recorded else 1, graph=recorded)
     timed = replace(asked, profile=True)
     *_, result, finished = coordinate(timed, runtime=several_workers(timed, 2)).run()

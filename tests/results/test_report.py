@@ -68,14 +68,14 @@ def table(runs: list[stored_runs.Run]) -> str:
     return report.comparison_table(report.group_by_setting(runs))
 
 
-def test_run_is_read_from_its_folder(tmp_path: Path) -> None:
+def test_load_run_reads_history_configuration_and_summary(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5, None, 0.75], "method: {fedprox: {mu: 0.1}}")
     assert (run.name, len(run.rows), run.finished) == ("one", 3, True)
     assert run.config == {"method": {"fedprox": {"mu": 0.1}}}
     assert run.summary["best5_mean"] == 0.625
 
 
-def test_report_has_column_of_unseen_clients(tmp_path: Path) -> None:
+def test_report_table_has_a_column_for_scores_of_unseen_clients(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5, 0.75])
     assert "unseen" not in table([run])
     rows: Rows = [row | {"accuracy_unseen": 0.4321} for row in history([0.5, 0.75])]
@@ -130,7 +130,7 @@ def test_labels_of_runs_with_equal_folder_names_list_differences(tmp_path: Path)
     assert labels == ["lr=0.1", "lr=0.2", "other"]
 
 
-def test_labels_leave_out_settings_that_methods_imply(tmp_path: Path) -> None:
+def test_run_labels_leave_out_settings_that_follow_from_the_method(tmp_path: Path) -> None:
     runs = []
     for method, weighting in {"fedprox": "samples", "scaffold": "uniform"}.items():
         for alpha in (0.1, 0.5):
@@ -147,7 +147,7 @@ def test_labels_leave_out_settings_that_methods_imply(tmp_path: Path) -> None:
     ]
 
 
-def test_short_names_of_keys_are_unique() -> None:
+def test_short_names_of_configuration_keys_are_unique() -> None:
     keys = ["method.fedbr.lam", "method.fedprox.mu", "method.fedbr.mu", "method"]
     assert stored_runs.short_names(keys) == ["lam", "fedprox.mu", "fedbr.mu", "method"]
 
@@ -158,7 +158,7 @@ def test_labels_of_settings_list_methods_before_parameters(tmp_path: Path) -> No
     assert stored_runs.run_labels([plain, prox]) == ["fedavg", "fedprox"]
 
 
-def test_labels_of_equal_runs_are_their_folders(tmp_path: Path) -> None:
+def test_labels_of_runs_with_equal_settings_contain_their_folders(tmp_path: Path) -> None:
     runs = [make(tmp_path / place / "run", [0.5]) for place in "ab"]
     assert stored_runs.run_labels(runs) == [f"run ({tmp_path / place / 'run'})" for place in "ab"]
 
@@ -174,7 +174,7 @@ def test_labels_of_equal_runs_are_their_folders(tmp_path: Path) -> None:
         (None, "–"),
     ],
 )
-def test_chosen_option_is_read_from_old_and_new_configurations(value: object, name: str) -> None:
+def test_option_name_is_read_from_old_and_new_configuration_files(value: object, name: str) -> None:
     assert stored_runs.chosen_option({"data": value}, "data") == name
     config = {"data": value, "choices": {"data": "mnist"}}
     assert stored_runs.chosen_option(config, "data") == "mnist"
@@ -198,7 +198,7 @@ def test_table_explains_the_deviation_after_numbers(tmp_path: Path) -> None:
     assert note not in table([make(tmp_path / "none", [None])])
 
 
-def test_labels_leave_out_defaults_of_the_runtime(tmp_path: Path) -> None:
+def test_settings_that_distinguish_runs_leave_out_runtime_defaults(tmp_path: Path) -> None:
     def runtime(name: str, more: str = "") -> stored_runs.Run:
         config = f"{{choices: {{runtime: {name}}}, runtime: {{name: {name}, threads: 1{more}}}}}"
         return make(tmp_path / f"{name}{len(list(tmp_path.iterdir()))}", [0.5], config)
@@ -282,7 +282,7 @@ def test_table_has_one_row_per_setting(tmp_path: Path) -> None:
     ]
 
 
-def test_table_marks_no_best_of_equal_or_single_values(tmp_path: Path) -> None:
+def test_table_marks_no_best_value_if_values_are_equal_or_single(tmp_path: Path) -> None:
     twin = [make(tmp_path / name, [0.5]) for name in ("a", "b")]
     assert "*" not in table(twin)
     assert "*" not in table(twin[:1])
@@ -299,7 +299,7 @@ ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
 
 
 @pytest.mark.parametrize("odd", range(len(ODD)))
-def test_summary_with_a_wrong_value_raises_only_value_errors(odd: int, tmp_path: Path) -> None:
+def test_wrong_value_in_a_summary_raises_no_error_but_value_error(odd: int, tmp_path: Path) -> None:
     make(tmp_path / "one", [0.5, 0.75])
     good = json.loads((tmp_path / "one/summary.json").read_text())
     for key in good:
@@ -351,7 +351,7 @@ def test_runs_with_different_losses_are_different_settings(tmp_path: Path) -> No
     assert stored_runs.differing_settings(runs)["loss"] == ["–", "mine"]
 
 
-def test_threshold_column_counts_seeds_that_reached_it(tmp_path: Path) -> None:
+def test_threshold_column_counts_seeds_that_reach_the_threshold(tmp_path: Path) -> None:
     columns = {
         c.title: c
         for c in report.result_columns(
@@ -399,7 +399,7 @@ def test_deviation_has_unit_and_digits_of_its_mean(
     ] == [text]
 
 
-def test_best_value_is_marked_for_virtual_but_not_wall_time(tmp_path: Path) -> None:
+def test_table_marks_the_best_virtual_time_but_no_best_wall_time(tmp_path: Path) -> None:
     runs = [make(tmp_path / name, [0.5, score]) for name, score in (("a", 0.5), ("b", 0.75))]
     runs[0].summary.update(virtual_seconds=1.0, wall_seconds=1.0)
     best = {

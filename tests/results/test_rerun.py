@@ -8,7 +8,7 @@ from pathlib import Path
 from raysim.results.rerun import rerun_command
 
 
-def test_rerun_command_allows_each_user_package_once() -> None:
+def test_rerun_command_has_one_allow_flag_for_each_user_package() -> None:
     config = {
         "method": [
             {"_target_": "raysim.methods.fedprox.FedProx"},

@@ -8,13 +8,13 @@ import pytest
 from raysim.results.significance import compare_pairs, holm_correction, mean_deviation
 
 
-def test_standard_deviation_divides_by_count_minus_one() -> None:
+def test_standard_deviation_of_n_values_divides_by_n_minus_1() -> None:
     assert mean_deviation([1.0, 2.0, 3.0]) == (2.0, 1.0)
     assert mean_deviation([1.0]) == (1.0, None)
     assert mean_deviation([]) == (None, None)
 
 
-def test_three_pairs_give_interval_and_p_of_student() -> None:
+def test_three_pairs_get_interval_and_p_value_of_students_t_test() -> None:
     found = compare_pairs([1.1, 1.2, 1.3], [0.1, -0.8, -1.7])  # differences 1, 2, 3
     assert (found.pairs, found.note) == (3, "")
     assert found.mean == pytest.approx(2.0)

@@ -50,7 +50,7 @@ def test_column_wider_than_the_terminal_is_not_cut() -> None:
         ([0.5, 0.7, 0.9, 0.9], [0.01] * 4, ["a", "a", "b", "b"], 1, {1}),
     ],
 )
-def test_best_value_is_marked_if_the_difference_is_clear(
+def test_table_marks_the_best_value_if_it_is_clearly_best(
     scores: list[float | None],
     deviations: list[float | None] | None,
     groups: list[str] | None,
@@ -77,7 +77,7 @@ def test_csv_keeps_all_digits_and_writes_integers_without_a_point() -> None:
     assert lines == ['"a, b",5,0.6666666666666666,,', "c,,,1,True"]
 
 
-def test_text_rows_are_converted_to_columns_of_a_table() -> None:
+def test_rows_of_text_are_converted_to_table_columns() -> None:
     label, count = text_columns(("method", "ms"), [("fedavg", "1.5"), ("fedbr", "20")])
     assert (label.title, label.texts, count.texts) == ("method", ["fedavg", "fedbr"], ["1.5", "20"])
     assert format_table([label, count]).splitlines()[-1] == "fedbr    20"
@@ -96,7 +96,7 @@ def test_latex_special_characters_are_escaped() -> None:
 
 
 @pytest.mark.parametrize("sign", ["[", "*"])
-def test_latex_row_cannot_start_with_an_argument(sign: str) -> None:
+def test_first_cell_of_a_latex_row_is_never_read_as_an_argument(sign: str) -> None:
     text = to_latex([Column("", [f"{sign}1]", "x"]), Column("score", ["1", "2"], [1.0, 2.0])])
     assert f"\\midrule\n{{{sign}}}1] & 1" in text  # not an argument of `\midrule` or `\\`
 
@@ -108,7 +108,7 @@ def test_latex_has_commands_in_place_of_greek_letters() -> None:
     assert r"FedProx ($\mu$ = 0.1, $\beta$ $\to$ 1)" in text
 
 
-def test_bold_best_marks_the_best_value_even_with_a_small_lead() -> None:
+def test_bold_best_marks_the_best_value_even_if_it_is_not_clearly_best() -> None:
     deviations = [0.1, 0.1, 0.1]
     column = Column("score", ["", "", ""], [0.50, 0.52, 0.51], 1, deviations)
     assert column.best() == set()

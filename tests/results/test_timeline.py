@@ -109,7 +109,7 @@ def test_timeline_is_drawn_for_stale_jobs_or_long_waiting() -> None:
 
 
 # --- clients --------------------------------------------------------------------------------------
-def test_job_bar_has_row_of_client_and_colour_of_staleness() -> None:
+def test_bar_of_a_job_is_in_its_clients_row_and_coloured_by_staleness() -> None:
     ax = draw_panels()[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == [
         "7",
@@ -233,7 +233,7 @@ def test_timeline_has_one_curve_for_one_worker() -> None:
     assert len(workers.lines) == 1 and workers.get_legend() is None
 
 
-def test_long_curves_are_thinned_to_means() -> None:
+def test_curve_with_many_points_is_replaced_by_means_of_neighbours() -> None:
     x, y = timeline.thin_curve(np.arange(1200.0), np.arange(1200.0) % 2, 1200.0)
     assert len(x) == 120 and x[:2].tolist() == [4.5, 14.5] and set(y.tolist()) == {0.5}
     assert timeline.thin_curve(np.arange(3.0), np.ones(3), 3.0)[0].tolist() == [0, 1, 2]
@@ -257,7 +257,7 @@ def test_run_without_staleness_has_no_histogram() -> None:
 
 
 # --- the file -------------------------------------------------------------------------------------
-def test_timeline_has_light_and_dark_version(
+def test_timeline_can_be_drawn_in_light_and_dark_colours(
     tmp_path: Path,
 ) -> None:
     assert timeline.draw_timeline(JOBS, ROWS, tmp_path / "timeline.png", "a $title$")

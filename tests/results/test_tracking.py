@@ -174,7 +174,7 @@ def test_damaged_tracking_files_are_read_as_far_as_they_are_valid(
     assert read_backlog(tmp_path)[-1] == {"round": 3}
 
 
-def test_tracker_sends_each_row_alone_to_fast_server(tmp_path: Path) -> None:
+def test_tracker_sends_each_row_in_a_separate_call_to_a_fast_server(tmp_path: Path) -> None:
     shelf, said = Shelf(), []
     made = tracker(tmp_path, shelf, said)
     begin(made, shelf)
@@ -353,7 +353,7 @@ def test_message_says_why_mlflow_gets_no_model(
     )
 
 
-def test_tracker_names_nested_settings_with_dots() -> None:
+def test_tracker_joins_names_of_nested_settings_with_dots() -> None:
     assert flatten({"a": {"b": {"c": 1}, "d": [2]}, "e": {}}) == {"a.b.c": 1, "a.d": [2], "e": {}}
 
 
@@ -572,7 +572,7 @@ def test_mlflow_continues_a_finished_run_under_its_id(tracked: Path, client: Mlf
     assert [m.step for m in client.get_metric_history(before, "round")] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_mlflow_that_lost_a_run_receives_its_whole_history(
+def test_mlflow_server_without_the_run_receives_its_whole_history(
     tracked: Path, tmp_path: Path, client: MlflowClient
 ) -> None:
     folder = tracked / "moved"

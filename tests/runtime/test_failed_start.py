@@ -45,7 +45,7 @@ def test_error_of_a_too_long_ray_path_names_length_and_variable(
     assert describe_failed_start("local", OSError(MISSING + path)).startswith(f"TMPDIR={folder}: ")
 
 
-def test_cause_of_failed_start_is_read_from_ray_log(folder: Path) -> None:
+def test_error_of_a_failed_ray_start_shows_the_cause_from_the_ray_log(folder: Path) -> None:
     logs = folder / f"ray/session_2026-01-01_{os.getpid()}" / "logs"
     logs.mkdir(parents=True)
     (logs / "gcs_server.out").write_text(LOG)
@@ -131,7 +131,7 @@ for variables in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow
-def test_refusal_of_ray_that_cannot_start_names_the_cause(tmp_path: Path) -> None:
+def test_error_shows_the_cause_if_ray_cannot_start(tmp_path: Path) -> None:
     long = tmp_path / ("x" * max(1, 90 - len(str(tmp_path))))
     long.mkdir()
     file = tmp_path / "file"

@@ -37,7 +37,7 @@ def port_of(server: socket.socket) -> int:
     return int(server.getsockname()[1])
 
 
-def test_probe_of_a_node_needs_an_answer_not_only_a_port(server: socket.socket) -> None:
+def test_open_port_that_does_not_answer_counts_as_a_silent_node(server: socket.socket) -> None:
     assert not is_answering(entry(port_of(server)), timeout_s=0.2)
 
     def answer() -> None:
@@ -77,7 +77,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any], draining: set
     return NodeWatch(9.0)
 
 
-def test_node_watch_finds_lost_silent_and_leaving_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_watch_reports_lost_silent_and_leaving_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = entry(1, "dead", alive=False)
     nodes = [dead, entry(1, "silent"), entry(2, "leaving"), entry(3, "good"), entry(1, "own")]
     watched = watch(monkeypatch, *nodes, draining={"leaving"})

@@ -92,7 +92,7 @@ def test_number_of_workers_is_limited_by_memory() -> None:
     assert limit_by_memory(Size(4, {"CPU": 1.0}), strict, nodes[:1], GIB).workers == 2
 
 
-def test_gpu_share_is_not_split_between_gpus() -> None:
+def test_worker_needs_its_whole_gpu_share_on_one_gpu() -> None:
     assert node_capacity({"GPU": 2.0}, {"GPU": 0.6}) == 2
     assert node_capacity({"GPU": 2.0}, {"GPU": 0.5}) == 4
     assert node_capacity({"GPU": 4.0}, {"GPU": 2.0}) == 2
@@ -102,7 +102,7 @@ def test_gpu_share_is_not_split_between_gpus() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 6, 7, 9, 11, 64])
-def test_gpu_share_fits_exactly_the_number_of_workers(workers: int) -> None:
+def test_gpu_share_lets_exactly_the_requested_workers_fit_on_a_gpu(workers: int) -> None:
     assert node_capacity({"GPU": 1.0}, {"GPU": gpu_share(workers)}) == workers
 
 
@@ -127,7 +127,7 @@ def test_error_of_too_many_workers_names_nodes_and_the_maximum() -> None:
     ],
     ids=["declared resource", "no GPU", "too few GPUs", "one node"],
 )
-def test_error_of_too_many_workers_names_what_to_change(
+def test_error_of_too_many_workers_says_which_setting_to_change(
     options: RayOptions, each: Any, nodes: Any, advice: str
 ) -> None:
     with pytest.raises(NoRoomError, match=advice):
@@ -201,7 +201,7 @@ def test_wrong_runtime_settings_are_refused(override: str, key: str) -> None:
         build([override, "tracking=none"])
 
 
-def test_trial_has_a_worker_for_each_bundle_of_its_group() -> None:
+def test_trial_has_one_worker_for_each_bundle_but_the_coordinators() -> None:
     bundles = [{"CPU": 1.0}, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0, "GPU": 0.5}]
     assert size_in_group(RayOptions(), bundles, "cuda") == Size(2, {"CPU": 2.0, "GPU": 0.5})
     assert size_in_group(RayOptions(workers=1, cpus=2), bundles, "cpu").workers == 1
@@ -237,7 +237,7 @@ class Seen(Method):
         self.clients.append((job.client, job.samples))
 
 
-def test_preflight_trains_the_largest_client_once() -> None:
+def test_preflight_measures_memory_with_the_largest_client_only() -> None:
     Seen.clients.clear()
     need = measure(run_spec(Seen(), Scaffold()), read=lambda device: (7, {"cpu": 70}[device]))
     sizes = tiny_data().partition.train.counts
@@ -271,7 +271,7 @@ def test_preflight_trains_one_largest_client_per_lane() -> None:
 
 # --- what a run shows -----------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [(), (Scaffold(),)], ids=["stateless", "stateful"])
-def test_history_has_busy_worker_shares_and_object_store_bytes(
+def test_history_has_columns_of_busy_workers_and_object_store_bytes(
     methods: tuple[Method, ...],
 ) -> None:
     study = run_spec(*methods, data=equal_clients(), model=Mlp((32,)))
@@ -291,7 +291,7 @@ def test_history_has_busy_worker_shares_and_object_store_bytes(
     assert max(row["worker_busy"] for row in result.rows) > 0  # type: ignore[type-var, operator]
 
 
-def test_history_counts_a_sum_of_updates_as_one_stored_vector() -> None:
+def test_object_store_bytes_count_a_sum_of_updates_as_one_vector() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(study, Synchronous(4), runtime=several_workers(study, 2), rounds=1)
     (row,) = run_to_end(coordinator).rows
@@ -309,7 +309,7 @@ def test_progress_without_terminal_has_plain_lines() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_dataset_copied_to_another_node_is_written_once(
+def test_data_set_copied_to_a_node_several_times_is_written_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     dataset = tiny_data().dataset_path  # written before the folder of the cache changes
@@ -577,7 +577,7 @@ def _measured() -> list[dict[str, Any]]:
     return [asdict(cost) for cost in found]
 
 
-def test_cluster_benchmark_counts_messages_of_two_nodes(driver: Call) -> None:
+def test_cluster_benchmark_counts_calls_and_bytes_between_two_nodes(driver: Call) -> None:
     costs = {cost["way"]: cost for cost in driver(_measured)}
     vector = 4 * costs["sums"]["floats"]
     # Eight clients for each of two workers, of which one is on the coordinator's node. Clients of
@@ -722,7 +722,7 @@ def _fits(
         return str(error), told
 
 
-def test_workers_per_gpu_follow_from_memory_of_a_job(driver: Call) -> None:
+def test_number_of_workers_per_gpu_depends_on_the_memory_of_a_job(driver: Call) -> None:
     told = ["a job needs 1.3 GiB of memory, so a GPU has room for 11 workers"]
     one = Size(1, {"CPU": 1.0, "GPU": 1.0})
     assert driver(_fits, RayOptions(), _small_job, 8) == (one, told), "the node has one CPU"
@@ -750,7 +750,7 @@ def _monstrous_job(_: Any) -> MemoryNeed:
     return MemoryNeed(job=10**15, room=0)
 
 
-def test_preflight_on_cpus_reserves_the_memory_of_a_job(driver: Call) -> None:
+def test_cpu_worker_reserves_the_memory_that_preflight_measures(driver: Call) -> None:
     asked = RayOptions(preflight=True)
     assert driver(_fits, asked, _small_job, 2, "cpu")[0] == Size(
         2, {"CPU": 1.0, "memory": GIB * 13 // 10}
@@ -844,7 +844,7 @@ def _search() -> Any:
     return *found, kept
 
 
-def test_trial_of_a_sweep_uses_and_keeps_its_placement_group(
+def test_sweep_trial_runs_in_its_placement_group_and_does_not_remove_it(
     driver: Call,
 ) -> None:
     bits, groups, size, kept = driver(_search)
@@ -853,7 +853,7 @@ def test_trial_of_a_sweep_uses_and_keeps_its_placement_group(
     assert size == Size(1, {"CPU": 0.5})
 
 
-def test_coordinator_writes_no_file_before_its_events_are_read(tmp_path: Path) -> None:
+def test_coordinator_writes_files_only_after_the_driver_reads_events(tmp_path: Path) -> None:
     # The driver makes the run's folder at its start; on a busy machine the coordinator would be
     # there first.
     spec = run_spec()

@@ -37,14 +37,14 @@ def test_jobs_are_assigned_to_the_least_loaded_worker() -> None:
     assert assign_units(units_of(4, 1), [9.0, 0.0], [0, 0], lambda client: None) == [1, 1]
 
 
-def test_client_stays_on_its_worker_only_if_loads_stay_even() -> None:
+def test_client_moves_to_another_worker_if_loads_would_be_uneven() -> None:
     def home_of(client: int) -> StateHome:
         return StateHome(1, is_pending=False)
 
     assert assign_units(units_of(1, 1), [0.0, 0.0], [0, 0], home_of) == [1, 0]
 
 
-def test_client_stays_on_its_worker_while_its_job_has_not_ended() -> None:
+def test_client_stays_on_its_worker_until_its_last_job_ends() -> None:
     assert assign_units(
         units_of(1), [0.0, 99.0], [0, 0], lambda client: StateHome(1, is_pending=True)
     ) == [1]
@@ -105,7 +105,7 @@ def test_busy_worker_gets_fewer_jobs_of_a_group() -> None:
     assert [len(share) for share in assigned] == [3, 1]
 
 
-def test_groups_of_jobs_stay_on_a_node() -> None:
+def test_jobs_of_one_part_of_the_summation_tree_go_to_one_node() -> None:
     nodes = [0, 0, 1, 1, 2, 2]
     jobs = jobs_of([1.0] * 24)
     assigned = assign_groups([jobs], [0.0] * 6, nodes, keeps_nodes=True)

@@ -107,7 +107,7 @@ def test_availability_interval_continues_in_the_next_period() -> None:
     assert presence.available(0, 100.0)
 
 
-def test_constant_availability_has_no_changes() -> None:
+def test_client_that_is_always_or_never_available_has_no_next_change() -> None:
     presence = intervals([0.0, 100.0], [])
     assert presence.available(0, 12345.6)
     assert not presence.available(1, 12345.6)
@@ -180,7 +180,7 @@ def test_next_change_of_availability_is_the_first_one(
     period=st.floats(0.1, 1e4),
 )
 @settings(max_examples=80, deadline=None)
-def test_next_change_of_availability_is_later_despite_rounding(
+def test_next_change_of_availability_is_always_in_the_future(
     row: list[float], now: float, period: float
 ) -> None:
     scaled = [bound * period for bound in row[: len(row) // 2 * 2]]
@@ -229,7 +229,7 @@ class ByHand(Availability):
 
 @given(presence=several, now=st.lists(st.floats(0, 400_000), min_size=9, max_size=9))
 @settings(max_examples=60, deadline=None)
-def test_availability_of_many_clients_equals_single_queries(
+def test_availability_of_many_clients_equals_that_of_each_client(
     presence: Availability, now: list[float]
 ) -> None:
     everybody = np.arange(9)
@@ -274,7 +274,7 @@ def test_list_of_availability_changes_has_those_of_all_clients(
     members=st.sets(st.integers(0, 8), min_size=1),
 )
 @settings(max_examples=60, deadline=None)
-def test_idle_clients_updated_by_events_equal_a_new_count(
+def test_idle_clients_updated_after_each_event_equal_a_full_recount(
     presence: Availability, events: list[tuple[float, int]], members: set[int]
 ) -> None:
     clients, busy, now = np.array(sorted(members)), set[int](), 0.0
@@ -299,7 +299,7 @@ def test_idle_clients_updated_by_events_equal_a_new_count(
         assert followed.next_arrival() == first
 
 
-def test_idle_clients_are_drawn_evenly() -> None:
+def test_each_idle_client_is_drawn_with_the_same_probability() -> None:
     everybody = np.arange(40)
     waiting = IdleClients(
         intervals(*[[0.0, 50.0]] * 20, *[[60.0, 70.0]] * 20), everybody, {3, 7}, 10.0
@@ -326,7 +326,7 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
 
 
-def test_markov_availability_of_many_clients_equals_single_queries() -> None:
+def test_markov_availability_of_many_clients_equals_that_of_each_client() -> None:
     """Asking for many clients at once gives the same answers as asking for each client.
 
     In each step the test asks for the clients next to two limits. One limit separates the clients
@@ -347,7 +347,7 @@ def test_markov_availability_of_many_clients_equals_single_queries() -> None:
         assert presence.are_available(own, now).tolist() == alone
 
 
-def test_memory_of_markov_availability_is_bounded() -> None:
+def test_markov_availability_stores_a_limited_number_of_draws() -> None:
     presence = MarkovAvailability(5, 3, 100.0, 300.0)
     before = presence.available(1, 75.0)
     for step in range((1 << 14) + 5):
@@ -355,7 +355,7 @@ def test_memory_of_markov_availability_is_bounded() -> None:
     assert len(presence._draws) <= 1 << 14 and presence.available(1, 75.0) == before
 
 
-def test_markov_availability_is_correct_if_few_are_available() -> None:
+def test_markov_availability_has_the_right_mean_if_few_are_available() -> None:
     clients, on, off = np.arange(100_000), 600.0, 600_000.0
     presence = MarkovAvailability(2, len(clients), on, off)
     result = [len(presence.available_clients(clients, at * 10_000.0)) for at in range(60)]
@@ -370,7 +370,7 @@ def test_markov_availability_is_correct_if_few_are_available() -> None:
 
 
 # --- statistics -----------------------------------------------------------------------------------
-def test_availability_interval_contains_time_despite_rounding() -> None:
+def test_interval_number_of_a_time_is_right_despite_rounding() -> None:
     generator, rounded = np.random.default_rng(0), set[int]()
     for length, place in zip(
         generator.uniform(0.1, 100.0, 2000), generator.integers(1, 1000, 2000), strict=True
@@ -462,7 +462,7 @@ def test_run_waits_for_the_next_available_client() -> None:
     assert both.now == 510.0
 
 
-def test_fleet_whose_clients_come_too_late_is_refused() -> None:
+def test_fleet_without_available_clients_within_its_patience_is_refused() -> None:
     fleet = Recorded([500.0, 900.0], patience=499.0)
     with pytest.raises(ValueError, match=r"fleet: .* 500 s\. .*fleet\.availability"):
         planner(fleet, 1, Buffered(1, 1)).next_aggregation()
@@ -481,7 +481,7 @@ def test_run_stops_if_no_client_becomes_available_again() -> None:
     assert [row["virtual_seconds"] for row in coordinator.rows] == [10.0, 20.0, 30.0]
 
 
-def test_run_without_clients_ends_before_its_last_round(tmp_path: Path) -> None:
+def test_run_whose_clients_never_return_saves_a_checkpoint_and_stops(tmp_path: Path) -> None:
     setup: dict[str, Any] = {"rounds": 9, "checkpoint_every": 100}
     coordinator, _, _ = untrained_run(
         [10], Buffered(1, 1), Recorded([0.0, 35.0]), folder=str(tmp_path), **setup
@@ -508,7 +508,7 @@ def test_run_continues_in_the_next_repetition_of_a_trace() -> None:
     ]
 
 
-def test_availability_reports_every_change_of_a_fast_client() -> None:
+def test_every_availability_change_of_a_fast_client_is_reported() -> None:
     """All 150 changes of a fast client are reported before and while other clients change.
 
     raysim sorts at most 32 changes of a client at once, so it must sort this client's changes

@@ -100,13 +100,13 @@ def test_best_model_file_has_weights_of_best_round(
         assert np.array_equal(array, weights[number][name]), name
 
 
-def test_best_model_is_of_the_best_round_in_the_history(tmp_path: Path) -> None:
+def test_round_of_the_best_model_equals_best_round_in_the_history(tmp_path: Path) -> None:
     finished_run, _ = weights_by_round(study(), Synchronous(3), tmp_path)
     assert finished_run.finished.best_model is not None
     assert finished_run.finished.best_model["round"] == finished_run.rows[-1]["best_round"]
 
 
-def test_best_model_is_taken_from_a_scored_round(tmp_path: Path) -> None:
+def test_best_model_comes_from_a_round_with_a_score(tmp_path: Path) -> None:
     evaluate = Evaluation(every=3)
     finished_run, _ = weights_by_round(
         study(validation=0.0), Synchronous(3), tmp_path, evaluate=evaluate
@@ -136,7 +136,7 @@ def test_best_model_file_is_kept_on_resume(
         assert one == other
 
 
-def test_resumed_run_keeps_best_model_equal_to_the_current_model() -> None:
+def test_best_model_equal_to_the_current_one_is_not_copied_on_resume() -> None:
     """If the current version has the best weights, a resumed run gets them without a second copy.
 
     The current version stays the best one, for example, while all clients of the later rounds fail.

@@ -81,7 +81,7 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_checkpoint_is_read_without_changing_a_bit(tmp_path: Path) -> None:
+def test_checkpoint_that_is_written_and_read_has_the_same_bits(tmp_path: Path) -> None:
     path = write(tmp_path, 7, snapshot())
     assert path == tmp_path / "round-000007"
     back = checkpoint.read(path)
@@ -93,7 +93,7 @@ def test_checkpoint_is_read_without_changing_a_bit(tmp_path: Path) -> None:
     assert same_states(back.clients, snapshot().clients)
 
 
-def test_checkpoint_divides_many_tensors_among_files(
+def test_checkpoint_stores_many_client_states_in_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (checkpoint, state_log):
@@ -111,7 +111,7 @@ def test_checkpoint_divides_many_tensors_among_files(
 
 
 @pytest.mark.parametrize(("limit", "most"), [("MAX_TENSORS", 2), ("SERVER_FILE_BYTES", 16)])
-def test_checkpoint_divides_server_tensors_among_files(
+def test_checkpoint_stores_many_server_tensors_in_several_files(
     limit: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, limit, most)
@@ -121,7 +121,7 @@ def test_checkpoint_divides_server_tensors_among_files(
     assert same_arrays(dict(checkpoint.read(path).server), server)
 
 
-def test_keep_setting_limits_the_number_of_checkpoints(tmp_path: Path) -> None:
+def test_setting_keep_limits_the_number_of_stored_checkpoints(tmp_path: Path) -> None:
     result = Checkpoints(tmp_path / "three", keep=3), Checkpoints(tmp_path / "two")
     for version in (2, 9, 10, 100):
         for each in result:
@@ -137,7 +137,7 @@ def test_keep_setting_limits_the_number_of_checkpoints(tmp_path: Path) -> None:
     )
 
 
-def test_checkpoints_write_rows_of_a_long_history_once(
+def test_later_checkpoints_do_not_write_earlier_history_rows_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_ROWS", 3)
@@ -175,7 +175,7 @@ def test_checkpoints_are_sorted_by_number(tmp_path: Path) -> None:
     ]
 
 
-def test_removal_of_checkpoints_keeps_other_folders(tmp_path: Path) -> None:
+def test_removal_of_old_checkpoints_deletes_only_checkpoint_folders(tmp_path: Path) -> None:
     (tmp_path / "round-best").mkdir()
     (tmp_path / "round-000000").write_text("a file")
     for version in (1, 2, 3):
@@ -304,7 +304,7 @@ def test_resuming_from_a_checkpoint_removes_later_ones(
         assert same_states(checkpoint.read(path).clients, whole.clients)
 
 
-def test_checkpoint_that_could_not_be_replaced_is_not_used(
+def test_resume_ignores_a_checkpoint_whose_replacement_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Checkpoints(tmp_path)
@@ -326,7 +326,7 @@ def test_run_resumed_in_another_folder_stores_all_client_states(tmp_path: Path) 
     assert before and checkpoint.find_damage(first)
 
 
-def test_checkpoint_keeps_empty_client_states_and_drops_removed_ones(tmp_path: Path) -> None:
+def test_checkpoint_has_empty_client_states_but_no_removed_ones(tmp_path: Path) -> None:
     now = after(states(range(3), job=1), 5, job=9)
     now = replace(now, clients={**now.clients, 1: {}})
     run = Checkpoints(tmp_path)
@@ -490,7 +490,7 @@ def test_checkpoint_whose_manifest_lacks_an_entry_is_damaged(entry: str, tmp_pat
 
 
 @pytest.mark.parametrize("file", ["run.json", "manifest.json"])
-def test_pipe_as_checkpoint_file_does_not_block(file: str, tmp_path: Path) -> None:
+def test_named_pipe_in_place_of_a_checkpoint_file_is_reported(file: str, tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     (path / file).unlink()
     os.mkfifo(path / file)
@@ -589,7 +589,7 @@ def test_raysim_does_not_pickle() -> None:
         "np.load(path, allow_pickle=flag)",
     ],
 )
-def test_check_finds_code_that_pickles(line: str) -> None:
+def test_search_for_pickle_calls_finds_code_that_pickles(line: str) -> None:
     assert pickle_functions(line)
 
 

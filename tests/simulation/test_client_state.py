@@ -161,7 +161,7 @@ def test_checkpoint_saves_personal_tensors_by_name(tmp_path: Path) -> None:
     assert all(array.shape == () for name, array in tensors if name.endswith("num_batches_tracked"))
 
 
-def test_client_state_survives_conversion_to_named_arrays() -> None:
+def test_client_state_converted_to_named_arrays_and_back_is_unchanged() -> None:
     result = run(study(FedBN(), Scaffold()), rounds=2)
     layout = result.coordinator.layout
     for state in map(result.state, result.coordinator.client_states.committed_jobs):
@@ -186,7 +186,9 @@ class Forgetful(FedBSS):
 
 
 @pytest.mark.parametrize(("refresh", "matters"), [(1, False), (2, True)])
-def test_fedbss_uses_cached_losses_only_if_refresh_is_above_1(refresh: int, matters: bool) -> None:
+def test_fedbss_uses_stored_losses_only_if_setting_refresh_is_above_1(
+    refresh: int, matters: bool
+) -> None:
     with_cache, without_cache = (
         run(study(kind(1, refresh)), Synchronous(3), rounds=6).finished
         for kind in (FedBSS, Forgetful)
@@ -218,7 +220,7 @@ def test_fedbss_with_refresh_2_ranks_samples_in_every_second_job(
     assert checked
 
 
-def test_fedbss_ranking_pass_changes_no_state() -> None:
+def test_forward_pass_that_ranks_fedbss_samples_changes_no_state() -> None:
     seen = []
 
     class Watched(FedBSS):
@@ -280,7 +282,7 @@ class Keeps(Method):
 @pytest.mark.parametrize(
     ("name", "saved"), [("model", "extractor.2.weight"), ("personal", "counters")]
 )
-def test_client_state_named_like_personal_tensor_is_refused(name: str, saved: str) -> None:
+def test_client_state_with_the_name_of_a_personal_tensor_is_refused(name: str, saved: str) -> None:
     methods = [FedBN(), Keeps(name, saved)]
     with pytest.raises(ValueError, match=rf"method '{name}' keeps .* '{name}\.{saved}'"):
         declare_run(run_spec(*methods, model=NORMED_MLP))

@@ -70,7 +70,7 @@ def values(states: Any) -> list[float]:
     return [float(state.personal[0]) for state in states]
 
 
-def test_memory_counts_client_states_in_flight_with_the_mean_size() -> None:
+def test_memory_estimate_of_unfinished_jobs_uses_the_mean_state_size() -> None:
     books = Books()
     first, second, third = (books.send(client)[0] for client in range(3))
     assert books.client_states.bytes == 0, "nothing is known yet"
@@ -81,7 +81,7 @@ def test_memory_counts_client_states_in_flight_with_the_mean_size() -> None:
     assert books.client_states.bytes == 3 * EACH
 
 
-def test_memory_counts_a_state_read_from_disk_until_its_job_ends() -> None:
+def test_state_read_from_disk_counts_as_memory_until_its_job_ends() -> None:
     books = Books(budget=0)
     books.done(5)
     assert books.client_states.spilled_bytes == EACH and books.client_states.bytes == 0
@@ -101,7 +101,7 @@ def test_only_the_newest_state_of_a_client_counts_in_memory() -> None:
     assert values(state for _, state in books.client_states.committed()) == [5.0, 6.0, 7.0]
 
 
-def test_spilled_state_is_counted_when_it_is_replaced() -> None:
+def test_spilled_bytes_are_correct_after_a_spilled_state_is_replaced() -> None:
     books = Books(budget=2 * EACH - 1)
     books.done(1, 2)
     assert books.client_states.spilled_bytes == EACH
@@ -122,7 +122,7 @@ def test_worker_releases_a_client_state_that_was_written_to_disk() -> None:
     assert books.client_states.spilled_bytes == 2 * EACH
 
 
-def test_state_of_unknown_size_takes_no_memory() -> None:
+def test_client_state_of_unknown_size_counts_as_0_bytes() -> None:
     books = Books(budget=0)
     job, _, _ = books.send(3)
     books.client_states.commit([job])
@@ -140,7 +140,7 @@ def test_client_on_another_worker_is_sent_its_state() -> None:
     assert values(sent) == [1.0] and books.told == [(0, [1])]
 
 
-def test_worker_has_the_client_states_of_jobs_that_it_finished() -> None:
+def test_each_worker_is_listed_with_the_states_of_its_finished_jobs() -> None:
     books = Books()
     finished = [books.send(client, worker)[0] for client, worker in ((1, 0), (2, 1), (3, 0))]
     in_flight, *_ = books.send(4, worker=0)
@@ -165,7 +165,7 @@ def test_states_are_read_from_disk_in_parts_within_the_budget(budget: float) -> 
     assert list(books.client_states.split_reads([0, 8, 9, 1])) == [slice(0, 4)], "8, 9: not on disk"
 
 
-def test_states_restored_above_the_budget_are_spilled() -> None:
+def test_states_restored_beyond_the_memory_budget_are_spilled_to_disk() -> None:
     states = [
         ClientState(np.full(FLOATS, n, np.float32), np.empty(0, np.int64), {}) for n in range(4)
     ]
@@ -178,7 +178,7 @@ def test_states_restored_above_the_budget_are_spilled() -> None:
     assert values(state for _, state in books.client_states.committed()) == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_states_restored_from_a_checkpoint_count_as_memory() -> None:
+def test_states_restored_from_a_checkpoint_are_counted_in_memory() -> None:
     states = [ClientState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
     books = Books()
     arrays = {

@@ -57,7 +57,7 @@ THREE = (FedAdam(), FedBN(), FedCM())
         pytest.param(CHOICE, Immediate(4), THREE, id="loss-immediate-three"),
     ],
 )
-def test_clusters_have_same_bits_on_workers_and_after_resume(
+def test_clusters_have_same_bits_on_several_workers_and_after_resume(
     topology: Topology, schedule: Schedule, methods: tuple[Method, ...]
 ) -> None:
     def make() -> Any:
@@ -74,7 +74,7 @@ def test_resumed_run_keeps_its_clusters() -> None:
     assert len({*result.coordinator.replicas.clients_of.tolist()}) == 4
 
 
-def test_lanes_do_not_change_a_clients_choice_of_cluster() -> None:
+def test_number_of_lanes_does_not_change_which_cluster_clients_choose() -> None:
     one, several = (run(spec(CHOICE, lanes=lanes), ALL, rounds=3) for lanes in (1, 3))
     choices = [found.coordinator.replicas.clients_of.tolist() for found in (one, several)]
     assert choices[0] == choices[1] and len({*choices[0]}) > 1
@@ -91,7 +91,7 @@ def test_stale_update_is_aggregated_into_the_clients_new_cluster() -> None:
     assert sum(server.samples for server in replicas.servers) == result.coordinator.counts.sum()
 
 
-def test_choice_of_cluster_counts_all_downloads_and_passes() -> None:
+def test_choosing_a_cluster_costs_a_download_and_a_pass_per_model() -> None:
     star, choice = (run(spec(topology), ALL, rounds=2) for topology in (_star(), CHOICE))
     size = star.coordinator.layout.shared
     assert choice.rows[-1]["floats_down"] == 3 * star.rows[-1]["floats_down"]
@@ -148,7 +148,7 @@ def test_clusters_refuse_methods_with_server_state_per_client(
         coordinate(spec(topology, method), ALL)
 
 
-def test_clusters_chosen_by_loss_refuse_downloads_for_one_client() -> None:
+def test_clusters_by_loss_refuse_a_method_with_per_client_downloads() -> None:
     with pytest.raises(ValueError, match="topology: method 'fedpac'"):
         coordinate(spec(CHOICE, FedPAC(), local=Local(epochs=2)), ALL)
 
@@ -177,7 +177,7 @@ def test_error_of_method_option_ifca_suggests_clustered_topology(tmp_path: Path)
         run_experiment(["method=ifca", f"out={tmp_path}"])
 
 
-def test_client_model_is_the_model_of_the_clients_cluster(tmp_path: Path) -> None:
+def test_client_model_returns_the_model_of_its_cluster(tmp_path: Path) -> None:
     result = run_experiment(
         "data=synthetic data.samples=120 model=mlp partition.clients=6 schedule.cohort=6 rounds=3 "
         "topology=clustered topology.rule=loss topology.clusters=2 local.epochs=1 "
@@ -235,7 +235,7 @@ class Pieces(Topology):
         return Network(zeros, shares=np.ones(2), clusters=self.rule)
 
 
-def test_user_defined_cluster_rule_moves_client_to_new_replica() -> None:
+def test_custom_cluster_rule_can_move_a_client_to_a_new_replica() -> None:
     result = run(spec(Pieces(OneByOne())), ALL, rounds=2, evaluate=Evaluation(every=1))
     assert result.coordinator.replicas.clients_of.tolist() == [1] + [0] * (CLIENTS - 1)
 

@@ -142,12 +142,12 @@ def test_costs_of_a_fleet_follow_the_clients_device_classes() -> None:
         (lambda: DeviceClasses(cost=Cost(idle_w=1)), "fleet.cost"),
     ],
 )
-def test_error_of_wrong_cost_names_its_key(make: object, key: str) -> None:
+def test_error_of_an_invalid_cost_setting_contains_its_key(make: object, key: str) -> None:
     with pytest.raises(ValueError, match=key):
         make()  # type: ignore[operator]
 
 
-def test_total_costs_are_restored_from_json() -> None:
+def test_costs_saved_as_json_and_restored_have_the_same_totals() -> None:
     added, other = costs(), costs()
     added.start(Job(0, 0, 0, 0), 1.0)
     other.restore(json.loads(json.dumps(added.state())))

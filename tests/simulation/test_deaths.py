@@ -320,7 +320,7 @@ def test_loss_of_a_node_changes_no_bits(name: str, schedule: str, is_reachable: 
     assert (ended > 0) == (not is_reachable and "state" in name)
 
 
-def test_worker_of_a_lost_node_is_counted_once() -> None:
+def test_worker_of_a_lost_node_counts_as_one_worker_death() -> None:
     spec = study("sums on workers")
     runtime = LateNews(spec, 2, 9, is_reachable=False)
     finished_run = run_to_end(coordinate(spec, SCHEDULES["rounds"], runtime=runtime, **ASKED))
@@ -354,7 +354,7 @@ def test_waiting_event_names_the_silent_worker_and_its_node(clock: None) -> None
     assert len(in_hand) > 2 and set().union(*in_hand) <= set(range(6))
 
 
-def test_worker_has_longer_to_start_than_to_answer(clock: None) -> None:
+def test_starting_worker_may_be_silent_longer_than_a_running_one(clock: None) -> None:
     runtime = Stopped(study("sums on workers"), 2, {1})
     asked = ASKED | {"faults": Faults(timeout=35.0)}
     events = list(
@@ -485,7 +485,9 @@ def test_call_that_kills_every_worker_stops_the_run() -> None:
     assert runtime.ended == MAX_CALL_DEATHS // MAX_DEATHS  # two workers of four
 
 
-def test_death_of_a_worker_on_a_full_node_names_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_worker_death_mentions_memory_if_the_node_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from raysim.runtime import ray as on_ray
 
     monkeypatch.setattr(on_ray.ray, "wait", lambda refs, timeout: (refs, []))
@@ -752,7 +754,7 @@ def test_run_waits_until_ray_reports_the_lost_node(
     assert waited == [1] * 30 * looks
 
 
-def test_joined_worker_that_died_restarts_at_its_own_place(
+def test_joined_worker_that_died_restarts_at_the_same_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.runtime import ray as on_ray

@@ -120,7 +120,7 @@ def test_run_with_personal_layers_has_no_central_score() -> None:
     )
 
 
-def test_personalised_run_scores_shared_and_own_models() -> None:
+def test_run_with_personal_models_also_scores_the_shared_model() -> None:
     both, plain = (
         run(run_spec(Doubled(), data=data_with_tests())),
         run(run_spec(data=data_with_tests())),
@@ -134,7 +134,7 @@ def test_personalised_run_scores_shared_and_own_models() -> None:
         assert own["accuracy"] != shared["accuracy"]
 
 
-def test_finetuning_the_head_keeps_the_extractor() -> None:
+def test_fine_tuning_the_head_does_not_change_the_extractor() -> None:
     seen: list[dict[str, Tensor]] = []
     study = run_spec(model=NORMED_MLP, data=data_with_tests())
     worker = several_workers(study, 1).members[0]
@@ -154,7 +154,7 @@ def test_finetuning_the_head_keeps_the_extractor() -> None:
     )
 
 
-def test_finetuning_dropout_depends_on_client_and_version() -> None:
+def test_dropout_in_fine_tuning_depends_on_client_and_version_only() -> None:
     study = run_spec(model=Dropping(), data=data_with_tests())
     worker = several_workers(study, 1).members[0]
     start, result = worker.vector.data.clone(), dict[tuple[int, int, int], Tensor]()
@@ -195,7 +195,7 @@ def test_evaluation_can_fine_tune_in_the_last_round_only() -> None:
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
-def test_evaluate_common_setting_needs_personal_models() -> None:
+def test_setting_evaluate_common_is_refused_without_personal_models() -> None:
     rows = run(
         run_spec(FedBN(), model=NORMED_MLP, data=data_with_tests()),
         evaluate=Evaluation(common=True),
@@ -212,7 +212,7 @@ def decomposed(rows: list[Any]) -> list[dict[str, float]]:
     ]
 
 
-def test_loss_decomposition_adds_up_to_the_loss() -> None:
+def test_parts_of_the_loss_decomposition_sum_to_the_global_loss() -> None:
     study = run_spec(data=data_with_tests(), local=replace(LOCAL, lr=0.2))
     result = run(study, Synchronous(4), evaluate=Evaluation(decompose=2), rounds=4)
     parts = decomposed(result.rows)
@@ -236,7 +236,7 @@ def test_loss_decomposition_adds_up_to_the_loss() -> None:
     assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
 
 
-def test_loss_decomposition_uses_models_before_personalisation() -> None:
+def test_loss_decomposition_ignores_personalisation_of_models() -> None:
     asked: dict[str, Any] = {"rounds": 2, "evaluate": Evaluation(decompose=1)}
     plain, doubled = (
         decomposed(run(run_spec(*methods, data=data_with_tests()), Synchronous(3), **asked).rows)
@@ -263,7 +263,7 @@ def test_history_has_a_column_for_each_domain() -> None:
 
 
 @pytest.mark.parametrize(("domains", "columns"), [(20, 20), (21, 0)])
-def test_history_has_no_columns_for_many_domains(domains: int, columns: int) -> None:
+def test_history_has_domain_columns_only_if_domains_are_few(domains: int, columns: int) -> None:
     source = Synthetic(samples=210, test_samples=20, classes=5, domains=domains)
     data = federate(source, Domain(test_fraction=0.2), SEED)
     row = run(run_spec(data=data), Synchronous(3), rounds=1).rows[-1]
@@ -289,7 +289,7 @@ class Drift(Method):
 
 
 @pytest.mark.parametrize("methods", [(), (FedBN(),)], ids=["one model", "own models"])
-def test_client_score_of_best_round_is_in_the_history(methods: tuple[Method, ...]) -> None:
+def test_history_has_the_client_score_of_the_best_round_so_far(methods: tuple[Method, ...]) -> None:
     data = validated()
     assert data.partition.validation is not None
     plain = replace(data, partition=replace(data.partition, validation=None))
@@ -307,7 +307,7 @@ def test_client_score_of_best_round_is_in_the_history(methods: tuple[Method, ...
     assert ("accuracy_global_best" in watched.rows[-1]) == (not methods)
 
 
-def test_best_round_ignores_worse_rounds() -> None:
+def test_best_round_does_not_change_after_a_worse_round() -> None:
     rows = run(run_spec(Drift(), data=validated(), local=replace(LOCAL, batch=8)), rounds=3).rows
     assert rows[2]["accuracy_validation"] < rows[1]["accuracy_validation"]  # type: ignore[operator]
     assert rows[2]["best_round"] == rows[1]["best_round"] < 3

@@ -258,7 +258,7 @@ def test_failure_has_the_same_effect_on_ray(workers: Workers) -> None:
     assert {failure.worker for failure in there.failures} <= {"worker-0", "worker-1"}
 
 
-def test_buffer_leaves_out_failed_clients() -> None:
+def test_buffered_aggregation_leaves_out_failed_clients() -> None:
     hits = frozenset((client, version) for client in (0, 3) for version in range(20))
     result = run(run_spec(Raising(hits)), Buffered(concurrency=4, size=3), rounds=8, tolerate=0.7)
     assert {failure.client for failure in result.failures} == {0, 3}
@@ -266,7 +266,7 @@ def test_buffer_leaves_out_failed_clients() -> None:
     assert all(row["clients"] + row["failures"] == 3 for row in result.rows)  # type: ignore[operator]
 
 
-def test_round_whose_jobs_all_fail_only_advances_the_clock() -> None:
+def test_round_whose_jobs_all_fail_does_not_change_the_model() -> None:
     hits = frozenset((client, 1) for client in range(6))
     result = run(run_spec(Raising(hits)), ALL, Ideal(), rounds=3, tolerate=1.0)
     assert result.rows[1]["train_loss"] is None
@@ -528,7 +528,7 @@ def scores_nothing(self: Any, run: Setup) -> None:
         (scores_nothing, "nothing from scores"),
     ],
 )
-def test_hook_that_returns_no_tensor_is_an_error(setup: Any, sentence: str) -> None:
+def test_hook_that_returns_no_tensor_raises_hook_error(setup: Any, sentence: str) -> None:
     with pytest.raises(HookError, match=f"method 'mine' returns {sentence}"):
         run(run_spec(user_method(setup=setup)), ALL, rounds=1)
 
@@ -569,7 +569,7 @@ class Exploding(Method):
         return direction * (3e38 if server.version else 1.0)
 
 
-def test_error_of_diverged_server_names_the_longest_updates() -> None:
+def test_error_of_a_diverged_server_lists_clients_of_longest_updates() -> None:
     hits = frozenset({(2, 1), (4, 1)})
     with pytest.raises(
         RunStoppedError,
@@ -583,7 +583,7 @@ def test_error_of_diverged_server_names_the_longest_updates() -> None:
     ("length", "norm", "sentence"),
     [(1e5, 1e3, "faults.norm=1000"), (1e20, None, "nan or infinite")],
 )
-def test_update_above_the_largest_norm_is_a_failure(
+def test_client_whose_update_exceeds_the_norm_limit_counts_as_failed(
     single: bool, length: float, norm: float | None, sentence: str
 ) -> None:
     methods = [Long(length=length), *([Absent()] if single else [])]

@@ -51,7 +51,7 @@ def test_duration_of_a_job_is_download_training_and_upload() -> None:
     assert devices(plain).trip(0, 3, 10.0, 50.0, 1000, 1000) == (13.5, True)
 
 
-def test_duration_on_a_device_class_follows_from_model_flops() -> None:
+def test_job_duration_on_a_device_class_is_computed_from_model_flops() -> None:
     only = {"box": DeviceClass(share=1.0, flops=2e9, bandwidth_down=1e6, bandwidth_up=5e5)}
     fleet = DeviceClasses(only, sigma=0.0, bandwidth_sigma=0.0)
     # 300 samples of 10 MFLOP are 3 GFLOP, at 2 GFLOP a second 1.5 s; 1 MB down takes 1 s, and up 2
@@ -61,7 +61,7 @@ def test_duration_on_a_device_class_follows_from_model_flops() -> None:
     assert finish == pytest.approx(1.5 + 1.0 + 2.0)
 
 
-def test_sample_flops_are_forward_and_backward() -> None:
+def test_flops_of_a_sample_include_forward_and_backward_pass() -> None:
     spec = run_spec(model=Mlp((16,)))
     inputs, classes = math.prod(spec.task.shape), spec.task.num_classes
     first, second = (
@@ -73,7 +73,7 @@ def test_sample_flops_are_forward_and_backward() -> None:
     assert sample_flops(spec) == (first + second) + (first + second) + second
 
 
-def test_model_without_flops_is_refused() -> None:
+def test_device_classes_refuse_a_model_with_zero_flops() -> None:
     with pytest.raises(ValueError, match=r"FLOPs of the model=0\.0"):
         devices(DeviceClasses(), flops=0.0)
 
@@ -135,7 +135,7 @@ def test_devices_of_a_fleet_depend_on_the_seed() -> None:
 # --- classes of devices ---------------------------------------------------------------------------
 @given(seed=st.integers(0, 1000), clients=st.integers(1, 500))
 @settings(max_examples=50, deadline=None)
-def test_device_class_has_its_share_of_the_clients(seed: int, clients: int) -> None:
+def test_number_of_clients_of_a_device_class_follows_its_share(seed: int, clients: int) -> None:
     fleet = DeviceClasses()
     labels = fleet.labels(seed, clients)
     result = np.bincount(labels.kinds, minlength=len(labels.names))
@@ -152,7 +152,7 @@ def test_client_has_the_speed_of_its_device_class() -> None:
         assert (speeds.samples[client], speeds.down[client]) == (each.flops, each.bandwidth_down)
 
 
-def test_device_class_of_share_0_has_no_clients() -> None:
+def test_device_class_with_a_share_of_0_has_no_clients() -> None:
     nothing = DeviceClass(0.0, 1.0, 1.0, 1.0)
     labels = DeviceClasses({"none": nothing, **DeviceClasses().classes, "last": nothing}).labels(
         0, 1000
@@ -160,7 +160,7 @@ def test_device_class_of_share_0_has_no_clients() -> None:
     assert not {0, len(labels.names) - 1} & set(labels.kinds.tolist())
 
 
-def test_fleet_without_device_classes_labels_all_clients_equally() -> None:
+def test_fleet_without_device_classes_gives_all_clients_one_label() -> None:
     assert Lognormal().labels(0, 3).names == ("lognormal",)
     assert Lognormal().labels(0, 3).kinds.tolist() == [0, 0, 0]
 
@@ -175,7 +175,7 @@ def test_job_duration_is_within_the_delay_bounds_of_its_client() -> None:
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_client_shares_of_delay_kinds_are_dirichlet_distributed() -> None:
+def test_numbers_of_clients_per_delay_kind_are_drawn_from_a_dirichlet() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}
@@ -185,7 +185,7 @@ def test_client_shares_of_delay_kinds_are_dirichlet_distributed() -> None:
 
 
 # --- drop-outs ------------------------------------------------------------------------------------
-def test_fleet_dropout_is_the_share_of_jobs_lost_at_uniform_times() -> None:
+def test_dropout_setting_is_the_share_of_jobs_lost_at_random_times() -> None:
     result = devices(Ideal(speed=1.0, dropout=0.3), 100)
     trips = [
         result.trip(client, each, 5.0, 10.0, 0, 0) for client in range(100) for each in range(100)
@@ -225,7 +225,7 @@ def test_unavailable_client_loses_its_job() -> None:
     assert result.trip(0, 0, 2.0, 6.0, 9, 9) == (7.0, False)
 
 
-def test_lognormal_fleet_accepts_positional_settings() -> None:
+def test_lognormal_fleet_accepts_settings_as_positional_arguments() -> None:
     given = Lognormal(10.0, 0.5, 2e6, 1e6, 0.25)
     named = Lognormal(
         speed=10.0, sigma=0.5, bandwidth_down=2e6, bandwidth_up=1e6, bandwidth_sigma=0.25
@@ -233,7 +233,7 @@ def test_lognormal_fleet_accepts_positional_settings() -> None:
     assert given == named
 
 
-def test_fleet_is_refused_if_clients_come_later_than_its_patience() -> None:
+def test_markov_fleet_is_refused_if_waiting_exceeds_setting_patience() -> None:
     fleet = Ideal(availability="markov", off=100.0, patience=10.0)
     assert fleet.presence(0, 10) is not None
     with pytest.raises(ValueError, match=r"fleet\.off=100 .* 11 s"):

@@ -39,7 +39,7 @@ def test_forecast_counts_staleness_of_simultaneous_updates() -> None:
     assert result == Forecast(in_flight=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
 
 
-def test_forecast_of_simultaneous_aggregations_has_their_period() -> None:
+def test_forecast_divides_time_among_simultaneous_aggregations() -> None:
     # All three updates arrive after 1 s, each of them is an aggregation.
     result = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 2)
     assert result.seconds == 0.5 and result.in_flight == 3.0
@@ -81,7 +81,7 @@ def test_forecast_has_idle_workers_if_selection_needs_reports() -> None:
     assert result.workers_busy_ahead > 0.95
 
 
-def test_forecast_accepts_jobs_without_duration() -> None:
+def test_forecast_accepts_jobs_that_last_0_seconds() -> None:
     assert forecast(planner(BUFFER, TimedFleet((0.0,) * 6), 6), 3).in_flight == 0
 
 

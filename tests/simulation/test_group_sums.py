@@ -133,7 +133,7 @@ def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], le
     assert {name for name, _ in runtime.trained} == {"train"} and not runtime.added
 
 
-def test_loss_of_a_nodes_adding_process_changes_no_bit() -> None:
+def test_death_of_a_process_that_sums_updates_changes_no_bit() -> None:
     class Dying(Nodes):
         def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
             return WorkerDiedError("it was told to")
@@ -165,7 +165,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     st.sampled_from([(0, 0), (0, 0, 0), (0, 1, 1), (0, 1, 2, 1, 0), (0, 0, 1, 1, 2, 2, 3, 3)]),
     st.sampled_from([(), (Sick(),), (FedBN(),)]),
 )
-def test_sums_do_not_depend_on_nodes_and_failures(
+def test_bits_and_history_are_the_same_if_nodes_sum_updates(
     schedule: Schedule, nodes: tuple[int, ...], methods: tuple[Method, ...]
 ) -> None:
     spec = with_settings(study(*methods), rounds=3, tolerate=1.0)
@@ -174,7 +174,7 @@ def test_sums_do_not_depend_on_nodes_and_failures(
     assert (there.bits, there.history) == (alone.bits, alone.history)
 
 
-def test_groups_of_jobs_are_parts_of_one_summation_tree() -> None:
+def test_jobs_are_grouped_by_part_of_the_summation_tree() -> None:
     trees = SumTrees()
     trees.plan((10, 11, 12, 13, 14))
     trees.plan((20, 21))

@@ -68,7 +68,7 @@ def under(name: str, schedule: str, workers: int = 1, **others: Any) -> Finished
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", METHODS)
-def test_schedules_have_same_bits_on_workers_and_after_resume(
+def test_schedules_have_same_bits_on_several_workers_and_after_resume(
     name: str, schedule: str, tmp_path: Path
 ) -> None:
     whole = under(name, schedule)
@@ -85,7 +85,7 @@ def test_schedules_have_same_bits_on_workers_and_after_resume(
         assert again.jobs == [end for end in whole.jobs if end.round > stop]
 
 
-def test_run_on_a_trace_has_the_same_bits_on_workers(tmp_path: Path) -> None:
+def test_run_on_a_trace_has_the_same_bits_on_several_workers(tmp_path: Path) -> None:
     starts = [[c / 10 + 2.0 * k for k in range(20)] for c in range(8)]
     rows = [
         {

@@ -189,7 +189,9 @@ class TestHierarchical:
         assert all(int(after / 0.05) > int(before / 0.05) for before, after in pairwise(meetings))
 
     @pytest.mark.parametrize("schedule", [Synchronous(2), Buffered(3, 2)])
-    def test_hierarchy_has_same_bits_on_workers_and_after_resume(self, schedule: Schedule) -> None:
+    def test_hierarchy_has_same_bits_on_several_workers_and_after_resume(
+        self, schedule: Schedule
+    ) -> None:
         def make() -> Any:
             return spec(Hierarchical(2, every=2, bandwidth_sigma=0.5), Scaffold(), FedBN())
 
@@ -368,7 +370,7 @@ class TestGossip:
             (Gossip("ring", exchange="pairwise", mix="before"), Immediate(4)),
         ],
     )
-    def test_gossip_has_same_bits_on_workers_and_after_resume(
+    def test_gossip_has_same_bits_on_several_workers_and_after_resume(
         self, topology: Topology, schedule: Schedule
     ) -> None:
         def make() -> Any:
@@ -515,7 +517,7 @@ class TestOwnTopology:
                 models = np.array([[0.8, 0.2], [0.2, 0.8]]) @ models
         np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
-    def test_user_topology_has_same_bits_on_workers_and_after_resume(self) -> None:
+    def test_user_topology_has_same_bits_on_several_workers_and_after_resume(self) -> None:
         def make() -> Any:
             return spec(Cities(), Scaffold(), FedBN())
 

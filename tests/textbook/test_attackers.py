@@ -91,7 +91,7 @@ def test_label_flip_changes_the_attackers_training_labels() -> None:
     )
 
 
-def test_attacked_run_has_same_bits_on_workers_and_after_resume(tmp_path: Any) -> None:
+def test_attacked_run_has_same_bits_on_several_workers_and_after_resume(tmp_path: Any) -> None:
     spec = with_settings(run_spec(data=DATA), attack=Attack("gaussian", 0.5, sigma=0.1))
     whole = run(spec)
     assert run_to_end(coordinate(spec, runtime=several_workers(spec, 2))).bits == whole.bits
