@@ -87,7 +87,10 @@ class PFedMe(Method):
             run.skip("step")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of `steps` - 1 further passes of each batch, in trained samples."""
+        """Return the cost of training the personal model, in trained samples.
+
+        It makes `steps` - 1 passes over each batch, in addition to the pass that trains w.
+        """
         return (self.steps - 1) * job.trained_samples
 
     # --- a client's job -----------------------------------------------------------------------
@@ -102,9 +105,9 @@ class PFedMe(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Train the personal parameters theta on the batch; return lam (w - theta), [n].
+        """Train the personal parameters theta on the batch; return the gradient of w, [n].
 
-        This is the gradient that moves the shared parameters w towards theta.
+        The gradient is lam (w - theta), where lam is the weight of the pull to the shared model.
         params, grad: [n], the parameters w that the step trains, and their gradient.
         gradient_at(shift): the gradient at params + shift, on the same batch.
         """

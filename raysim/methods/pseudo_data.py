@@ -1,14 +1,14 @@
 """Make the pseudo-data of FedBR: means of clients' samples, or of samples of a public set.
 
 A mean of M samples represents all of them and has no label. A run can choose:
-- `refresh` decides when means are drawn: again in every round by default, as in the paper, or once,
-  as in the released code.
-- `sources` decides which samples are drawn. "balanced" draws every client equally often, as
-  Algorithm 2 does. "unbalanced" draws clients in proportion to their samples. Both are the same if
-  all clients have equally many samples, as in the paper. "classes" draws every client equally
-  often, and each class of a client equally often; Figure 6d of the paper compares such balanced
-  labels with unbalanced ones. A public set has no clients: "balanced" and "classes" draw its
-  classes equally often, "unbalanced" draws its samples equally often.
+- `refresh`: new means are drawn in every round (as in the paper), or only once (as in the released
+  code).
+- `sources`: "balanced" draws every client equally often, as Algorithm 2 does. "unbalanced" draws
+  clients in proportion to their samples. "classes" draws every client equally often, and each class
+  of a client equally often.
+
+A public set has no clients: "balanced" and "classes" draw its classes equally often, "unbalanced"
+draws its samples equally often.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ SOURCES = ("balanced", "unbalanced", "classes")
 class PseudoData:
     """The pseudo-data of a run: B means in each version, which the server sends to clients.
 
-    kind: "rsm" are means of clients' samples, "mixture" are means of the public `proxy` set.
+    kind: "rsm" makes means of clients' samples, "mixture" makes means of the public `proxy` set.
     rows: the number B of means in each version.
     samples_per_mean: the number of samples in each mean.
     means_per_client: the number of means that each client sends before round 0. The server keeps
     the means of all clients and draws from them.
-    refresh: "round" lets the server draw B means in every round, "once" only at the start.
+    refresh: "round" draws B new means in every round; "once" draws them only at the start.
     sources: which samples are drawn, "balanced", "unbalanced" or "classes"; the module's docstring
     describes these.
-    fresh: True uses no means of the server: each job computes B new means from the raw samples of
-    all clients, and clients send nothing before round 0. Only a simulator can do this.
+    fresh: True lets each job compute B new means from the raw samples of all clients. Then clients
+    send nothing before round 0. A real system could not do this.
     proxy: the source of the public set, for kind="mixture"; None if there is none.
     Raises ValueError for settings that do not fit together.
     """
@@ -118,11 +118,7 @@ class PseudoData:
         run.send("pseudo", lambda server: server.state["pool"], floats, once=True)
 
     def _check(self, run: Setup) -> None:
-        """Raise ValueError for settings that do not fit the run.
-
-        These are: fewer means of all clients than B, a B of 1 if the model needs more rows in a
-        batch, and a public set with other images than the data.
-        """
+        """Raise ValueError for settings that do not fit the model, the data or the clients."""
         check_pseudo_batch(run, self.rows)
         if self.kind == "mixture":
             assert self.proxy is not None
@@ -210,13 +206,11 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
 def rows_by_samples(
     ends: np.ndarray, per_client: int, size: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw different rows of a table in which each client has `per_client` rows.
+    """Draw rows of a table without replacement; return their numbers, int64 [size].
 
-    Return the numbers of the rows, int64 [size]. The probability of a row is in proportion to its
-    client's samples. Except for rounding, the result has the distribution of `Generator.choice`
-    without replacement, but the computing time does not grow with the table.
-    ends: float64 [clients], the cumulative probabilities of the clients: client i is drawn with the
-    probability ends[i] - ends[i - 1], or ends[0] for i = 0.
+    Each client has `per_client` rows of the table, one client after another. A row is drawn with a
+    probability in proportion to its client's samples.
+    ends: float64 [clients], the cumulative probabilities of the clients, from `_interval_ends`.
     per_client: the number of rows of each client; all rows of a client are equally probable.
     size: the number of rows to draw.
     """
@@ -239,11 +233,11 @@ def rows_by_samples(
 
 
 def _client_intervals(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the start and the width of each of k clients' intervals, both float64 [k].
+    """Return the start and the width of some clients' intervals in [0, 1), both float64 [k].
 
-    Each client has an interval in [0, 1); a random number draws the client of its interval.
+    The width of an interval is the probability of its client.
     ends: float64 [all clients], the ends of all intervals, from `_interval_ends`.
-    clients: int64 [k], the numbers of the k clients.
+    clients: int64 [k], the numbers of the clients.
     """
     first = np.where(clients > 0, ends[clients - 1], 0.0)
     return first, ends[clients] - first
@@ -275,10 +269,9 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
 def _interval_ends(partition: CSR, is_uniform: bool) -> np.ndarray:
     """Return the cumulative probabilities with which clients are drawn, float64 [clients].
 
-    Client i is drawn by a random number from entry i - 1 (0 for the first client) to entry i.
     partition: the samples of each client.
-    is_uniform: True draws all clients that have samples equally often, False in proportion to their
-    samples.
+    is_uniform: True draws all clients that have samples equally often; False draws clients in
+    proportion to their samples.
     """
     chances = (partition.counts > 0) if is_uniform else partition.counts
     ends = (chances / chances.sum()).cumsum()

@@ -55,11 +55,10 @@ def divisor(
 ) -> float:
     """Return the number by which the weighted sum of updates is divided.
 
-    It is the sum over clients of w (1 + q c / F). Times L, this is the sum of h_i in the formula of
-    the module. Each sequence has one number for each client.
+    It is the sum of w (1 + q c / F) over the clients. Each sequence has one number for each client.
     weights: w, the client's weight times F^q.
     losses: F, the loss of the received model on the client's data.
-    curvatures: c = |D|^2 / learning rate, with D the client's update.
+    curvatures: c, the squared norm of the client's update divided by the learning rate.
     q: the power of the loss.
     """
     total = 0.0
@@ -96,9 +95,9 @@ class QFedAvg(Method):
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:
-        """Upload the received model's loss F, and c = |D|^2 / learning rate.
+        """Upload the loss of the received model, and the curvature.
 
-        D is the client's update of the trained parameters.
+        The curvature is the squared norm of the update, divided by the learning rate.
         """
         trained = job.layout.trained
         moved = job.params[:trained] - job.broadcast[:trained]
@@ -106,7 +105,7 @@ class QFedAvg(Method):
         job.upload["curvature"] = moved.square_().sum(dtype=torch.float64).reshape(1) / job.rate
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply each client's weight by F^q; let the sum of updates be divided by `divisor`.
+        """Multiply each client's weight by F^q, and set the divisor of the sum of updates.
 
         F is the loss of the received model on the client's data.
         """

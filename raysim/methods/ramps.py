@@ -14,13 +14,17 @@ RAMPS = get_args(RampForm)
 
 
 def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "exp") -> float:
-    """Return the value of a ramp, between 0 and 1; it never decreases from step to step.
+    """Return the weight of a round, between 0 and 1; later rounds never have smaller weights.
 
     step: the current round s, at least 0 and, for "exp", at most T.
     total_steps: the number T of rounds of the ramp.
-    gamma: the speed of the ramp, in the formula of its form.
-    form: "exp" is e^(gamma (s - T)), as in FRAug's paper; "laine_aila" is e^(-gamma (1 - min(s/T,
-    1))^2); "reciprocal" is 1 - 1/(gamma s + 1); "constant" is 1/2 in all rounds.
+    gamma: the constant in the formula of the ramp.
+    form: the name of the formula:
+
+        "exp"          e^(gamma (s - T))
+        "laine_aila"   e^(-gamma (1 - min(s / T, 1))^2)
+        "reciprocal"   1 - 1 / (gamma s + 1)
+        "constant"     1/2
     """
     if form == "exp":
         return math.exp(gamma * (step - total_steps))

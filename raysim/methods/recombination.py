@@ -1,8 +1,4 @@
-"""Functions that several server rules share.
-
-`recombine` adds up linear combinations of the updates; `combine_by_coordinate` applies a rule to
-each parameter separately.
-"""
+"""Combine updates with matrices of coefficients, or parameter by parameter, for server rules."""
 
 from __future__ import annotations
 
@@ -60,14 +56,15 @@ def recombine(
     granularity: Granularity,
     coefficients: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the weighted sum of linear combinations of the m updates, [layout.trained].
+    """Mix the m updates by a matrix, and return the weighted mean: [layout.trained].
 
         sum_i w_i sum_j C_ij g_j / aggregation.divisor
 
     g_j are the updates, w_i their weights, and C is the matrix that `coefficients` returns. If C is
     the identity matrix, the result is bit-identical to FedAvg's.
-    granularity: "model" computes one C for the whole updates, "tensor" a C for each tensor.
-    coefficients: a function from the Gram matrix [m, m] of the updates g to C, float64 [m, m].
+    granularity: "model" computes one matrix C for whole updates; "tensor" computes one for each
+    tensor of the model.
+    coefficients: a function from the Gram matrix [m, m] of the updates to C, float64 [m, m].
     """
     rows = parameters_of(aggregation, server)
     weights = torch.tensor(aggregation.weights, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """SCAFFOLD: correct each local gradient by the difference of two control variates.
 
-The client's control variate estimates the client's gradient, and the server's control variate the
-mean gradient of all clients. So local steps follow the common direction.
+The client's control variate estimates the client's gradient. The server's control variate estimates
+the mean gradient of all clients. So local steps follow the common direction.
 
 Source: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Controlled
 Averaging for Federated Learning" (ICML 2020), Algorithm 1:
@@ -10,15 +10,15 @@ Averaging for Federated Learning" (ICML 2020), Algorithm 1:
     c_i+ = c_i - c + (x - y) / (K eta)                   Option II
     c <- c + (1/N) sum_{i in S} (c_i+ - c_i)             N: all clients, not only the participants
 
-g is the gradient of a local step, c_i the control variate of client i, c_i+ its next value, and c
-the server's control variate. x are the received and y the trained parameters, K is the number of
-local steps, eta their learning rate, and S the participants.
+g is the gradient of a local step, c_i the control variate of client i, and c_i+ its next value. c
+is the server's control variate. x are the received and y the trained parameters. K is the number of
+local steps, eta their learning rate, and S the set of participants.
 
 Departures from the paper
-- The paper has no momentum. With momentum rho, K becomes
-  K' = (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho), the movement of K momentum steps under a
-  constant gradient (as in FedNTD's code). With K itself, rho = 0.9 makes c_i up to ten times too
-  large, and training diverges.
+- The paper has no momentum. With momentum rho, K is replaced by K' = (K - rho (1 - rho^K) / (1 -
+  rho)) / (1 - rho), as in FedNTD's code. If the gradient is constant, K steps with momentum move as
+  far as K' steps without it. With K itself and rho = 0.9, c_i would be up to ten times too large,
+  and training would diverge.
 - Control variates exist for trainable parameters only; buffers are averaged as in FedAvg.
 - Models and control variates are averaged uniformly, as in the paper; FedNTD's code weights the
   models by samples.
@@ -73,8 +73,8 @@ def updated_control_variate(
 ) -> Tensor:
     """Return the client's next control variate by Option II of SCAFFOLD: [d].
 
-    It is client_control - server_control + (global_params - local_params) / (steps * lr), where the
-    steps are corrected for momentum (`effective_steps`). All vectors are [d].
+    It is client_control - server_control + (global_params - local_params) / (K lr). K is
+    `effective_steps(num_steps, momentum)`. All vectors are [d].
 
     global_params: the received parameters.
     local_params: the trained parameters.
@@ -106,18 +106,14 @@ def server_control_variate(
 
 
 class Scaffold(Method):
-    """A method that corrects local gradients by control variates, with Option II of the paper.
-
-    Control variates cover all shared trainable parameters of all networks. Where a stage maximises
-    its loss (FedBR's projector), the gradient is the gradient of the negated loss.
-    """
+    """A method that corrects local gradients by control variates, with Option II of the paper."""
 
     name = "scaffold"
     paper = "Karimireddy et al., ICML 2020"
     weighting = "uniform"
 
     def setup(self, run: Setup) -> None:
-        """Keep a control variate per client and one on the server, zero at first; exchange both."""
+        """Declare a control variate for each client and for the server; both start at zero."""
         run.needs_fixed_clients(
             "the server's control variate is the mean of the clients' control variates"
         )
@@ -142,11 +138,7 @@ class Scaffold(Method):
         grad += job.received["control"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Compute the client's next control variate, and upload its change.
-
-        A stage may train only some of the parameters. The change of each parameter is divided by
-        the number of steps that trained it.
-        """
+        """Compute the client's next control variate, and upload its change."""
         old, server = job.state["control"], job.received["control"]
         control = old.clone()
         for at, steps, rate in job.moves():

@@ -1,16 +1,16 @@
 """Streaming DiLoCo: divide the model into fragments, and synchronise one of them in each job.
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
-Free Lunch" (2025), Algorithm 2, on DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's
-momentum on the server). With P fragments, a job that starts from version v sends fragment v mod P:
-this fragment is *due* in version v. Symbols:
+Free Lunch" (2025), Algorithm 2. It builds on DiLoCo (Douillard et al. 2023): AdamW on the clients,
+and Nesterov's momentum on the server. With P fragments, a job that starts from version v sends
+fragment v mod P. This fragment is *due* in version v. Symbols:
 
     x, u        the server's model and its momentum
     beta, eta   the factor of the momentum, and the server's learning rate
     l           the model with which the client ended its last job
     g           for each parameter, the value that the client received last
     w_i         the weight of client i
-    x_p, l_p    the part of the vector that belongs to fragment p
+    x_p, l_p    the parameters of x and of l that belong to fragment p
 
 Algorithm:
 
@@ -20,20 +20,16 @@ Algorithm:
     aggregate   d_p = sum_i w_i D_i,p / sum_i w_i,   u_p <- beta u_p + d_p
                 x_p <- x_p + eta (d_p + beta u_p)
 
-Each fragment is sent in every P-th round, so that a round sends 1/P of the model. P rounds together
-send as many bytes as one round of DiLoCo that is P times as long. Fragments that are not due keep
-the local values of each client.
+A client keeps its own values of the fragments that are not due.
 
 Departures from the paper
-- A round is the time between two synchronisations, H / P steps for a fragment that is synchronised
-  after H steps. The exchange is not hidden behind further steps (tau = 0), and clients take over
-  the received values without mixing them with their own (alpha = 0).
+- Training waits while a fragment is exchanged (tau = 0). Clients replace their values by the
+  received ones, and do not mix them (alpha = 0).
 - Values travel as floats of 32 bits, not 4.
-- Updates of one aggregation may be stale and belong to several fragments; each fragment moves by
-  the mean of its own updates. After a lost job, a client receives the fragments that were due since
-  the job before it.
-- Traffic counts the fragments that were due since the client's last job. It assumes that a client
-  with k earlier jobs trained from the versions 0 to k - 1, and missed only later ones.
+- Updates of one aggregation may be stale and belong to several fragments. Each fragment moves by
+  the mean of the updates that belong to it.
+- The traffic is an estimate: it assumes that a client with k earlier jobs trained from the versions
+  0 to k - 1.
 """
 
 from __future__ import annotations
@@ -96,7 +92,7 @@ def _layer_name(name: str) -> str:
 
 
 def due_fragments(since: int, version: int, count: int) -> Sequence[int]:
-    """Return the numbers of the fragments that are due in a range of versions, each once.
+    """Return the numbers of the fragments that are due in a range of versions.
 
     since: the first version of the range.
     version: the version after the last one of the range.
@@ -131,7 +127,7 @@ class StreamingDiLoCo(Method):
         self.pattern = one_of("method.streaming_diloco.pattern", pattern, ("strided", "sequential"))
 
     def setup(self, run: Setup) -> None:
-        """Declare what clients and server keep; count only the fragments that are sent."""
+        """Declare the client state and server state; count only sent fragments as traffic."""
         for other in WHOLE_MODEL_METHODS:
             run.excludes(other, "it needs all parameters, but each job sends only a part of them")
         run.owns("step")
@@ -174,7 +170,7 @@ class StreamingDiLoCo(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start from the client's own model; take the due fragments from the received model.
+        """Start from the client's own model, updated with fragments of the received model.
 
         These are the fragments that were due since the client's last job. The first job starts from
         the received model.
@@ -209,9 +205,8 @@ class StreamingDiLoCo(Method):
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the server's step with Nesterov's momentum, [layout.trained].
 
-        Fragments that no update of this aggregation has changed get a step of 0.
-        direction: [layout.trained], the mean of all updates. An update is 0 outside of the fragment
-        that its job has sent.
+        The step of a fragment is 0 if no update of this aggregation contains the fragment.
+        direction: [layout.trained], the mean of all updates.
         """
         weights = [0.0] * self.fragments
         for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):

@@ -1,14 +1,14 @@
 """Trimmed mean: leave out the largest and smallest changes of each parameter, average the rest.
 
-It is robust as long as the share of arbitrary updates is not above the share left out at each end.
+Of m changes, the k largest and the k smallest are left out, where k is beta m, rounded down. The
+result is robust if at most k updates are malicious. beta is the setting `share`.
 
 Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
-Statistical Rates" (ICML 2018), Definition 2 and Algorithm 1, option II. Of m values, floor(share m)
-are left out at either end; share is the paper's beta.
+Statistical Rates" (ICML 2018), Definition 2 and Algorithm 1, option II.
 
 Departures from the paper
-- Weights only decide which updates are considered: an update of weight 0 is not. BatchNorm's
-  statistics are averaged as in FedAvg.
+- Updates of weight 0 are left out; all other weights have no effect.
+- BatchNorm's statistics are averaged as in FedAvg.
 """
 
 from __future__ import annotations

@@ -1,35 +1,35 @@
 """VHL: train all clients also on the same labelled noise, and align real features with it.
 
-The noise (the virtual data) is the same for all clients. Pulling the features of real images to the
-features of the noise with the same label makes the features of all clients similar.
+The noise (the virtual data) is the same for all clients. The features of real images are pulled to
+the features of noise with the same label. This makes the features of all clients similar.
 
 Source: Tang, Zhang, Shi, He, Han and Chu, "Virtual Homogeneity Learning: Defending against Data
-Heterogeneity in Federated Learning" (ICML 2022). With h the features in front of the classifier, T
-the temperature, and the index v for virtual images:
+Heterogeneity in Federated Learning" (ICML 2022). h are the features in front of the classifier,
+divided by their norm, and y the labels. T is the temperature; the index v stands for virtual
+images:
 
     s_ij     = exp(h_i.h_j / T) / sum_{a != i} exp(h_i.h_a / T)
     SC(h, l) = mean_i -1/|P_i| sum_{j in P_i} log s_ij
     loss     = CE(x, y) + alpha CE(x_v, y_v)
-               + gamma SC([h; constant h_v], [y; y_v]) + kappa SC(h_v, y_v)
+               + gamma SC([h; h_v], [y; y_v]) + kappa SC(h_v, y_v)
 
-with |h_i| = 1 and P_i the other rows that have the label l_i; if there are none, row i adds 0.
+CE is the cross-entropy, SC the supervised contrastive loss. P_i are the other rows with the label
+l_i; without such rows, row i adds 0. In the term with gamma, h_v is a constant.
 
 Departures from the paper
-- VHL in FedBR's code forwards the two batches separately and aligns logits, and with its "shared"
-  labels never pairs a real row with a virtual one. Here all variants follow the authors.
-- Virtual labels are separate classes for the classifier ("extra", as in the authors' code), and
-  evaluation takes the larger of the two outputs of a class; or they are the real classes ("shared",
-  as in FedBR's code).
-- The noise generator is the authors', not their untrained StyleGAN. The authors clip the noise to
-  [0, 1] and scale it as pixels of mean 0.5 and deviation 0.25; here each channel of the whole set
-  is standardised, with about the same result.
-- Crops are padded with zeros after the standardisation, which is the mean of the images. A step
-  draws its virtual images without replacement.
-- If another method changes the inputs (Mixup, FedMix), only the changed images are classified. The
-  unchanged ones are aligned in a second forward pass with the virtual ones, as in FedBR's code.
-  This pass updates BatchNorm's statistics, too.
-- BatchNorm's running statistics are computed from real and virtual images, and evaluation applies
-  them to real ones: the data should be normalised like the virtual images.
+- With label_mode="extra", virtual images have classes of their own, as in the authors' code. In
+  evaluation, the larger of the two outputs of a class is used. With "shared", virtual images have
+  the real classes, as in FedBR's code.
+- The noise comes from the authors' simple noise generator. They also use an untrained StyleGAN,
+  which is left out here. The authors clip the noise to [0, 1]; here each channel of all virtual
+  images is standardised.
+- Crops are padded with zeros after the standardisation. A step draws its virtual images without
+  replacement.
+- If another method changes the inputs (Mixup, FedMix), only the changed images are classified. A
+  second forward pass computes the features of the unchanged images and the virtual ones, as in
+  FedBR's code. This pass updates BatchNorm's statistics, too.
+- BatchNorm's running statistics come from real and virtual images. Therefore the data should be
+  normalised, as the virtual images are.
 - The authors' distance between domains has weight 0 in their code and is left out.
 """
 
@@ -61,12 +61,13 @@ if TYPE_CHECKING:
 def supervised_contrastive_loss(
     features: Tensor, labels: Tensor, temperature: float, base_temperature: float
 ) -> Tensor:
-    """Return the supervised contrastive loss SC, times temperature / base_temperature.
+    """Return the supervised contrastive loss, times temperature / base_temperature.
 
     features: [n, D]; this function divides each row by its norm.
     labels: int64 [n]. A row without another row of its label adds 0 to the mean over n.
-    temperature: T; the scalar products of features are divided by it.
-    base_temperature: VHL uses the value of `temperature`, so that the factor in front of SC is 1.
+    temperature: the scalar products of features are divided by it.
+    base_temperature: the divisor of the loss. VHL uses the value of `temperature`, so that the
+    factor is 1.
     """
     rows = F.normalize(features, dim=1, eps=1e-12)
     is_itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
@@ -93,7 +94,7 @@ def alignment_loss(
 
     real_features: [n, D] with real_labels int64 [n].
     virtual_features: [m, D] with virtual_labels int64 [m], of the same classes.
-    temperature: T; the scalar products of features are divided by it.
+    temperature: the scalar products of features are divided by it.
     align_weight: the weight of the first loss.
     virtual_weight: the weight of the second loss.
     """
@@ -229,10 +230,7 @@ class Vhl(Method):
         run.check(self.note_changed_inputs)
 
     def note_changed_inputs(self, run: Declarations) -> Sequence[str]:
-        """Remember whether another method changes the inputs of a batch; return no warning.
-
-        If so, the images to align need a second forward pass.
-        """
+        """Record whether another method changes the inputs of a batch; return no warning."""
         self._are_inputs_changed = False
         for declared in run.methods:
             changes_inputs = declared.has_hook("batch") and not declared.adds_rows
@@ -279,10 +277,7 @@ class Vhl(Method):
         return torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Add the step's virtual images to the batch, unless another method changes the inputs.
-
-        In that case, a second forward pass has the virtual images and the unchanged real ones.
-        """
+        """Add the step's virtual images to the batch, unless another method changes the inputs."""
         if self._needs_virtual(job) and not self._are_inputs_changed:
             batch.add_rows(self.name, self._images(job))
         return batch
@@ -323,10 +318,9 @@ class Vhl(Method):
         return shifted(images.index_select(0, rows), down, right, flip, PADDING)
 
     def _features(self, job: LocalJob, out: Outputs) -> tuple[Tensor, Tensor]:
-        """Return the features of the real and of the virtual samples, from one forward pass.
+        """Return the features of the real and of the virtual samples.
 
-        If another method, such as Mixup, changes the inputs of the batch, the real samples are the
-        unchanged inputs.
+        The real samples are the inputs before any other method, such as Mixup, has changed them.
         """
         if not self._are_inputs_changed:
             return out.features, out.rows(self.name)

@@ -1,4 +1,4 @@
-"""Networks, and the recipes that build them for an input shape from a seed."""
+"""Recipes that build neural networks: a seed decides the initial parameters."""
 
 from typing import TYPE_CHECKING
 

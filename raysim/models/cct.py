@@ -1,8 +1,7 @@
 """CCT-7/3x1, the compact convolutional transformer that FedBR trains on CIFAR-100.
 
-It follows the code of Hassani et al. (2021). There the output of a block's MLP is added to the
-MLP's normalised input (see `Block`). So a block is neither a usual pre-norm nor a usual post-norm
-block. That code also has an output layer that it does not use, which is left out here.
+It follows the code of Hassani et al. (2021), whose blocks differ from usual transformer blocks (see
+`Block`). An output layer that this code does not use is left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interfaces of networks (features and one linear head) and of their recipes."""
+"""The base classes of neural networks (an extractor and a linear head) and of their recipes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Shape = tuple[int, ...]  # of one input; channels, height and width of an image
 
 
 class Classifier(nn.Module):
-    """A network that maps x [B, ...] to features [B, F], and these to logits [B, C].
+    """A neural network that maps x [B, ...] to features [B, F], and these to logits [B, C].
 
-    F is the number of features, C the number of outputs. The head is one `Linear(F, C)`.
-    is_split: False for a network without separate features and head.
-    extractor: the network from x to features.
+    F is the number of features, C the number of outputs. The layer from features to logits is the
+    head, a `Linear(F, C)`.
+    is_split: False for a model without separate features and head.
+    extractor: the module that maps x to features.
     feature_dim, num_classes: the numbers F and C.
     """
 
@@ -128,9 +129,8 @@ def is_split(model: nn.Module) -> bool:
 def is_stochastic(*networks: nn.Module) -> bool:
     """Return True if training may draw from torch's generator, which then needs a seed.
 
-    Dropout and stochastic depth draw random numbers. A network counts as stochastic if a submodule
-    has a positive rate: an attribute `p`, or one with "drop" in its name. If the answer is True by
-    mistake, a seed is set without need; if it were False by mistake, runs would not be repeatable.
+    This is assumed for networks with a submodule that has a positive rate, as dropout has. The rate
+    is an attribute `p`, or an attribute with "drop" in its name.
     """
     for network in networks:
         for module in network.modules():

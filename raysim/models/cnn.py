@@ -17,8 +17,7 @@ from raysim.primitives.checks import one_of
 class Mlp(ModelRecipe):
     """A recipe for a multilayer perceptron: Linear and ReLU for each hidden layer.
 
-    widths: the number of units of each hidden layer. Of the workloads of `raysim bench`, W2 has
-    [64] and W3 has [2700, 2700].
+    widths: the number of units of each hidden layer.
     """
 
     reads: ClassVar[Literal["numbers"]] = "numbers"
@@ -46,11 +45,10 @@ class Mlp(ModelRecipe):
 class Cnn(ModelRecipe):
     """A recipe for the CNN of McMahan et al. 2017: two 5x5 convolutions and 512 units.
 
-    pool: the size of the max-pools; the paper of FedBSS has 3, the workload W1 of `raysim bench` 2.
+    pool: the size of the windows of the max-pools.
     padding: the padding of the convolutions.
-    stride: the stride of the max-pools. With pool 3, padding 2 and stride 2 the pools are padded by
-    1, so that they halve the maps. The network then has the number of parameters that papers
-    usually report.
+    stride: the stride of the max-pools. With pool 3, padding 2 and stride 2, a max-pool has a
+    padding of 1, so that it halves the height and the width.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

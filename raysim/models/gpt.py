@@ -19,19 +19,16 @@ INIT_STD = 0.02  # standard deviation of initial weights, as in GPT-2
 
 @dataclass(frozen=True)
 class Gpt(ModelRecipe):
-    """A recipe for a decoder-only transformer of pre-norm blocks with learnt positions.
+    """A recipe for a decoder-only transformer (GPT-2) with learnt position embeddings.
 
-    Its outputs are logits [B, C, T] of the next token at each of T positions. A position attends to
-    itself and to earlier positions, so padding at the end has no influence. Initial weights are
-    normal with standard deviation 0.02; weights in front of a residual sum are then divided by
-    sqrt(2 blocks).
+    Its outputs are logits [B, C, T] of the next token at each of T positions. Padding at the end of
+    a sequence has no influence.
 
     width: the number of features of a token.
     heads: the number of attention heads of a block.
-    blocks: the number of blocks.
+    blocks: the number of transformer blocks.
+    dropout: the dropout rate. Above 0, training draws random numbers.
     tied: True uses the embedding of the tokens as the weights of the output layer, too.
-    dropout: the share of the values that are set to 0 in training; above 0, training draws random
-    numbers.
     """
 
     reads: ClassVar[Literal["tokens"]] = "tokens"
@@ -81,7 +78,7 @@ class GptNetwork(nn.Module):
             self.head.weight = self.embedding.weight
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return the output layer, under the name that networks of transformers use."""
+        """Return the output layer; models of the package `transformers` have the same method."""
         return self.head
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Add low-rank adapters (LoRA, Hu et al. 2022) with peft; train only them and the head.
+"""Add low-rank adapters (LoRA, Hu et al. 2022) with the package peft.
 
-A layer with the frozen weight W0 [m, n] uses the weight W0 + s B A instead. A [r, n] starts at
-random values and B [m, r] at 0; r is the rank and s = alpha / r. In a convolution n is the number
-of input channels times the size of a window.
+A layer with the frozen weight W0 [m, n] uses the weight W0 + s B A instead. The matrices A [r, n]
+and B [m, r] are trained. A starts with random values and B with zeros. r is the rank, and s is
+alpha / r. In a convolution, n is the number of input channels times the size of a window.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Lora:
     """The settings of low-rank adapters.
 
     rank: the rank of the adapters; 0 means no adapters, and all parameters are trained.
-    alpha: the product of an adapter's matrices is scaled by alpha / rank.
-    dropout: the share of an adapter's inputs that are set to 0 in training.
+    alpha: the product of an adapter's matrices is multiplied by alpha / rank.
+    dropout: the dropout rate of an adapter's inputs.
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
-    layer in front of the head, or every convolution if there is no linear layer. Layers with fewer
-    inputs or outputs than the rank get no adapter. The output layer of a language model gets none,
-    either; the model's function `get_output_embeddings` returns this layer, as in the package
-    transformers.
+    layer in front of the head, or every convolution if there is no linear layer. Then layers with
+    fewer inputs or outputs than the rank get no adapter, and neither does the output layer of a
+    language model.
     base: the type in which the frozen weights of linear layers, convolutions and embeddings are
-    stored; the computation is in the type of the run. "nf4" is 4 bits, and 16 for embeddings.
+    stored. "nf4" stores 4 bits for each number; embeddings are then stored in bfloat16. The
+    computation is in the type of the run.
     """
 
     rank: int = 0
@@ -102,12 +102,12 @@ def find_adapters(model: nn.Module) -> tuple[Adapter, ...]:
 
 
 def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
-    """Add adapters to layers in front of the model's head; return the model.
+    """Add adapters to the layers in front of a model's head; return the model.
 
-    The other parameters in front of the head are frozen, and the head is trained. In a model
-    without a separate head, all suitable layers get adapters, and all other parameters are frozen.
-    Frozen parameters do not travel: every process builds the same ones from the seed or from a
-    file. Raise ValueError if peft is missing, or if a layer cannot have an adapter of this rank.
+    The adapters and the head are trained; all other parameters are frozen. Frozen parameters do not
+    travel between server and clients. If the model has no separate head, its layers get adapters,
+    and only the adapters are trained.
+    Raise ValueError if peft is missing, or if a layer cannot have an adapter of this rank.
     """
     if lora.rank == 0:
         return model
@@ -141,7 +141,7 @@ def _linear_types() -> tuple[type[nn.Module], ...]:
 def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
     """Return the names of the layers that get an adapter if `model.lora.layers` is null.
 
-    inner: the part of the model in front of the head; the whole network if it has no head.
+    inner: the model without its head; the whole model if it has no separate head.
     """
     output_layers = _output_layers(inner)
     modules = []
@@ -181,7 +181,7 @@ def _output_layers(inner: nn.Module) -> list[object]:
 def _named_layers(inner: nn.Module, lora: Lora) -> list[str]:
     """Return the full names of the layers in `model.lora.layers`.
 
-    inner: the part of the model in front of the head; the whole network if it has no head.
+    inner: the model without its head; the whole model if it has no separate head.
     """
     all_names = [name for name, _ in inner.named_modules() if name]
     names: list[str] = []

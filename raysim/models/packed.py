@@ -27,9 +27,8 @@ def unpack_fields(rows: Tensor, fields: Sequence[InputField]) -> list[Tensor]:
 
 
 class UnpackFields:
-    """A forward pre-hook that unpacks rows of floats into the arguments of a network.
+    """A forward pre-hook that unpacks rows of floats into the arguments of a neural network.
 
-    Calls that already have the network's own arguments are not changed.
     fields: the inputs of a sample, in their order in the row.
     """
 
@@ -40,7 +39,7 @@ class UnpackFields:
     def __call__(
         self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the unpacked arguments of the network; None leaves its arguments unchanged."""
+        """Return the unpacked arguments; None if the arguments are not packed."""
         is_packed = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         if not is_packed or args[0].shape[1:] != (self.width,):
             return None

@@ -1,7 +1,6 @@
-"""Recipes for two small networks for token sequences: recurrent units and a transformer.
+"""Recipes for two small neural networks for tokens: recurrent units and a transformer.
 
-The features of a sequence are the network's state at the last token. So the same network can
-predict the next token or classify a sequence. Padding has no influence.
+The features of a sequence are the values at its last token. Padding has no influence.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ def last_token_values(values: Tensor, tokens: Tensor, padding: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Gru(ModelRecipe):
-    """A recipe for a small recurrent network: an embedding and GRU layers (Cho et al. 2014).
+    """A recipe for a small recurrent neural network: an embedding and GRU layers.
 
-    It is a smaller form of the language model of the benchmark LEAF.
     embedding: the number of features of a token's embedding.
     width: the number of features of the recurrent state.
     layers: the number of GRU layers.

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 
 def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> str:
-    """Return the layer that fails in training on one row, but not on two; "" if none does.
+    """Return the layer because of which a model cannot train on one row; "" if there is none.
 
-    The result is text for an error, such as "layer 'norm' (BatchNorm1d)". A layer fails if it
-    raises an error, or if its outputs are not finite. The model stays unchanged.
+    The result is text for an error, such as "layer 'norm' (BatchNorm1d)". The layer raises an error
+    for one row, or its outputs are not finite. If the model cannot train on two rows, either, the
+    result is "".
     make_inputs: a function that returns inputs with the given number of rows, on any device.
     """
     parameter = next(model.parameters(), torch.empty(0))
@@ -39,9 +40,9 @@ def _move_inputs(inputs: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _first_failure(model: nn.Module, inputs: Tensor) -> str:
-    """Return the name and type of the first layer that fails on some inputs; "" if none does.
+    """Return the first layer with an error or outputs that are not finite; "" if there is none.
 
-    A layer fails if it raises an error, or if its outputs are not finite.
+    The result is the layer's name and type, as text.
     """
     names = {module: name for name, module in model.named_modules()}
     entered: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""Split a network into features and one linear head; use networks from outside raysim."""
+"""Split a user's or a library's neural network into features and one linear head."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MAX_LAYERS_IN_MESSAGE = 5
 class SplitNetwork(Classifier):
     """A network that is split into features and its last linear layer, the head.
 
-    `extractor` is the original network with an identity in place of the head.
-    net: the original network, which is changed.
+    The attribute `extractor` is the original network. An identity replaces its last linear layer.
+    net: the original network. It is changed in place.
     head_name: the name of its last linear layer.
     """
 
@@ -216,10 +216,10 @@ def _compute_outputs(net: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
-    """Return True if a network returns the outputs of its layer `name`, also in training mode.
+    """Return True if a network returns the outputs of its layer `name` unchanged.
 
-    The outputs must be the same tensor object. Equal numbers are not enough: a scale that starts at
-    1, or dropout in evaluation, may follow the layer without changing the numbers.
+    The outputs must be the same tensor object. Equal numbers are not enough, because dropout after
+    the layer, for example, changes numbers only in training.
     inputs: examples [B, ...].
     """
     layer_outputs: list[object] = []

@@ -1,13 +1,12 @@
-"""Store the frozen weights of a network in bfloat16 or in 4 bits; its layers compute as before.
+"""Store the frozen weights of a network in bfloat16 or in 4 bits, to save memory.
 
-A stored weight is read when a layer needs it: in the forward pass, and again in the backward pass.
-So no more than one weight at a time exists in the type of the computation. The results are
-bit-identical to those of the same layers with rounded weights.
+A weight is converted to the type of the computation when a layer needs it: in the forward pass, and
+again in the backward pass. So only one converted weight exists at a time.
 
 Source of the 4 bits: Dettmers, Pagnoni, Holtzman and Zettlemoyer, "QLoRA: Efficient Finetuning of
-Quantized LLMs" (NeurIPS 2023), the type NF4. A block of 64 entries has a scale, its largest
-absolute value; an entry is stored as the nearest of 16 levels times the scale. The levels are
-quantiles of the normal distribution.
+Quantized LLMs" (NeurIPS 2023), the type NF4. 64 entries of a weight have a common scale, their
+largest absolute value. An entry is stored as the number of one of 16 levels, and has the value of
+this level times the scale. The levels are quantiles of the normal distribution.
 
 Departures from the paper
 - Scales are stored in float32. The paper stores them in 8 bits (double quantization).
@@ -40,7 +39,7 @@ NF4_LEVELS = (
 
 
 class _ViewOfWeight(NamedTuple):
-    """The size, stride and offset with which a stored weight is viewed as a layer's tensor."""
+    """The arguments of `Tensor.as_strided` that make a layer's weight from the stored values."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -96,9 +95,9 @@ class FourBitWeight(nn.Module):
 
 @cache
 def _nf4_pairs(device: torch.device) -> Tensor:
-    """Return the levels of the two entries that each byte value stores: int64 [256].
+    """Return a table from a byte, which stores two entries, to their levels: int64 [256].
 
-    Each entry has the bits of two floats of 32 bits.
+    The 64 bits of a number in the table are two float32 levels.
     """
     levels = torch.tensor(NF4_LEVELS, device=device)
     byte = torch.arange(256, device=device)

@@ -323,12 +323,12 @@ def _check_shapes(
 ) -> None:
     """Raise ValueError if pretrained weights have other shapes than the weights of the model.
 
-    The weights of the head are allowed to have other shapes, because the data decides its size.
+    The weights of the head may have other shapes if `head_size` is not None.
     name: `model.name`, for the error.
     mismatched: for each weight with another shape: its name, its shape in the file, and its shape
     in the model.
-    head_size: the number of outputs of the model's head. None does not allow other shapes in the
-    head, either.
+    head_size: the number of outputs of the model's head; None requires equal shapes in the head,
+    too.
     """
     wrong = []
     for weight, stored, shape in sorted(mismatched):
@@ -344,11 +344,11 @@ def _check_shapes(
 
 
 def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | None) -> list[str]:
-    """Return the names of the weights that stay random, because they are in no pretrained file.
+    """Return the names of the weights that stay random, because no pretrained file has them.
 
-    The weights of the head are left out, because the data decides the size of the head.
     missing: the names of the weights that are in no file of the pretrained model.
-    head_size: the number of outputs of the head. None returns the weights of the head, too.
+    head_size: the number of outputs of the head, whose weights are left out of the result. None
+    leaves out nothing.
     """
     state = net.state_dict()
     return [

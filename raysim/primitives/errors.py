@@ -76,7 +76,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 def suggest(name: str, valid: Iterable[str], what: str = "the valid ones are") -> str:
     """Return the end of an error about a wrong name: the nearest valid name, or all of them.
 
-    what: the words in front of all valid names.
+    what: the words in front of the list of valid names.
     """
     names = list(valid)
     if not names:

@@ -60,7 +60,7 @@ class TargetField(NamedTuple):
 
 
 class PackedShape(tuple[int, ...]):
-    """The shape (floats,) of a row that stores the inputs of one sample.
+    """The shape of a row that stores all inputs of a sample: a tuple with the number of floats.
 
     fields: the inputs, in their order in the row.
     """
@@ -74,7 +74,7 @@ class PackedShape(tuple[int, ...]):
         return shape
 
     def __reduce__(self) -> tuple[type[PackedShape], tuple[tuple[InputField, ...]]]:
-        """Pickle the fields only; unpickling computes the shape again."""
+        """Pickle the fields only, from which unpickling computes the shape."""
         return PackedShape, (self.fields,)
 
     @property

@@ -19,9 +19,8 @@ _FunctionCache: Any = caching.FunctionCache  # numba has no types
 class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
     """A cache of machine code next to the function's source file, or in numba's cache folder.
 
-    numba itself compares the source file's age and the bytecode. This cache also compares
-    constants, module-level values and compiler options, so that code of an older source is never
-    used for a newer source.
+    numba itself notices only some changes of the source. This cache also compares constants,
+    module-level values and compiler options, so that outdated code is never used.
 
     The constructor raises `RuntimeError` if numba finds no folder that can be written. If a later
     write fails, for example because the disk is full, the next process compiles the function again.
@@ -46,10 +45,7 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save the code `data` for the argument types `sig`.
-
-        Only one process saves at a time, because two would give the same name to their code.
-        """
+        """Save the code `data` for the argument types `sig`, while no other process saves code."""
         folder = Path(self.cache_path)
         with contextlib.suppress(Exception), wait_for_folder(folder, "NUMBA_CACHE_DIR"):
             super().save_overload(sig, data)

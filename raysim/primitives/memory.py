@@ -66,11 +66,7 @@ def memory_state() -> MemoryState:
 
 
 def release_free_memory() -> None:
-    """Return the free memory of the C library's heap to the system, if the library can (glibc).
-
-    Large arrays that are freed one by one leave holes in the heap, which otherwise stay with the
-    process.
-    """
+    """Give memory that was freed back to the system, if the C library is glibc."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,6 +1,6 @@
 """Measure how a process spends its time, as time intervals (spans) of a few kinds.
 
-While spans are nested, the time counts for the innermost open span.
+If a span is inside another one, its time counts only for the inner span.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Track:
 class Spans:
     """A recorder of the time intervals (spans) of a process.
 
-    whole: kinds of work. A span that is inside a span of such a kind is not recorded.
+    whole: kinds of work. While a span of such a kind is open, no other span is recorded.
     settle: function called before a span closes, to wait for a device that works asynchronously.
     seconds: the seconds of each kind of work since the last `take`.
     spans: the first `MAX_KEPT_SPANS` spans since the last `take`.
@@ -81,7 +81,7 @@ class Spans:
     _epoch: float = field(default_factory=lambda: time.time() - time.perf_counter())
 
     def now(self) -> float:
-        """Return the seconds since the epoch, on this process's steady clock."""
+        """Return the seconds since the epoch; changes of the system's clock have no effect."""
         return self._epoch + time.perf_counter()
 
     @contextmanager

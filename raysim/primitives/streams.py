@@ -27,10 +27,7 @@ def _words(number: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _first_words(seed: int, purpose: str) -> tuple[int, ...]:
-    """Return the first 32-bit words of the seed of a stream, before those of its keys.
-
-    All streams of the same run's seed and purpose have these words in common.
-    """
+    """Return the 32-bit words of a run's seed and a purpose, with which a stream's seed begins."""
     return (*_words(seed), *_words(_purpose_code(purpose)))
 
 

@@ -1,4 +1,4 @@
-"""Follow a run with TensorBoard or with Weights & Biases, if the package is installed."""
+"""Send the scores of a run to TensorBoard or to Weights & Biases."""
 
 from __future__ import annotations
 

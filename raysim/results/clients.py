@@ -1,14 +1,15 @@
 """Store the samples and the scores of each client in tables in the run's folder.
 
-split.parquet     a row for each client and each class of its training samples, with the columns
-                  client, label (the number of the class) and samples (their number)
-clients.parquet   a row for each client: its user's name if it has one, training samples, test
-                  samples, and the accuracies of the last evaluation; `unseen` marks clients that
-                  are never trained (`evaluate.unseen`); `replica` is the model of the server that
-                  serves the client, if the topology has several and clients do not change between
-                  them
-client_scores.parquet
-                  a folder of Parquet files with a row for each round and client that was scored
+split.parquet has a row for each client and each class of its training samples. The columns are
+client, label (the number of the class) and samples (the number of samples).
+
+clients.parquet has a row for each client. The columns are the number of training samples, the
+number of test samples, and the accuracies in the last evaluation. The column `unseen` is 1 for
+clients that are never trained (`evaluate.unseen`). There are columns for the name of the client's
+user and for the replica (model of the server) that serves the client, if the run has these.
+
+client_scores.parquet is a folder of Parquet files. They have a row for each round and each client
+that was scored in this round.
 """
 
 from __future__ import annotations
@@ -60,10 +61,7 @@ class ClientLabels:
 
 # --- the split ------------------------------------------------------------------------------------
 def client_labels(data: FederatedData) -> ClientLabels:
-    """Count the samples of each client and class.
-
-    The memory that this needs grows with the samples, not with clients x classes.
-    """
+    """Count the samples of each client and class."""
     groups, names = data.open().groups()
     train = data.partition.all_train
     pairs = train.owners * len(names) + groups[train.indices]
@@ -73,10 +71,7 @@ def client_labels(data: FederatedData) -> ClientLabels:
 
 
 def write_split(split: ClientLabels, folder: Path) -> None:
-    """Write split.parquet.
-
-    The names of the classes and the number of clients are in the file's metadata.
-    """
+    """Write split.parquet: the number of samples of each client and class."""
     metadata = json.dumps({"clients": split.clients, "classes": split.classes})
     table = pa.table({"client": split.client, "label": split.label, "samples": split.samples})
     _write_table(table.replace_schema_metadata({"raysim": metadata}), folder / SPLIT_FILE)
@@ -175,8 +170,8 @@ class ScoreWriter:
     """A writer of client_scores.parquet that keeps only the rows of the newest file in memory.
 
     folder: the run's folder.
-    rounds: the number of rounds that are done when the writer starts, 0 in a new run. A resumed run
-    keeps the stored scores up to this round, and removes the scores of later rounds.
+    rounds: the number of finished rounds: 0 in a new run, and the round of the checkpoint in a
+    resumed run. Stored scores of later rounds are removed.
     """
 
     def __init__(self, folder: Path, rounds: int):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class Report:
     """Several runs, grouped by their settings, with tables and figures that compare them.
 
-    groups: the settings, each with its runs, in the order of rows and colours.
+    groups: one group of runs for each setting, in the order of the tables' rows.
     view: the columns and thresholds of the tables, whether shares are in percent, and the rule for
     bold values.
     width: width of the figures in inches.
@@ -66,7 +66,7 @@ class Report:
         """Return a row for each score and setting: the costs until the setting reaches the score.
 
         The columns are rounds, bytes, virtual seconds and wall seconds until the first round with
-        this score. They are means over the seeds that reach the score; "rounds_std" and the like
+        this score. They are means over the seeds that reach the score. Columns such as "rounds_std"
         are standard deviations.
         """
         return to_frame(threshold_columns(self.groups, self.view))
@@ -95,8 +95,8 @@ class Report:
     def figures(self) -> dict[str, Figure]:
         """Return a figure for each metric and axis, by a name such as "accuracy_global-round".
 
-        Figures against traffic or virtual time are left out if a round costs the same in all
-        settings.
+        Figures with traffic or virtual time as the axis are left out if a round costs the same in
+        all settings.
         """
         from raysim.results.page import setting_curves
 
@@ -198,16 +198,15 @@ def report(
 
     runs: folders of runs, studies and sweeps.
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual ones.
-    labels: the new label for each setting, or a text such as "fedavg=FedAvg,fedprox=FedProx".
-    order: settings in the order of rows, or a text such as "fedprox,fedavg". Settings that are not
-    named are sorted by their scores, best first. They come after the named settings with the same
-    data and split, or at the end if there are none. Tests compare the first setting with all others
-    that have the same data and split.
+    labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
+    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". Settings that
+    are not named are added behind settings with the same data and split. Of the settings with the
+    same data and split, tests compare the first one with all others.
     percent: True shows shares in percent.
     thresholds: scores between 0 and 1 for the table of costs. () takes them from `rounds_to` in the
     runs' summaries: up to four, the highest ones that any run reached.
-    bold: when the best value of a column is bold. "best" means always. "clear" means only if the
-    best value differs from the second-best value by more than the deviation of each.
+    bold: when the best value of a column is bold. "best" means always. "clear" means only if it
+    differs from the second-best value by more than each of their standard deviations.
     width: the figures' width in inches.
     warn: function that gets a sentence about skipped folders.
 
@@ -273,8 +272,8 @@ def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:
 def parse_order(text: str, settings: Sequence[str]) -> list[str]:
     """Parse text such as "fedprox,fedavg" into a list of labels.
 
-    settings: all labels, which may contain commas. If `text` has a name that is not a label, the
-    list contains this name, and `arrange_groups` refuses it.
+    settings: all labels, which may contain commas. The result may also have names that are no
+    labels.
     """
     order = []
     rest = text
@@ -290,7 +289,8 @@ def parse_order(text: str, settings: Sequence[str]) -> list[str]:
 def _leading_name(text: str, names: Sequence[str], end: str) -> str | None:
     """Return the longest of `names` with which a text begins, or None if there is no such name.
 
-    end: the text that must follow the name, unless the text ends with the name.
+    end: the separator that must follow the name, for example a comma. It may be missing at the end
+    of the text.
     """
     fitting = [name for name in names if f"{text}{end}".startswith(f"{name}{end}")]
     return max(fitting, key=len, default=None)

@@ -1,4 +1,4 @@
-"""Draw metrics against rounds, traffic, times, energy, money or CO2, with bands of seeds."""
+"""Draw metrics against rounds, traffic, times, energy, money or CO2."""
 
 from __future__ import annotations
 
@@ -241,8 +241,7 @@ def _draw_note(ax: Axes, text: str) -> None:
 def show_dashes(legend: Legend, curves: Sequence[Curve]) -> None:
     """Draw each line of the legend with the dashes of its curve.
 
-    Matplotlib copies the dashes from the plot. But there a line that covers other lines has larger
-    gaps (`gap_dashes`).
+    In the plot, a line that covers other lines has larger gaps (`gap_dashes`).
     curves: the curves in the order of the legend's lines.
     """
     for line, curve in zip(legend.get_lines(), curves, strict=True):
@@ -286,7 +285,7 @@ def _draw_lines(
 def gap_dashes(
     points: dict[float, float], drawn: Sequence[dict[float, float]], tolerance: float
 ) -> tuple[float, tuple[float, float]] | None:
-    """Return dashes for a line that covers earlier lines; None if it covers none.
+    """Return dashes for a line that covers earlier lines; None if it covers no line.
 
     The earlier lines can be seen through the gaps between the dashes. The result is matplotlib's
     pair (offset, (length of a dash, length of a gap)), with lengths in multiples of the line width.
@@ -326,9 +325,8 @@ def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
 def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
     """Return True if a plot against this axis shows more than the plot against the rounds.
 
-    This is the case if the curves have different values of the axis, such as traffic, in the same
-    round. For the rounds themselves the result is True. For wall time it is always False, because
-    wall time depends on the machine and on other processes.
+    For traffic, for example, this is so if curves have different traffic in the same round. For
+    wall time the result is False, because wall time depends on the machine.
     """
     if axis.title in ("round", "wall time"):
         return axis.title == "round"
@@ -419,7 +417,6 @@ def _draw_png(
 def _leave_margins(figure: Figure, rows: int, title_lines: int, legend_rows: int) -> None:
     """Leave space in a figure for a title, a legend, and the labels of the axes.
 
-    Matplotlib's own layout would measure every text first, which takes as long as the drawing.
     rows: the number of rows of panels.
     title_lines, legend_rows: the number of lines of the title, and of the legend.
     """

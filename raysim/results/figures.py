@@ -83,12 +83,11 @@ def _draw_sentence(ax: Axes, sentence: str) -> None:
 
 # --- features -------------------------------------------------------------------------------------
 def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write a picture that compares features of trained models with those of the received one.
+    """Write a picture of the features that trained models and the received model compute.
 
-    All chosen clients trained the same received version of the model. The received model and the
-    trained models compute features of the same samples. One t-SNE maps all these features to the
-    plane. The picture shows up to 10 classes, about 150 samples and up to 4 clients, like
-    Figures 2 and 15 of the FedBR paper.
+    All shown clients received the same model. All models get the same samples, and t-SNE maps their
+    features to points in the plane. The picture shows up to 10 classes, about 150 samples and up to
+    4 clients.
     """
     chosen = _comparable_probes(probes)
     with figure_file(path, title, (12.0, 6.9 if chosen else 3.0)) as figure:
@@ -212,10 +211,10 @@ def _draw_by_model(ax: Axes, points_MBD: Floats, names: Sequence[str]) -> None:
 
 # --- outputs --------------------------------------------------------------------------------------
 def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write a picture of trained models' mean output on samples of classes that the client lacks.
+    """Write a picture of local models' outputs on samples of classes that their client lacks.
 
-    There is a panel for each of up to 6 clients that lack a class, like Figure 3 of the FedBR
-    paper. A bar is the mean probability that the client's model gives to one class.
+    It has a panel for each of up to 6 clients. A bar is the mean probability that the client's
+    model gives to a class.
     """
     outputs = []
     for probe in probes:
@@ -281,11 +280,11 @@ _PROBE_COLUMNS = (
 
 
 def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write a picture of how much local training biases features and classifiers, by round.
+    """Write a picture of the effects of local training, in three panels over the rounds.
 
-    One panel shows the accuracy of the local models. The second shows how far their features are
-    from the features of the received model. The third shows their output on samples of classes that
-    the client lacks. `raysim/training/probe.py` computes these numbers.
+    The first panel shows the accuracy of the local models. The second shows how far their features
+    are from the features of the received model. The third shows their outputs on samples of classes
+    that the client lacks.
 
     Returns False, and writes nothing, if the history has no probes.
     """
@@ -438,7 +437,7 @@ def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 
 def _dotted_columns(rows: Sequence[Row]) -> list[str]:
-    """Return the columns of numbers whose names have a dot, in the order in which they appear."""
+    """Return the columns of numbers whose names have a dot."""
     keys: dict[str, None] = {}
     for row in rows:
         for key, value in row.items():

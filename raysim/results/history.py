@@ -228,9 +228,7 @@ def summarise(
     are computed from `accuracy_global`, which is measured on the central test set. If both columns
     have values, the scores are computed from both; those from `accuracy_global` get the suffix
     `_global`.
-    `failures` and `worker_deaths` are the numbers of the last round; `failures_total` and
-    `worker_deaths_total` are those of the whole run. `worker_busy_mean` is the share of the run's
-    wall time in which workers worked.
+
 
     thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     lower: the metrics for which a lower score is better.

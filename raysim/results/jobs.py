@@ -40,10 +40,10 @@ class Jobs:
     version: the base version, from which the client started.
     start, finish: the begin and the end of the job in virtual seconds.
     fate: how the job ended: a position in `FATES`, the names of the possible ends.
-    round: the number of the aggregation that used the update, or would have used it if the job had
-    not failed. For a lost or discarded job it is the next aggregation after the job's end. For a
-    job in flight it is the number of the last round plus 1.
-    staleness: the staleness of the update; 0 if the job was not aggregated and has not failed.
+    round: the number of the aggregation for which the update was planned. For a lost or discarded
+    job it is the next aggregation after the job's end. For a job in flight it is the number of the
+    last round plus 1.
+    staleness: the staleness of an aggregated or failed job; 0 for all other jobs.
     """
 
     client: np.ndarray

@@ -1,13 +1,11 @@
 """Send runs to an MLflow server or database.
 
-MLflow stores the round of a row as the step of its metrics. Each new connection asks which round of
-the run MLflow has stored last, and sends only the rows of later rounds. Therefore no round is
-missing or repeated, even if a run is resumed, sent again or interrupted during a call.
+The round is the step of MLflow's metrics. Each new connection reads the last round that MLflow has,
+and sends only later rounds. Therefore no round is missing or repeated, even after an interruption.
 
-A study or a sweep is also a run in MLflow, and the parent of its runs. MLflow shows the data set as
-an input of a run, and the trained model as an output. The model that
-`mlflow.pyfunc.load_model("runs:/ID/model")` returns takes inputs as the data set stores them,
-because it normalises them itself.
+A study or a sweep is also a run in MLflow, and the parent of its runs. The data set is an input of
+the run, and the trained model an output. A model that MLflow loads takes inputs as the data set
+stores them, because it normalises them itself.
 """
 
 from __future__ import annotations
@@ -144,7 +142,7 @@ class Mlflow:
         return self._run
 
     def _use(self, run: Run) -> None:
-        """Read what MLflow already has of a run: rows, parameters, data and model."""
+        """Read which rows, parameters, data and model of a run MLflow has already."""
         self._run = run.info.run_id
         self._started = float(run.info.start_time)
         self._last = int(run.data.metrics.get("round", 0))
@@ -180,11 +178,10 @@ class Mlflow:
         return run if run is not None and run.info.lifecycle_stage == "active" else None
 
     def _find_id(self, record: Record) -> str:
-        """Return MLflow's id for a run whose record does not have it; "" if MLflow has no such run.
+        """Look up MLflow's id of a run, and return it; "" if MLflow has no such run.
 
-        raysim's own id of the run is a tag in MLflow, and the run is found by this tag. If the
-        record says that the run sends itself, the result is always "": such a record has MLflow's
-        id as soon as MLflow has the run.
+        The run is found by raysim's own id of the run, which is a tag in MLflow. For a run that
+        sends itself to MLflow the result is "", because its record has MLflow's id.
         record: the content of the run's tracking.json.
         """
         if record.get("sent_by") != UI:
@@ -349,9 +346,9 @@ class Mlflow:
             self._log_model(folder)
 
     def _log_model(self, folder: Path) -> None:
-        """Store a model on the server of this connection, as `mlflow.pytorch.log_model` does.
+        """Store a model on the server of this connection.
 
-        MLflow's own function would use the server that is set for the whole process.
+        MLflow's own function would use another server: the one that is set for the whole process.
         """
         from mlflow.entities import LoggedModelOutput
         from mlflow.models import Model

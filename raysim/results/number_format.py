@@ -1,8 +1,8 @@
 """Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
 
-Every function that formats one number has the argument `like`. If `value` is a standard deviation,
-`like` is the mean to which it belongs. The text then has the unit and the decimals of this mean. If
-`value` is no deviation, `like` is None. A missing value (None) becomes a dash.
+A standard deviation gets the unit and the decimals of its mean. Therefore every function that
+formats a number has the argument `like`: the mean, if the number is a deviation, else None. A
+missing value (None) becomes a dash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_UNIT_RATIO = 1000  # of the numbers of a column that share a unit
 def format_score(value: float | None, *, like: float | None = None) -> str:
     """Return a score as text with four decimals.
 
-    like: is ignored; other functions of this module need it. All scores have four decimals.
+    like: has no effect. It exists because the other formatting functions have this argument.
     """
     return MISSING if value is None else f"{value:.4f}"
 
@@ -34,7 +34,7 @@ def format_percent(value: float | None, *, like: float | None = None) -> str:
     """Return a score in percent with two decimals: 81.234 becomes "81.23".
 
     value: the score in percent, from 0 to 100.
-    like: is ignored; other functions of this module need it. All percentages have two decimals.
+    like: has no effect. It exists because the other formatting functions have this argument.
     """
     return MISSING if value is None else f"{value:.2f}"
 
@@ -104,8 +104,8 @@ def format_count(
 def format_rounds(value: float | None, *, like: float | None = None) -> str:
     """Return a number of rounds as text: 12.0 becomes "12", and 12.5 becomes "12.5".
 
-    like: None, unless `value` is a standard deviation. A deviation has the mean to which it
-    belongs as `like`, and gets one decimal, whatever the mean is.
+    like: the mean, if `value` is a standard deviation, which always gets one decimal. None if
+    `value` is no deviation.
     """
     if value is None:
         return MISSING
@@ -145,9 +145,9 @@ def _first(*numbers: float | None) -> float:
 def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> FormatNumber:
     """Return a function that formats all numbers of a column with the same unit.
 
-    This unit suits the number of smallest magnitude. If `show` writes no units, the result is
-    `show` itself. The result is also `show` if the largest magnitude is more than `MAX_UNIT_RATIO`
-    times the smallest; each number then gets its own unit.
+    The unit is the one in which `show` writes the smallest number (sign ignored). If the largest
+    number is more than `MAX_UNIT_RATIO` times the smallest, each number gets its own unit: the
+    result is `show`.
     show: function that formats one number.
     values: the numbers of the column; None, nan and 0 are ignored.
     """
@@ -163,8 +163,8 @@ FORMATS_WITH_UNIT = (format_bytes, format_watt_hours, format_grams, format_count
 def _format_digits(value: float, like: float | None, size: float) -> str:
     """Return value / size as text.
 
-    A standard deviation gets as many decimals as its mean. Any other value gets three digits.
-    like: if `value` is a standard deviation, the mean to which it belongs. Otherwise None.
+    like: the mean, if `value` is a standard deviation, which gets as many decimals as its mean.
+    None gives the text three digits.
     size: the size of the unit, such as 1000 for k.
     """
     if like is None:

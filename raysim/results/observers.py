@@ -1,4 +1,4 @@
-"""Define the observers of a run; each shows, writes or sends one thing."""
+"""Define the observers of a run, which show, write or send its results."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class CurrentRun:
     facts: the entries of the summary that are not computed from the history.
     thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     rows: the history so far, a row per round, with the earlier rounds of a resumed run.
-    finished: the event `Finished`, the last one of the run; None before the end.
+    finished: the event `Finished`, which ends the run; None before.
     profile: how the wall time was spent. It is set just before the end if the run has
     `profile=true`; otherwise it stays None.
     pictures: the paths of the pictures that were drawn at the end.
@@ -367,12 +367,11 @@ class AbsentClients(Observer):
 
 
 class IdleWorkers(Observer):
-    """An observer that prints at the end how busy workers were.
+    """An observer that prints at the end for which share of the time workers were busy.
 
-    It is used if a run can plan an aggregation only when the aggregation before is finished.
-    Workers may then have nothing to do for some time.
+    It is used only for runs in which workers may have to wait for the next plan.
     say: function that prints a line.
-    reason: why the run plans one aggregation at a time, as a sentence without its full stop.
+    reason: why the run plans only one aggregation at a time, as text without a full stop.
     """
 
     def __init__(self, say: PrintLine, reason: str):
@@ -432,8 +431,7 @@ class ClosingLine(Observer):
 class HistoryFile(Observer):
     """An observer that writes history.parquet at checkpoints and at the end of the run.
 
-    In a long run, a checkpoint writes the file only if the history has grown by a tenth. So the
-    cost of a round does not grow with the number of rounds. The checkpoint itself has all rows.
+    In a long run, a checkpoint writes the file only if the history has grown by a tenth.
     """
 
     LONG_RUN_ROUNDS = 1000
@@ -460,7 +458,7 @@ class HistoryFile(Observer):
 class JobFiles(Observer):
     """An observer that writes all jobs into jobs.parquet, at checkpoints and at the end.
 
-    If a resumed run has no such file (an older run, or a run in another folder), none is written.
+    A resumed run without this file does not get one, because earlier jobs would be missing.
     """
 
     def on_start(self, run: CurrentRun) -> None:
@@ -577,7 +575,7 @@ class FailureFile(Observer):
                 stream.write(json.dumps(record) + "\n")
 
     def _fields(self, failure: Failure) -> dict[str, object]:
-        """Return the entries of a failure's line; the user's name follows the client's number."""
+        """Return the entries of a line in failures.jsonl."""
         values: dict[str, object] = {}
         for field_ in fields(failure):
             values[field_.name] = getattr(failure, field_.name)
@@ -616,14 +614,13 @@ class ProbeFiles(Observer):
 
 
 class Pictures(Observer):
-    """An observer that draws the history, the jobs, the reports of methods and the probes.
+    """An observer that draws pictures: history, jobs, values that methods report, and probes.
 
     activity: function that shows a text while pictures are drawn.
-    network: the server's models (replicas); if there are several, a picture shows them and their
+    network: the server's models (replicas). If there are several, a picture shows them with their
     links.
-    only_rounds: True draws the history only with the number of the round as the x axis; False also
-    draws it with other x axes, such as virtual time. A run of a study uses True, because the
-    study's report has all axes.
+    only_rounds: True draws the history against rounds only; False also against other quantities,
+    such as virtual time.
     """
 
     def __init__(self, activity: ShowActivity, network: Network, only_rounds: bool = False):
@@ -706,15 +703,15 @@ class TrackingObserver(Observer):
     """An observer that passes rows, summary and files to a tracker, which sends them to MLflow.
 
     If all clients share one model, the observer also saves the model in MLflow's format.
-    tracker: the object that sends the run or, with `tracking=none`, does nothing.
+    tracker: the object that sends the run to MLflow; with `tracking=none` it does nothing.
     config: the configuration of the run, by key; MLflow shows it as parameters.
     tags: MLflow's tags of the run: texts by name.
     spec: the description of the run, with which the observer builds the model.
     note: function that prints a line.
     activity: function that shows a text while the model is saved.
     study: the folder of the study or sweep to which the run belongs; None if there is none.
-    leaves_model: False saves the model at the end of the run. True leaves this to `raysim ui`,
-    which builds the model from the run's folder when it sends the run.
+    leaves_model: False saves the model at the end of the run. True does not save it, so that
+    `raysim ui` makes it from the run's folder.
     """
 
     FILES = (
@@ -788,11 +785,7 @@ class TrackingObserver(Observer):
 
 
 def _summary_only(run: CurrentRun) -> dict[str, object]:
-    """Return the entries of the summary that MLflow does not already show for the run.
-
-    MLflow gets the rows of the history as metrics, the configuration as parameters, and the run's
-    tags. The entries of the summary that repeat them are left out.
-    """
+    """Return the entries of the summary that neither history, configuration nor tags have."""
     sent = {"rounds", *COLUMNS, *(key for row in run.rows for key in row), *run.facts} - {"split"}
     return {key: value for key, value in run.summary().items() if key not in sent}
 

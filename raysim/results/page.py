@@ -519,10 +519,10 @@ def _scores(run: Run) -> np.ndarray:
 
 
 def _sorted_scores(group: RunGroup) -> tuple[np.ndarray, float | None]:
-    """Return the scores of the clients in ascending order, and a median.
+    """Return the clients' scores, ascending, and the median number of test samples of a client.
 
     The clients of all seeds are counted. Clients that were not scored or never trained are left
-    out. The median is over the clients' numbers of test samples; None without clients.
+    out. The median is None if no clients are left.
     """
     scores = [np.empty(0)]
     test_samples = [np.empty(0)]
@@ -872,7 +872,7 @@ def _format_checksum(value: object) -> str:
 
 
 def _reproduction(groups: Sequence[RunGroup]) -> PagePart:
-    """Return the page's part with the commands that repeat the runs, checksums and versions."""
+    """Return the page's part about repeating the runs: commands, checksums and versions."""
     labels = []
     runs = []
     for group in groups:

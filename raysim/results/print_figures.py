@@ -73,7 +73,7 @@ def draw_figure(
 
 
 def _label_ends(figure: Figure, ax: Axes) -> bool:
-    """Write the label of each line at its end, in its colour, without overlaps.
+    """Write the label of each line next to its end, in the line's colour.
 
     Return False, and write nothing, if there is one line, if there are more than
     `MAX_DIRECT_LABELS` lines, or if the lines end at different x coordinates.
@@ -131,11 +131,10 @@ def _add_legend(figure: Figure, ax: Axes) -> Legend:
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Return positions moved apart, so that neighbours differ by at least `gap`.
+    """Return positions in which neighbours differ by at least `gap`.
 
-    Positions that are too close to each other get the distance `gap`, and their mean stays the
-    same.
-    positions: the positions before the move, ascending.
+    Positions that are too close get this distance; their mean does not change.
+    positions: the original positions, ascending.
     """
     blocks: list[list[float]] = []
     for position in positions:

@@ -1,11 +1,10 @@
 """Store probes of local models: one safetensors file for each probed round.
 
-A probe is made before the aggregation. It has the outputs and features of a local model, and the
-features of the model that the client received. Both models get the same samples of the central test
-set, equally many of each class.
+A probe has the outputs and features of a local model before the aggregation, and the features of
+the model that the client received. Both models get the same samples of the central test set, with
+the same number of samples for each class.
 
-Source: Guo, Tang and Lin, "FedBR" (ICML 2023), Figure 2 (features), Figure 3 (classifier) and
-Table 6 (accuracy of local models).
+Source: Guo, Tang and Lin, "FedBR" (ICML 2023), Figures 2 and 3, and Table 6.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ _ARRAYS = ("labels", "seen", "features", "probabilities")
 
 
 def save_probes(probes: Sequence[Probe], path: Path) -> None:
-    """Write the probes of a round; the file appears complete or not at all.
-
-    A probe holds the features and outputs of a local model before it is averaged. Received features
-    that several clients share are stored once.
-    """
+    """Write the probes of a round; the file appears complete or not at all."""
     first_with: dict[tuple[int, tuple[int, ...], bytes], int] = {}
     arrays: dict[str, NDArray[Any]] = {}
     owners = []

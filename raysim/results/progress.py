@@ -36,8 +36,8 @@ def format_duration(seconds: float) -> str:
 def waiting_line(console: Console) -> Iterator[Callable[..., None]]:
     """Yield a function show(text, progress="") that shows what the program is waiting for.
 
-    A terminal has one line with the text, the progress and the elapsed seconds. A log gets a line
-    for each text; a call with `progress` prints nothing there.
+    In a terminal, a line shows the text, the progress and the elapsed seconds. In a log, each call
+    without `progress` writes a line.
     """
     if not console.is_terminal:
 

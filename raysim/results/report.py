@@ -342,11 +342,11 @@ def _data_settings(run: Run) -> dict[str, str]:
 
 
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
-    """Return which kinds of main scores the runs have, as a dict from a text to a bool.
+    """Describe the main scores of the runs: return a dict from a text to a bool.
 
     The text names the metric and the test samples, such as "accuracy on the central test set". The
-    bool is True if some run with this kind has scores on the clients' test sets and on the central
-    test set.
+    bool is True if a run of this kind has scores on the clients' test sets and on the central test
+    set.
     """
     kinds: dict[str, bool] = {}
     for run in runs:
@@ -513,8 +513,8 @@ def arrange_groups(
     """Return settings with new labels and in a new order.
 
     labels: a dict from old to new labels; a setting that is not in it keeps its label.
-    order: the labels of some settings, old or new, in the wanted order. All other settings come
-    behind the settings with the same data and split, or at the end if there are none.
+    order: labels of settings, old or new, in the wanted order. Settings that are not named are
+    added behind settings with the same data and split.
     Raises `ValueError` for a label of a setting that does not exist.
     """
     known = [group.label for group in groups]
@@ -546,10 +546,11 @@ def arrange_groups(
 def result_columns(
     groups: Sequence[RunGroup], limit: int = 4, view: TableView = USUAL_VIEW
 ) -> list[Column]:
-    """Return columns with a row for each group: mean ± sample standard deviation over its seeds.
+    """Return the columns of the table of results, with a row for each group.
 
-    Each group is compared with the first group that has the same data, by a paired t-test over the
-    seeds that both groups have.
+    Numbers are the mean ± the sample standard deviation over the group's seeds. Each group is
+    compared with the first group that has the same data, by a paired t-test over their common
+    seeds.
     limit: the largest number of threshold columns (the first round that reaches a score).
     view: the choice of columns and units.
     """
@@ -615,13 +616,12 @@ def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
 def _compare_with_first(
     by_seed: Sequence[Mapping[str, float | None]], blocks: Sequence[object]
 ) -> list[Difference | None]:
-    """Compare each row with the first row of its block, over the seeds that both rows have.
+    """Compare each row with the first row of the same block, by the seeds that both rows have.
 
-    Return a `Difference` for each row. It is None for the first row of a block, and for a row that
-    shares no seed with this first row. Holm's correction covers the comparisons of all blocks
-    together.
+    Return a `Difference` for each row. It is None for the first row of a block, and for a row
+    without such seeds. Holm's correction is for the number of all comparisons.
     by_seed: for each row, a dict from seed to score.
-    blocks: for each row, a value that is equal for the rows of the same block.
+    blocks: for each row, a value that is equal in all rows of a block: the data of the runs.
     """
     tests: list[Difference | None] = []
     for row, (scores, block) in enumerate(zip(by_seed, blocks, strict=True)):
@@ -645,9 +645,9 @@ def _compare_with_first(
 
 
 def describe_tests(columns: Sequence[Column], groups: Sequence[RunGroup]) -> str:
-    """Explain the marks of a table in one line, or why the table has no marks.
+    """Explain a table's marks for significant differences in one line, or why it has none.
 
-    Return "" if there are enough seeds but no test, for example because there is only one setting.
+    Return "" if there is nothing to compare, for example because there is only one setting.
     """
     if any(column.is_tested for column in columns):
         return MARK_RULE

@@ -143,7 +143,7 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the folders of the runs in a study or a sweep; [folder] for any other folder."""
+    """Return the folders of the runs in a study or a sweep; for any other folder, [folder]."""
     histories = folder.glob("runs/*/history.parquet")
     return sorted(path.parent for path in histories) or [folder]
 
@@ -181,10 +181,9 @@ def as_mapping(value: object) -> Mapping[str, object]:
 def chosen_option(config: Mapping[str, object], group: str) -> str:
     """Return the option of a group in a run's configuration, such as "dirichlet".
 
-    The option is stored below the key `choices`. Older configurations do not have this key, and the
-    option is found in the group's settings. It is the value of `name`, or the name of the class in
-    `_target_`, or the names of the keys, joined by " + ". If there is no option, return "fedavg"
-    for the group "method" and `MISSING` for any other group.
+    Configurations of older versions do not store options; for these, the name is guessed from the
+    settings. If there is no option, return "fedavg" for the group "method" and `MISSING` for any
+    other group.
     group: the name of the group, such as "partition".
     """
     value = as_mapping(config.get("choices")).get(group)
@@ -247,12 +246,11 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the settings that differ between runs, and how many of them were left out.
+    """Return the settings that differ between runs, and how many such settings are left out.
 
     The settings are a dict from a key, such as "local.lr", to the values of all runs. A key is left
-    out if only some runs have it, and if all of these use its default. An example is
-    `partition.alpha`, which only runs with `partition=dirichlet` have. Keys of methods, and keys
-    that choose an option, are never left out.
+    out if only some runs have it, and all with its default value. An example is `partition.alpha`,
+    which exists only with `partition=dirichlet`.
     """
     differing = differing_settings(runs)
     shown = {}
@@ -321,9 +319,8 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Return settings without those whose value follows from the methods.
+    """Leave out settings that have the same value in all runs of the same methods.
 
-    A value follows from the methods if all runs of the same methods have the same value.
     settings: the values of all runs, by key; the key "method" has the methods of each run.
     """
     methods = settings.get("method")

@@ -32,8 +32,8 @@ class FormatNumber(Protocol):
     """A function f(value, like=None) that returns a number as text.
 
     value: the number; None if it is missing.
-    like: another number whose unit and decimals the text gets. For a deviation it is the mean.
-    None chooses unit and decimals by `value`.
+    like: the mean, if `value` is a standard deviation. The text then has the unit and decimals of
+    the mean. None if `value` is no deviation.
     """
 
     def __call__(self, value: float | None, /, *, like: float | None = None) -> str: ...
@@ -47,7 +47,7 @@ class Column:
     better: +1 if the highest score is the best, -1 if the lowest is, 0 if none is.
     deviations: the deviation of each score over seeds, used by the rule "clear" of `bold`; None if
     the scores are no means over seeds.
-    groups: the group of each row; only rows of the same group are compared. None compares all rows.
+    groups: for each row, a value that is equal for rows that are compared. None compares all rows.
     show: function that formats a number of this column; None uses four decimals.
     key: name of the number in a summary; "" for a column that has none.
     tests: for each row, the paired test against the reference row of its group; None for the
@@ -55,7 +55,8 @@ class Column:
     bold: the rule by which the best score is marked. "best" always marks it. "clear" marks it only
     if its difference to the second-best score is larger than each of their deviations; without
     `deviations` the rule is the same as "best".
-    incomplete: the numbers of the rows whose mean lacks a seed; they are never marked as the best.
+    incomplete: the positions of rows whose mean is over some seeds only; they are never marked as
+    the best.
     """
 
     title: str
@@ -279,11 +280,10 @@ def _without_repeats(cells: Sequence[str]) -> list[str]:
 
 
 def _group_starts(columns: Sequence[Column]) -> set[int]:
-    """Return the numbers of the rows at which a new group of rows starts, without row 0.
+    """Return the rows in front of which the table gets a line, because a new group starts there.
 
-    A group has the rows that are compared with each other (`Column.groups`).
-
-    The set is empty if the rows of some group are not neighbours.
+    A group has the rows that are compared with each other (`Column.groups`). If the rows of some
+    group are not neighbours, the table gets no line.
     """
     groups = next((column.groups for column in columns if column.groups), [])
     starts = {row for row in range(1, len(groups)) if groups[row] != groups[row - 1]}

@@ -1,4 +1,4 @@
-"""Write text with a language model: samples.txt in a run's folder, and a report's section."""
+"""Write texts with a trained language model, into samples.txt in the run's folder."""
 
 from __future__ import annotations
 

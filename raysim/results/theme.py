@@ -109,9 +109,7 @@ def set_log_scale(ax: Axes, which: Literal["x", "y"] = "y") -> None:
 
 
 def fix_label_places(ax: Axes, size: tuple[float, float]) -> None:
-    """Put the labels of both axes at fixed distances from the axes.
-
-    Otherwise matplotlib measures all numbers at the ticks once more to find their places.
+    """Put the labels of both axes at fixed distances from the axes, which saves time.
 
     size: width and height of the figure in inches.
     """
@@ -129,15 +127,14 @@ def draw_svg(
 ) -> str:
     """Return a drawing as an SVG for a page.
 
-    Text stays text. The colours of curves (`LIGHT`) and of text (`INK`) become CSS variables, so
-    that the page can set other colours in its dark mode.
+    The colours of curves (`LIGHT`) and of text (`INK`) become CSS variables, so that the page can
+    change them in its dark mode.
 
     draw: function that draws on given axes.
     about: a description for readers who cannot see the drawing.
     size: width and height in inches; the page may scale the drawing.
-    has_plain_labels: True if the axes have only numbers at the ticks and a label on the horizontal
-    axis. Then margins of a fixed width are used. With False, matplotlib measures all texts, which
-    takes as long as the drawing.
+    has_plain_labels: True uses margins of a fixed width, which suits numbers at the ticks and one
+    label on the horizontal axis. False lets matplotlib measure all texts, which takes longer.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -193,7 +193,6 @@ def _draw_jobs(ax: Axes, jobs: Jobs, ends: np.ndarray, end: float) -> None:
 def _name_versions(ax: Axes, ends: np.ndarray, low: float, high: float, size: float) -> None:
     """Write the numbers of versions above the panel, at the times of the aggregations.
 
-    A job that starts to the right of a number starts from this version or a later one.
     ends: the times of all aggregations in virtual seconds.
     low, high: the start and the end of the shown period in virtual seconds.
     size: the virtual seconds of one unit of the horizontal axis, such as 60 if it shows minutes.

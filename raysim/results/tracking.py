@@ -1,10 +1,9 @@
 """Store runs for MLflow, and send them to a server or, on request, to a local database.
 
-Without `tracking.uri`, a run only stores in its folder what MLflow needs. When the user calls
-`raysim ui`, this command sends the run to an SQLite file in the folder that contains the run's
-folder. The run itself does not do this, because importing MLflow, making its database and tracing
-the model take longer than a short run. With `tracking.uri`, a thread of the run sends each row at
-once; rows that a server does not accept are sent later.
+Without `tracking.uri`, a run only writes files into its folder. The command `raysim ui` later sends
+the run to an SQLite file next to this folder. This saves time, because importing MLflow takes
+longer than a short run. With `tracking.uri`, a thread of the run sends each row at once. Rows that
+the server does not accept are sent later.
 """
 
 from __future__ import annotations
@@ -169,11 +168,7 @@ class StoredTracker:
         self._last_round = round_of(self._unsent[-1]) if self._unsent else 0
 
     def wait_until_known(self) -> None:
-        """Do nothing, because `raysim ui` sends a study before the runs of the study.
-
-        The class `Tracker`, which sends runs itself, waits in this method until the server has the
-        study.
-        """
+        """Do nothing, because this class sends nothing; `Tracker` waits for the server here."""
 
     def log(self, row: Row) -> None:
         """Add a row of the history; ignore a row of a round that the tracker already has.
@@ -204,9 +199,8 @@ class StoredTracker:
 
         artifacts: the files to upload.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if the run's folder has no model in MLflow's format; `raysim ui` then makes
-        it from the other files of the folder. None if the folder has this model, or if the run has
-        no shared model.
+        model: `PENDING` lets `raysim ui` make the model in MLflow's format from the run's folder.
+        None if the folder has this model, or if the run has no shared model.
         """
         self.end(summary, artifacts, status, model)
         self.wait()
@@ -220,11 +214,10 @@ class StoredTracker:
     ) -> None:
         """Store the remaining rows, the summary and the names of the files, without waiting.
 
-        `finish` calls `end`, then `wait`.
         artifacts: the files to upload.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if `raysim ui` must make the model in MLflow's format from the other files
-        of the run's folder. None if the folder has this model, or if the run has no shared model.
+        model: `PENDING` lets `raysim ui` make the model in MLflow's format from the run's folder.
+        None if the folder has this model, or if the run has no shared model.
         """
         self._store()
         self._write_end(summary, artifacts, status, model)
@@ -364,8 +357,8 @@ class Tracker(StoredTracker):
 
         artifacts: the files to send.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if `raysim ui` must make the model in MLflow's format from the other files
-        of the run's folder. None if the folder has this model, or if the run has no shared model.
+        model: `PENDING` lets `raysim ui` make the model in MLflow's format from the run's folder.
+        None if the folder has this model, or if the run has no shared model.
         """
         with self._wake:
             self._write_end(summary, artifacts, status, model)
@@ -421,10 +414,8 @@ class Tracker(StoredTracker):
         return server
 
     def _mark_sent(self, sent: int, ended: bool) -> None:
-        """Forget the first `sent` rows, because the server has them.
+        """Remove the first `sent` rows, because the server has them.
 
-        The rows are removed from memory. The backlog file is removed when the server has all of its
-        rows.
         ended: True if the server also has the end of the run.
         """
         with self._wake:
