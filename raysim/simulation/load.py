@@ -91,7 +91,7 @@ class VaryingTensors:
 
 
 def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
-    """Return the tensors whose sizes change: one object for each method that declares any."""
+    """Return the tensors whose sizes change, as one object for each method with such tensors."""
     layout = declarations.layout
     varying = []
     for declared in declarations.methods:
@@ -110,15 +110,15 @@ def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
 
 
 class Loads:
-    """A callable that returns the `Load` of a job: samples, and floats received and sent.
+    """A callable that computes the `Load` of a job: samples to process, floats received and sent.
 
-    If a sample makes only a forward pass, it counts as `FORWARD` samples (less than one).
+    A sample that makes only a forward pass counts as `FORWARD` samples (less than one).
     spec: the run.
     declarations: what the methods of the run declare.
-    counts: int64 [clients], the training samples of each client.
-    sent_floats: function that returns the size, in floats, of a tensor that a client receives with
-    the current version. Its arguments are the client and the tensor's full name. With None, every
-    tensor counts with its size in version 0.
+    counts: int64 [clients], the number of training samples of each client.
+    sent_floats: function of a client and the full name of a tensor. It returns the number of floats
+    of this tensor that the client receives with the current version. None means that the sizes of
+    version 0 are used.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ class Loads:
         self._varying = varying_tensors(declarations)
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
-        """Return the load of a client's next job: samples, and floats received and sent.
+        """Return the load of a client's next job: samples to process, floats received and sent.
 
-        version: the base version. To estimate the load of a job that is not planned, pass 0.
+        version: the version from which the job starts; 0 for an estimate before the run.
         earlier: the number of the client's earlier jobs.
         accepted: the number of these jobs that were aggregated.
         """
@@ -224,13 +224,12 @@ class StepMessages:
 
 
 class PeerLoads:
-    """A callable that returns the `Load` of a job if every client has its own replica.
+    """A callable that computes the `Load` of a job if every client has its own replica.
 
-    The load is the samples that a job trains on and the floats that its client receives and sends.
-    A client of such a run receives no model from a server and sends none. Instead, it exchanges
-    models with other clients.
-    loads: the loads that the jobs would have with a server.
-    network: the replicas, with the floats that each client exchanges and how often.
+    Such clients exchange replicas with each other and not with a server.
+    loads: computes the load of a job in a run with a server.
+    network: the topology. It has the number of floats that each client exchanges, and the number of
+    aggregations between two exchanges.
     model: the number of floats of a replica.
     """
 
@@ -240,9 +239,9 @@ class PeerLoads:
         self._floats = network.client_floats
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
-        """Return the load of a client's next job: samples, and floats received and sent.
+        """Return the load of a client's next job: samples to process, floats received and sent.
 
-        version: the base version. To estimate the load of a job that is not planned, pass 0.
+        version: the version from which the job starts; 0 for an estimate before the run.
         earlier: the number of the client's earlier jobs.
         accepted: the number of these jobs that were aggregated.
         """
@@ -253,14 +252,14 @@ class PeerLoads:
 
 
 class ChoiceLoads:
-    """A callable that returns the `Load` of a job if clients choose their replica by its loss.
+    """A callable that computes the `Load` of a job if clients choose their replica by its loss.
 
-    A client receives all replicas, computes the loss of each on its training samples, and sends one
-    additional number: its choice.
-    loads: the loads that the jobs would have with one replica.
+    A client receives all replicas and computes the loss of each on its training samples. It then
+    trains the replica with the smallest loss, and sends the number of this replica with its update.
+    loads: computes the load of a job in a run with one replica.
     declarations: what the methods of the run declare.
     replicas: the number of replicas.
-    counts: int64 [clients], the training samples of each client.
+    counts: int64 [clients], the number of training samples of each client.
     """
 
     def __init__(self, loads: Loads, declarations: Declarations, replicas: int, counts: np.ndarray):
@@ -273,9 +272,9 @@ class ChoiceLoads:
                     self._floats += number_of_floats(send.floats, layout)
 
     def __call__(self, client: int, version: int, earlier: int, accepted: int) -> Load:
-        """Return the load of a client's next job: samples, and floats received and sent.
+        """Return the load of a client's next job: samples to process, floats received and sent.
 
-        version: the base version. To estimate the load of a job that is not planned, pass 0.
+        version: the version from which the job starts; 0 for an estimate before the run.
         earlier: the number of the client's earlier jobs.
         accepted: the number of these jobs that were aggregated.
         """
@@ -299,10 +298,10 @@ def make_planner(
     declarations: what the methods of the run declare.
     schedule: when clients are dispatched and their updates are aggregated.
     fleet: the rule that draws the clients' devices.
-    network: the replicas of the run; None makes them from the topology.
-    sent_floats: function that returns the number of floats that a client receives with a tensor of
-    the current version, given the client and the tensor's full name. None counts every tensor with
-    its size in version 0.
+    network: the run's topology as `make_network` returns it; None calls `make_network`.
+    sent_floats: function of a client and the full name of a tensor. It returns the number of floats
+    of this tensor that the client receives with the current version. None means that the sizes of
+    version 0 are used.
     """
     if network is None:
         network = make_network(spec, declarations, fleet)

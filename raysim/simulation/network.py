@@ -1,6 +1,6 @@
-"""Build a run's topology: the server's models (replicas), their exchanges, and their servers.
+"""Build the replicas of a run, which are the models of its server, and a server for each.
 
-`raysim/api/topology.py` explains these words. A `Network` is the topology for the clients of a run.
+A `Network` says which clients each replica serves and when replicas exchange.
 """
 
 from __future__ import annotations
@@ -165,10 +165,9 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
 
 
 def server_part(declared: MethodDeclaration) -> str:
-    """Return which part of a method needs a server that serves several clients.
+    """Return the feature of a method that needs a server for several clients; "" if it has none.
 
-    It is the name of a hook, such as "combine", or of a declaration, such as "run.send". If the
-    method has several such parts, the first one is returned; "" if it has none.
+    The result is the name of a hook, such as "combine", or of a declaration, such as "run.send".
     """
     for hook in ("weigh", "combine", "step", "absorb"):
         if declared.has_hook(hook):
@@ -242,9 +241,10 @@ def _set_clients(spec: RunSpec, replica_of: np.ndarray, server: Server) -> None:
 def _drawn_vector(
     spec: RunSpec, declarations: Declarations, vector: Tensor, replica: int
 ) -> Tensor:
-    """Return a copy of a shared vector with new random initial values of the model.
+    """Return a copy of a vector in which the shared tensors of the model have new random values.
 
-    replica: the number of the replica, which decides the random numbers.
+    vector: [layout.shared], the initial shared vector of the run.
+    replica: the number of the replica; each replica gets different random values.
     Raises ValueError if a layer of the model cannot draw initial values.
     """
     with torch.random.fork_rng(devices=[]):

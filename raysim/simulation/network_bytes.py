@@ -21,10 +21,10 @@ _PLAIN_TYPES = (int, str, list, tuple, dict, np.ndarray, type(None))
 class CountingRuntime:
     """A runtime that counts the bytes of arrays that each node receives and sends.
 
-    A stored value is counted once for each node that receives it, as in an object store. The parts
-    of messages that are not arrays, some hundred bytes for each job, are not counted.
+    A stored value is counted once for each node that receives it. Only arrays are counted; the
+    other content of messages is small.
     runtime: the runtime to which all calls are passed on.
-    vector_bytes: the size of a sum of updates.
+    vector_bytes: the size in bytes of a sum of updates.
     """
 
     def __init__(self, runtime: Runtime, vector_bytes: int):
@@ -52,7 +52,7 @@ class CountingRuntime:
         return self.runtime.nodes
 
     def columns(self) -> Row:
-        """Return columns of the bytes that each node received and sent since the last call.
+        """Return history columns: the bytes that each node received and sent since the last call.
 
         Return no columns for a run on one node.
         """
@@ -119,11 +119,12 @@ class CountingRuntime:
             holders.add(node)
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
-        """Start to add up sums of updates on a node; return a reference to the total.
+        """Let a node add up sums of updates; return a reference to the total.
 
         The bytes of sums that come from other nodes are counted.
-        parts: for each sum, the positions of its updates in the aggregation.
-        refs: references to the sums.
+        node: the number of the node.
+        parts: for each sum, the positions of the summed updates in the list of aggregated updates.
+        refs: references to the sums, in the same order.
         """
         for ref in refs:
             self._move(self._vector_bytes, self._homes.pop(hash(ref), node), node)

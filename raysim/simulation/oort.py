@@ -1,7 +1,7 @@
 """Oort's selection of clients: statistical utility times system utility, with exploration.
 
 Lai, Zhu, Madhyastha, Chowdhury, "Oort: Efficient Federated Learning via Guided Participant
-Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported is
+Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported a loss is
 
     (U + sqrt(0.1 log R / L)) * (T / D)^penalty, the last factor only if D > T
 
@@ -15,12 +15,12 @@ Choices and departures:
 - U is scaled to [0, 1] and T is a percentile of known durations, as in the released code.
 - The pacer follows the paper: T grows when the utility of the chosen clients has fallen from one
   window of rounds to the next. The utility of a round is the mean U (not scaled) of its clients.
-- Exploration: some of the chosen clients have not reported. They are drawn with a probability in
-  proportion to their samples times the factor (T / D)^penalty, where D is the expected duration.
-  This follows the released code, except that the code draws from fewer clients.
-- Exploitation: the other chosen clients have reported. They are drawn among the clients of large
-  utility, with a probability in proportion to the utility. If there are too few clients that have
-  not reported, more of these clients are drawn, and vice versa.
+- Exploitation: some of the chosen clients have reported a loss. They are drawn among the clients of
+  large utility, with a probability in proportion to the utility.
+- Exploration: the other chosen clients have not reported. They are drawn with a probability in
+  proportion to their samples times (T / D)^penalty. Here D is the expected duration, and the factor
+  counts only if D > T.
+- If one of these two groups has too few clients, more clients of the other group are drawn.
 - In each round, the rule chooses `concurrency` clients. A schedule that dispatches fewer clients at
   a time takes them from this choice, one after another, and leaves out busy clients.
 """
@@ -45,16 +45,17 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 class Oort(Selection):
     """Choose clients by statistical and system utility, and explore clients without a report.
 
-    exploration: the initial share of clients without a report among the chosen clients.
+    A report is the loss that a client sends with its update.
+    exploration: the share of clients without a report among the clients of a round, at the start.
     exploration_decay: the factor by which this share is multiplied before every round, also before
     the first one.
     exploration_min: the smallest value of this share.
-    cutoff: if k clients that have reported are needed, they are drawn from all whose utility is at
-    least `cutoff` times the k-th largest utility.
+    cutoff: a factor from 0 to 1. To draw k clients with a report, take the k-th largest utility.
+    All clients with at least `cutoff` times this utility can be drawn.
     clip: the quantile at which statistical utilities (samples times loss) are clipped.
-    preferred: the percentile of all known durations of jobs that is the preferred duration in the
-    first round. With 100 every duration is accepted, so that no client is penalised for its speed.
-    pacer_step: the rounds in a window of the pacer.
+    preferred: a percentile of all known durations of jobs. It is the preferred duration in the
+    first round. With 100 no client is penalised for its speed.
+    pacer_step: the number of rounds in a window of the pacer.
     pacer_delta: the percentage points by which the pacer increases `preferred`.
     penalty: the exponent of the system utility.
     """

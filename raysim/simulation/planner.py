@@ -106,8 +106,8 @@ class PlannedAggregation:
     aggregated: the jobs that are aggregated now, in the order in which their updates are summed.
     down, up: the floats that all clients received and sent since the run's start.
     between: the floats that replicas sent to each other since the run's start.
-    costs: the costs of all jobs since the run's start, by column of the history; {} if nothing
-    costs anything.
+    costs: energy, money and CO2 since the run's start, by column of the history. {} if the fleet
+    has no costs.
     """
 
     version: int = 0
@@ -144,10 +144,9 @@ class PlannedAggregation:
 
 
 def _draw_positions(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
-    """Yield random positions in an array of clients, until it is cheaper to list idle clients.
+    """Yield random positions in an array of clients, which may repeat.
 
-    A position may be repeated. The positions are drawn in blocks, each twice as large as the
-    previous one.
+    The positions end when it is faster to list the idle clients than to draw more positions.
     clients: the length of the array; all positions are below this number.
     count: the number of different, idle clients that the caller needs.
     """
@@ -163,12 +162,11 @@ def _draw_positions(generator: np.random.Generator, clients: int, count: int) ->
 
 
 class Site:
-    """A part of the run that has a schedule of its own, with its clients and jobs.
+    """A group of clients for which a schedule decides, with their jobs.
 
-    If each replica has its own schedule, there is a site for each replica. Otherwise there is one
-    site with all clients of the run.
-    pool: the number of the replica, whose clients are also one pool; -1 for a site with all
-    clients.
+    If each replica has its own schedule, the clients of each replica are a site. Otherwise there is
+    one site with all clients of the run.
+    pool: the number of the replica; -1 for the site with all clients.
     members: the number of this site's clients that have samples.
     pools: the number of pools into which the schedule divides the clients by their speed; 0 if it
     does not divide them.
@@ -192,19 +190,18 @@ class Site:
 class Planner:
     """The simulation of a schedule and a fleet on virtual time, before any training.
 
-    There is one `Site` for each replica if each replica has its own schedule; otherwise there is a
-    single one.
     schedule: decides when clients are dispatched and when their updates are aggregated.
     devices: the simulated devices of the clients.
     seed: the seed of the run.
-    counts: int64 [clients], the training samples of each client. A client without samples is never
-    dispatched.
+    counts: int64 [clients], the number of training samples of each client. A client without samples
+    is never dispatched.
     load: function that returns the `Load` of a client's next job. Its arguments are the client, the
-    version, the number of the client's earlier jobs, and how many of these were aggregated.
-    patience: the most virtual seconds from the run's start until a client must be available.
+    base version, the number of the client's earlier jobs, and how many of these were aggregated.
+    patience: a number of virtual seconds. The run fails if no client is available in these first
+    seconds.
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
-    costs: adds up what jobs cost; None if nothing costs anything.
+    costs: adds up energy, money and CO2; None if the fleet has no costs.
     messages: the messages with compressed steps that clients receive; None if clients receive
     parameters.
     loads_vary: True if the load of a job is known only when its base version exists.
@@ -283,7 +280,7 @@ class Planner:
         return self._selector is None or self._selector.rule.plans_ahead
 
     def cost_of(self, job: Job) -> JobCost:
-        """Return the cost of a job; zeros if nothing costs anything."""
+        """Return the energy, money and CO2 of a job; zeros if the fleet has no costs."""
         return _NO_COST if self._costs is None else self._costs.of(job)
 
     def measure_with(self, measure: MeasureLosses) -> None:
@@ -316,17 +313,18 @@ class Planner:
         return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
     def count_contributions(self, floats: int) -> None:
-        """Record traffic before round 0: the arrays that clients send so that methods can start.
+        """Add the arrays that clients send before round 0 to the traffic.
 
         floats: the number of floats that all clients together sent.
         """
         self._next.up += floats
 
     def count_unplanned(self, aggregation: PlannedAggregation, floats: int) -> None:
-        """Add the unplanned floats of an aggregation's updates to the traffic.
+        """Correct the planned traffic for updates that have other sizes than planned.
 
         aggregation: the last aggregation.
-        floats: by how many floats its updates are larger than planned.
+        floats: the number of floats by which its updates together are larger than planned. It is
+        negative if they are smaller.
         """
         aggregation.up += floats
         aggregation.site_up += floats
@@ -373,8 +371,7 @@ class Planner:
         """Execute the schedule's actions at a site until the site aggregates or waits.
 
         Return the planned aggregation if the site aggregates. If it waits, return the virtual time
-        at which the schedule decides again. It decides earlier if a job ends. If a dispatch found
-        too few clients, it also decides when a client becomes available.
+        at which the schedule decides again if no event happens before. Infinity waits for an event.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
         while True:
@@ -836,7 +833,7 @@ class Planner:
     def received(self) -> np.ndarray | None:
         """The base version of each client's last job, int32 [clients]; -1 before its first job.
 
-        None if the server's steps are not compressed: without compression, nothing needs it.
+        None if the server's steps are not compressed.
         """
         return None if self._messages is None else self._messages.received
 

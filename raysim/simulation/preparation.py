@@ -55,10 +55,11 @@ def collect_contributions(
 
 
 def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: WorkerCalls) -> None:
-    """Send every worker the tensors that clients receive only once in a run, and the probed rows.
+    """Send every worker the tensors that clients receive once, and the samples for probes.
 
-    The probed rows are the samples of the central test set on which `evaluate.probe` scores local
-    models. Do nothing if there are no such tensors and no probes.
+    Each client receives some tensors of methods only with its first job. A probe scores local
+    models on samples of the central test set (`evaluate.probe`). Do nothing in a run without such
+    tensors and probes.
     """
     constants = replicas.first.sent_once()
     if constants or spec.settings.evaluate.probe:
@@ -66,10 +67,9 @@ def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: W
 
 
 def _probed_rows(spec: RunSpec) -> np.ndarray:
-    """Draw the samples of the central test set on which `evaluate.probe` scores local models.
+    """Draw samples of the central test set for probes, equally many of each class.
 
-    Return their rows in the data set. There are about `evaluate.probe_rows` of them, equally many
-    of each class.
+    Return their rows in the data set. There are about `evaluate.probe_rows` of them.
     """
     central, rows = spec.data.central, spec.settings.evaluate.probe_rows
     labels = spec.data.open().groups()[0][central]

@@ -45,10 +45,10 @@ class ReplicaMemory:
         return 0 if self._file is None else self._file.used
 
     def note_read(self, replica: int) -> None:
-        """Record that the caller reads a replica next.
+        """Make room in memory for a replica that the caller reads next.
 
-        A replica on disk is loaded when it is read. If all loaded replicas would then need too much
-        memory, this call first unloads them.
+        A replica on disk is loaded into memory when it is read. If loaded replicas would then need
+        too much memory, all of them are first removed from memory.
         """
         if self._file is not None and replica not in self._in_memory:
             self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))

@@ -35,9 +35,8 @@ class Replicas:
     - is_single: True if there is one replica.
     - version: the number of aggregations of the run so far, of all replicas together.
     - report: columns for the history's row of the last aggregation.
-    - numbers: for each replica, the number that identifies its current version among the versions
-      of all replicas. A replica that changes gets the next unused number. Replicas with the same
-      values may have the same number.
+    - numbers: for each replica the number of its current version. A replica that changes gets a
+      number that no version had before. Replicas with the same values may have the same number.
     - clients_of: int64 [clients], the replica that serves each client now. If clients choose their
       replica, this is the replica that the client trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.
@@ -45,8 +44,8 @@ class Replicas:
     network: which clients each replica serves, and when replicas exchange.
     servers: the server of each replica.
     declarations: what the run's methods have declared.
-    set_clients: function of `clients_of` and a server, which tells the server its clients; None if
-    clients never move between replicas.
+    set_clients: function that tells a server which clients it has. Its arguments are `clients_of`
+    and the server. None if clients never move between replicas.
     budget: the most bytes of replicas in memory. Replicas that have been idle longest are moved to
     disk.
     folder: the folder for replicas on disk.
@@ -103,10 +102,10 @@ class Replicas:
         return self._memory.bytes_on_disk
 
     def read(self, replica: int) -> Server:
-        """Return the server of a replica. Call this before its tensors are read.
+        """Return the server of a replica, which may be on disk.
 
-        A loop over all replicas must use this function, so that only a few replicas on disk are in
-        memory at the same time.
+        Call this for each replica just before you read its tensors. Only a few replicas on disk are
+        in memory at the same time.
         """
         self._memory.note_read(replica)
         return self.servers[replica]
@@ -388,8 +387,8 @@ class Replicas:
     def _give_numbers(self) -> None:
         """Give a new version number to each replica that the last aggregation has changed.
 
-        Replicas that share a vector get the same number. However, if a method sends further tensors
-        with the vector, each replica gets its own number, because these tensors may differ.
+        Replicas that share a vector get the same number. If a method sends further tensors with the
+        vector, every replica gets a different number, because these tensors may differ.
         """
         number_of: dict[int, int] = {}
         for replica in self._changed:
@@ -403,8 +402,9 @@ class Replicas:
     def scored(self) -> tuple[Tensor, Tensor]:
         """Return the model to score: the weighted mean of the replicas' vectors, [layout.shared].
 
-        A method may choose another vector to be scored than the trained one, for example a mean of
-        earlier versions. Also return the maximum of the integer buffers, [layout.shared_counters].
+        Also return the maximum of the integer buffers, [layout.shared_counters]. A method may
+        declare that another vector is scored in place of a replica's vector, such as a mean of
+        earlier versions.
         """
         return self._mean_of([server.scored() for server in self.servers])
 
@@ -418,8 +418,8 @@ class Replicas:
     def _mean_weights(self) -> list[float]:
         """Return the weight of each replica in the mean of all replicas.
 
-        If clients move between replicas, the weight is the share of all samples that belongs to the
-        clients of the replica now. Otherwise the topology gives fixed weights.
+        If clients move between replicas, the weight is the number of samples of the replica's
+        clients, divided by that of all clients. Otherwise the topology gives fixed weights.
         """
         if not self.network.moves_clients:
             return list(self.network.mean_weights.tolist())
@@ -499,12 +499,10 @@ class Replicas:
 
 
 class _Bases(Mapping[int, PublishedVersion]):
-    """A mapping from a replica's own version numbers to the stored versions.
+    """The published versions of one replica, by the number of this replica's earlier aggregations.
 
-    A replica's own number of a version is the number of this replica's aggregations before it.
-
-    versions: the stored versions of all replicas, which have other numbers there.
-    number_of: for each of the replica's own numbers, the number of the version in `versions`.
+    versions: the published versions of all replicas, which have other numbers there.
+    number_of: maps the number of this replica's earlier aggregations to the key in `versions`.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):

@@ -21,8 +21,8 @@ class WorkerDiedError(RuntimeError):
 class LostNode(NamedTuple):
     """A node whose workers are not used any more.
 
-    reason: the rest of a sentence that begins with the node's name, such as "was declared dead by
-    Ray".
+    reason: what happened to the node, as text that follows its name in an error. An example is "was
+    declared dead by Ray".
     is_reachable: True if values on the node can still be read.
     """
 
@@ -55,10 +55,10 @@ class Runtime(Protocol):
 
     @property
     def combine_from(self) -> float:
-        """The size of the smallest model, in floats, for which nodes add up the sums of workers.
+        """The number of floats of the smallest model whose updates are added up on each node.
 
-        A node then sends one total to the coordinator. With a smaller model each worker sends its
-        own sum. Infinity means that nodes never add up.
+        Each node then sends one total to the coordinator. With a smaller model each worker sends a
+        sum of its updates. Infinity means that each worker always sends its sum.
         """
         ...
 
@@ -86,14 +86,14 @@ class Runtime(Protocol):
         ...
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Ref]) -> Ref:
-        """Start to add up sums of updates on a node; return a reference to the total.
+        """Let a node add up sums of updates; return a reference to the total.
 
         On a Ray cluster, a separate process of the node does this, so that its workers can train
         meanwhile.
 
         node: the number of the node.
-        parts: for each sum, the positions of its updates in the aggregation. These positions are
-        one part of the tree in which updates are summed (`tree_sum`).
+        parts: for each sum, the positions of the summed updates in the list of aggregated updates.
+        These positions are the leaves of one node of the summation tree (`tree_sum`).
         refs: references to the sums, in the same order.
         """
         ...
@@ -128,17 +128,18 @@ class Runtime(Protocol):
         ...
 
     def silent_node_timeout(self, worker: int) -> float | None:
-        """Return how many seconds the node of a worker may be silent before it counts as lost.
+        """Return the time limit in seconds for a node that does not answer; None if it answers.
 
-        Return None if the node is not silent, that is if it answers.
+        After this time without an answer, the node counts as lost.
+        worker: a worker on the node.
         """
         ...
 
     def stacks(self, worker: int) -> str:
         """Return the call stacks of a worker's threads as text, without waiting for the worker.
 
-        Each call requests the current call stacks, and returns those that an earlier call has
-        requested. Return "" if none have arrived yet.
+        A call requests the call stacks, and a later call returns them. Return "" if none have
+        arrived yet.
         """
         ...
 

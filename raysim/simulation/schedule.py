@@ -21,11 +21,10 @@ from raysim.primitives.checks import above, at_least, one_of
 class View(NamedTuple):
     """What a schedule knows when it decides.
 
-    Events that happen at the same virtual time come before the decision. The schedule must not
-    change the values. A pool is a group of clients with similar speed; only `schedule=tiered` has
-    pools.
+    The schedule must not change the values. A pool is a group of clients with similar speed; only
+    `schedule=tiered` has pools.
 
-    now: the current virtual time in seconds.
+    now: the virtual time of the decision in seconds. Events at this time have already happened.
     version: the number of aggregations so far.
     running: the jobs in flight by number, in the order of their dispatch; discarded jobs are left
     out.
@@ -33,13 +32,11 @@ class View(NamedTuple):
     together are in the order of their clients' numbers.
     idle: the number of clients that have samples and are not busy with a job; some of them may be
     unavailable.
-    sent: the number of jobs that were dispatched since the last aggregation; they start from the
-    current version.
-    since: the virtual time at which the first job since the last aggregation was dispatched. If
-    `sent` is 0, it is the time of that aggregation.
+    sent: the number of jobs that were dispatched since the last aggregation.
+    since: the virtual time at which the first of these jobs was dispatched. If there are none, it
+    is the time of the last aggregation.
     in_pool: for each pool, the number of its jobs in `running`.
-    short: the pools that have too few available clients now: a dispatch at this virtual time found
-    fewer clients than it requested.
+    short: the pools in which an earlier `Dispatch` at this virtual time found too few clients.
     """
 
     now: float = 0.0
@@ -58,8 +55,8 @@ class Dispatch:
     """The action to draw idle, available clients and to send them the current version.
 
     If fewer than `count` clients are available, only these are dispatched. The schedule then
-    decides again when a job ends or a client becomes available. A schedule with pools decides again
-    at once, for the other pools; `View.short` then contains this pool.
+    decides again when a job ends or a client becomes available. If the action names a pool, the
+    schedule decides again at once, and `View.short` contains this pool.
 
     count: the number of clients to draw.
     pool: the number of the pool (group of clients with similar speed) to draw from; -1 draws from
@@ -400,11 +397,11 @@ class Tiered(_Policy):
         return self.cohort
 
     def decide(self, view: View) -> Action:
-        """Aggregate or dispatch for the first tier that can go on; wait if no tier can.
+        """Aggregate or dispatch for the first tier that can act; wait if no tier can.
 
-        A tier can go on if it has no job in flight and does not lack available clients. Tiers that
-        lack clients are in `view.short`. If updates of this tier have arrived, aggregate them; else
-        dispatch a cohort of the tier.
+        A tier can act if it has no job in flight and enough available clients. Tiers without enough
+        available clients are in `view.short`. If updates of the tier have arrived, aggregate them.
+        Otherwise dispatch a cohort of the tier.
         """
         for tier, running in enumerate(view.in_pool):
             if running or tier in view.short:
@@ -431,10 +428,10 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
     """Raise ValueError if a schedule does not fit the clients or the topology of a run.
 
     A schedule needs at least `concurrency` clients with samples. If every replica has its own
-    schedule, this holds for the clients of each replica. A schedule that divides clients by their
+    schedule, the clients of each replica must be so many. A schedule that divides clients by their
     speed is then an error, too.
 
-    counts: int [clients], the training samples of each client.
+    counts: int [clients], the number of training samples of each client.
     network: the replicas of the run, and the clients that each of them serves.
     """
     if not network.own_schedules:

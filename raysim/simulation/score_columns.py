@@ -34,8 +34,8 @@ class ScoredClients(Protocol):
     clients: the scored clients that take part in the training.
     unseen: the scored clients that never take part in the training.
     version: the number of the scored version.
-    client_scores: by the name of a column, a list of pairs: an array of clients and an array of
-    their scores. `ScoreColumns` adds them.
+    client_scores: maps the name of a column to a list of pairs. Each pair is an array of clients
+    and an array of their scores. `ScoreColumns` adds the pairs.
     """
 
     clients: np.ndarray
@@ -47,19 +47,20 @@ class ScoredClients(Protocol):
 class ScoreColumns:
     """The object that makes the columns of the history for one metric.
 
-    For each sample the metric has computed a value, for example 1 if the prediction is correct,
-    else 0. `metric.summarise` computes the score of a set of samples from their values, for example
-    the accuracy. The methods of this class get arrays of values, with one entry for each sample.
+    A metric computes a value for each sample, for example 1 if the prediction is correct, else 0.
+    From the values of a set of samples, `metric.summarise` computes the score of the set, for
+    example the accuracy.
 
-    The best round of a client is the round with its best validation score. Best rounds are kept
-    only for the main metric, which is the first of `evaluate.metrics`.
+    A client's best round is the round with its best validation score. Best rounds are stored only
+    for the main metric, which is the first of `evaluate.metrics`.
 
     metric: the metric.
-    values_index: the index of the array with this metric's values in `ScoringReport.scores`.
+    values_index: the index of this metric's values in `ScoringReport.scores`.
     data: the clients' data and the central test set.
     personal: True if each client is scored with a model of its own.
-    test_counts, validation_counts: int64 [clients], the test and validation samples of each client.
-    best: the best rounds so far; None for other metrics than the main one, and if clients have no
+    test_counts, validation_counts: int64 [clients], the number of test samples and of validation
+    samples of each client.
+    best: the best rounds so far; None for all metrics but the main one, and if clients have no
     validation samples.
     """
 
@@ -86,10 +87,11 @@ class ScoreColumns:
         self._test_counts, self._validation_counts = test_counts, validation_counts
 
     def shared(self, parts: Sequence[np.ndarray], scoring: ScoredClients) -> Row:
-        """Return the columns of the shared model's scores.
+        """Return the columns with the scores of the shared model.
 
-        parts: four arrays of values: for the test samples of clients, the test samples of unseen
-        clients, the central test set, and the validation samples of clients.
+        parts: four arrays with the metric's value of each sample. The samples are the test samples
+        of clients, the test samples of unseen clients, the central test set, and the validation
+        samples of clients.
         scoring: the scored clients; their scores are added to `scoring.client_scores`.
         """
         tested, unseen, central, validated = parts
@@ -110,12 +112,12 @@ class ScoreColumns:
         suffix: str,
         scoring: ScoredClients,
     ) -> Row:
-        """Return the columns of the scores of the clients' own models.
+        """Return columns with scores of the clients' own models.
 
-        tested: for each client the values of its test samples.
-        validated: for each client the values of its validation samples.
-        suffix: the end of the columns' names: "_finetuned" for models after fine-tuning, "" for
-        models before it. Best rounds are kept only for models before fine-tuning.
+        tested: for each client the metric's value of each of its test samples.
+        validated: for each client the metric's value of each of its validation samples.
+        suffix: the end of the columns' names: "_finetuned" for fine-tuned models, "" for models
+        without fine-tuning. Only models without fine-tuning have best rounds.
         scoring: the scored clients; their scores are added to `scoring.client_scores`.
         """
         clients = scoring.clients
@@ -135,14 +137,17 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the scores of replicas on the central test set.
 
-        Some columns are about the mean model, which is the mean of all replicas: its score, its
-        score in the domain where the score is worst, its best round, and its score in that round.
-        Two more columns have the mean and the worst of the replicas' scores.
+        The columns are:
+        - of the mean of all replicas: its score, its score in the domain where this score is worst,
+          its best round, and its score in that round;
+        - the mean and the worst of the replicas' scores.
 
-        mean: the mean model's value for each sample of the central test set.
-        replicas: for each replica, its value for each sample of the central test set.
+        mean: for each sample of the central test set, the metric's value with the mean of all
+        replicas.
+        replicas: for each replica, the metric's value of each sample of the central test set.
         scoring: the scored clients.
-        own: the columns of the clients' own models; their validation score decides the best round.
+        own: the columns with the scores of the clients' models. Their validation score decides the
+        best round.
         """
         name = self.metric.name
         values = np.array([self.metric.summarise(scores) for scores in replicas])

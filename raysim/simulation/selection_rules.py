@@ -49,7 +49,7 @@ class RoundRobin(Selection):
 
 @dataclass(frozen=True)
 class FewestJobs(Selection):
-    """Choose the clients with the fewest jobs so far; among equal clients draw."""
+    """Choose the clients with the fewest jobs so far; among equals, draw at random."""
 
     def select(self, view: SelectionView) -> np.ndarray:
         """Return the `view.count` clients with the fewest jobs."""

@@ -30,13 +30,13 @@ class SelectionError(RunStoppedError):
 class LossPass:
     """A forward pass in which some clients compute their loss of the current model.
 
-    A selection rule can request it, to choose clients by their losses. The jobs of the chosen
-    clients start after it.
+    A selection rule can request this pass, to choose clients by their losses. The jobs of the
+    chosen clients start after it.
 
     seconds: the virtual seconds until the slowest of these clients has sent its loss.
-    work: by client, the work of the pass, as a number of trained samples. A sample without training
-    counts as `FORWARD` samples.
-    down: by client, the floats that the client received. Each client sends one float.
+    work: maps each of these clients to the number of samples to process. A sample that makes only a
+    forward pass counts as `FORWARD` samples (less than one).
+    down: maps each of these clients to the number of floats that it receives. It sends one float.
     """
 
     seconds: float
@@ -54,14 +54,15 @@ class LossPass:
         """Return the virtual time at which a job ends, and whether its update arrives.
 
         The job is dispatched at `now`, but its training starts `self.seconds` later, when all
-        losses are known. If the client becomes unavailable before its training starts, the job
-        ends then and its update does not arrive. Otherwise the device decides.
+        losses are known. If the client becomes unavailable before its training starts, the job ends
+        then and its update does not arrive.
 
         devices: the simulated devices of the clients.
         client: the client of the job.
         participation: the number of the client's earlier jobs; random numbers depend on it.
         now: the virtual time of the dispatch in seconds.
-        load: the work of the job in samples, and the floats that its client receives and sends.
+        load: three numbers: the samples to process, and the floats that the client receives and
+        sends.
         """
         start = now + self.seconds
         if devices.presence is not None:
@@ -74,10 +75,6 @@ class LossPass:
 class IdleMask:
     """A bool mask [clients]: True for the clients that are idle and available.
 
-    The mask depends only on the current time and the busy clients. It can be made again at any
-    time, so checkpoints do not contain it. The cost to add or remove a client does not depend on
-    the number of all clients. In contrast, `IdleClients` keeps a sorted array, in which a change
-    costs more if more clients are available.
     presence: the availability of the clients; None means that all are always available.
     eligible: the clients that have samples.
     busy: bool [clients], True for a busy client; the caller updates this array.
@@ -87,6 +84,8 @@ class IdleMask:
     def __init__(
         self, presence: Availability | None, eligible: np.ndarray, busy: np.ndarray, now: float
     ):
+        # A change costs the same for any number of clients. In the sorted array of `IdleClients` it
+        # costs more if more clients are available.
         self._busy, self._eligible = busy, eligible
         self._available = np.zeros(len(busy), bool)
         present = eligible
@@ -126,13 +125,13 @@ class Selector:
     rule: the selection rule.
     devices: the simulated devices of the clients.
     seed: the seed of the run.
-    counts: int64 [clients], the training samples of each client.
-    pools: for each pool the numbers of its clients. A pool is a tier of `schedule=tiered`, or the
-    clients of one replica. Empty without pools.
+    counts: int64 [clients], the number of training samples of each client.
+    pools: the numbers of the clients in each pool; empty for a run without pools. A pool is a tier
+    of `schedule=tiered`, or the clients of one replica.
     concurrency: the largest number of jobs in flight.
-    load: function that returns the work of a client's next job in samples, and the floats that the
-    client receives and sends. Its arguments are the client, the version, the number of the client's
-    earlier jobs, and how many of these were aggregated.
+    load: function that returns three numbers about a client's next job: the samples to process, and
+    the floats that the client receives and sends. Its arguments are the client, the base version,
+    the number of the client's earlier jobs, and how many of these were aggregated.
     participations, accepted: int32 [clients], the number of each client's jobs so far, and the
     number of its aggregated jobs. The planner updates these arrays.
     """
@@ -310,7 +309,7 @@ class Selector:
     def _measure(self, clients: Sequence[int], samples: int | None, version: int) -> Floats:
         """Return the loss of each of these clients, and record the cost in `loss_pass`.
 
-        All losses are nan if no workers can compute them, as in a forecast.
+        All losses are nan if the run is only planned, so that no workers exist.
         samples: the largest number of a client's samples on which its loss is computed; None uses
         all.
         version: the number of the current version.

@@ -50,21 +50,22 @@ class Server:
     """The server of one model, which makes the next version from the updates.
 
     Without methods the next version is x + sum(w_i * delta_i) / sum(w_i). Here x is the shared
-    vector, w_i is the weight of update i, and delta_i is its change of the parameters. Methods
-    change each part of this rule by hooks. Updates are summed in a fixed tree over the order in
-    which they are aggregated (`tree_sum`), on the server or on workers.
+    vector, w_i is the weight of update i, and delta_i is its change of the parameters. Hooks of
+    methods can change the weights, the mean and the step. Updates are summed in a fixed tree over
+    the order in which they are aggregated (`tree_sum`), on the server or on workers.
 
     declarations: what the run's methods have declared.
     vector: float [layout.shared], the initial shared vector.
     counters: int [layout.shared_counters], the initial integer buffers.
-    counts: int64 [clients], training samples; 0 for clients that this model never trains.
+    counts: int64 [clients], the number of training samples of each client; 0 for clients that never
+    train this model.
     weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all
     updates by 1.
     size: the largest number of updates in one aggregation.
     format_client: function that returns the name of a client for errors.
-    unseen: the number of clients that this model never trains, such as those of other models.
-    replica: the number of this model, if the run has several; `counts` is then 0 for clients of
-    other models.
+    unseen: the number of clients that never train this model: unseen clients, and clients of other
+    replicas.
+    replica: the number of the replica of this server; 0 if the run has one model.
     local: the settings of local training.
     """
 
@@ -127,8 +128,10 @@ class Server:
     def set_clients(self, counts: np.ndarray, unseen: int) -> None:
         """Change the clients of this model.
 
-        counts: int64 [clients], training samples; 0 for clients that this model does not serve.
-        unseen: the number of clients that this model never trains, such as those of other replicas.
+        counts: int64 [clients], the number of training samples of each client; 0 for clients that
+        never train this model.
+        unseen: the number of clients that never train this model: unseen clients, and clients of
+        other replicas.
         """
         self.counts = counts
         self.population = len(counts) - unseen
@@ -224,9 +227,10 @@ class Server:
     def _sent(self, to: str, *client: int) -> dict[str, np.ndarray]:
         """Return the tensors that methods now send to clients, by "method.name".
 
-        to: which of the tensors: "all" for those that every client gets with each version, "once"
-        for those of a client's first job, "client" for those of a single client.
-        client: the number of this single client; only with to="client".
+        to: which tensors to return. "all": those that every client receives with each version.
+        "once": those that a client receives only with its first job. "client": those that only
+        `client` receives.
+        client: the number of a client; only with to="client".
         """
         arrays: dict[str, np.ndarray] = {}
         for declared, send in self._sends.get(to, ()):
@@ -281,10 +285,10 @@ class Server:
         If all jobs failed, the next version has the same vector as the current one.
 
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.
-        sums: the sums that workers have made of some of these updates, by the numbers of the jobs.
-        staleness: for each entry of `updates` its staleness; the value for a failed job is not
-        used.
-        bases: by number, the versions from which the jobs started.
+        sums: the sums that workers have made of some of these updates. A key has the numbers of the
+        jobs whose updates are summed.
+        staleness: the staleness of each entry of `updates`; the value for a failed job is not used.
+        bases: maps the number of each base version of the jobs to this version.
         Raises AggregationError if the next version cannot be made.
         """
         self.report = {}
@@ -323,12 +327,11 @@ class Server:
         staleness: Sequence[int],
         bases: Mapping[int, PublishedVersion],
     ) -> Aggregation:
-        """Let the methods weigh the updates; return the updates that did not fail, with weights.
+        """Return the updates that did not fail, with the weights that the methods give them.
 
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.
-        staleness: for each entry of `updates` its staleness; the value for a failed job is not
-        used.
-        bases: by number, the versions from which the jobs started.
+        staleness: the staleness of each entry of `updates`; the value for a failed job is not used.
+        bases: maps the number of each base version of the jobs to this version.
         """
         present = [update for update in updates if update is not None]
         staleness_of_present = [
@@ -381,14 +384,15 @@ class Server:
     def _combine(
         self, aggregation: Aggregation, updates: Sequence[Update | None], sums: GroupSums
     ) -> tuple[Tensor, Tensor]:
-        """Combine the updates into a step of the parameters and a step of the float buffers.
+        """Combine the updates into a change of the parameters and a change of the float buffers.
 
-        The step of the parameters is called the direction and is [layout.trained]. The step of the
-        buffers is [layout.shared - layout.trained].
+        The change of the parameters is [layout.trained]; that of the buffers is [layout.shared -
+        layout.trained].
 
         aggregation: the updates that did not fail, with their weights.
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.
-        sums: the sums that workers have made of some of these updates, by the numbers of the jobs.
+        sums: the sums that workers have made of some of these updates. A key has the numbers of the
+        jobs whose updates are summed.
         """
         trained = self.layout.trained
         if self._combiner is None:
@@ -452,9 +456,9 @@ class Server:
     def _average_buffers(self, total: Tensor, aggregation: Aggregation) -> Tensor:
         """Return the step that makes the server's float buffers the mean of the clients' buffers.
 
-        A client's change is relative to the buffers of its base version. If the server's buffers
-        have changed since, the difference is added to the client's change. Otherwise a stale change
-        could make a variance negative.
+        A client's change is relative to the buffers of its base version. The step is relative to
+        the server's current buffers. The base version's buffers minus the current ones are
+        therefore added to a stale change. Otherwise this change could make a variance negative.
 
         total: the weighted sum of the changes of the clients' buffers. It is changed in place.
         aggregation: the updates that did not fail, with their weights.
@@ -496,12 +500,13 @@ class Server:
 def _ranges_of_sums(
     sums: GroupSums, positions: Mapping[int, int]
 ) -> dict[range, np.ndarray | None]:
-    """Return the sums of this server's updates, by the range of positions that a sum covers.
+    """Return the sums that contain updates of this aggregation, by the positions of their updates.
 
-    A position is the index of an update in this aggregation. Sums of other replicas are left out.
-    sums: the sums that workers made, by the numbers of the summed jobs. At least one of these jobs
-    did not fail.
-    positions: the position of each update that did not fail, by the number of its job.
+    A position is the index of an update in this aggregation. Sums of updates that other replicas
+    aggregate are left out.
+    sums: the sums that workers made. A key has the numbers of the jobs whose updates are summed. At
+    least one of these jobs did not fail.
+    positions: maps the number of each job that did not fail to the position of its update.
     """
     ranges: dict[range, np.ndarray | None] = {}
     for jobs, total in sums.items():

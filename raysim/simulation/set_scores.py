@@ -33,8 +33,8 @@ class ScoredSets(Protocol):
     clients: the scored clients that take part in the training.
     unseen: the scored clients that never take part in the training.
     version: the scored version.
-    client_scores: for each column, pairs of an array of clients and an array of their scores;
-    `SetScores` fills it.
+    client_scores: maps the name of a column to a list of pairs. Each pair is an array of clients
+    and an array of their scores. `SetScores` adds the pairs.
     """
 
     clients: np.ndarray
@@ -178,9 +178,10 @@ class SetScores:
 
 
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
-    """Return each metric's values by client, from reports that have all metrics of one set.
+    """Return the scores of each metric: for each metric, a dictionary of scores by client.
 
-    A set without a client, such as a domain, has the key -1 - (its index in `reports`).
+    A report on samples that belong to no client, such as those of a domain, gets a negative key.
+    reports: each has the scores of all metrics on one set of samples.
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

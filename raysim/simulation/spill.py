@@ -92,14 +92,14 @@ class SpillFile:
 class MappedFile:
     """A file whose arrays are used like arrays in memory, and may be changed in place.
 
-    The pages of an array are in memory only while they are used. The system removes pages if memory
-    is short. `note_read` removes all pages as soon as more than `resident` bytes were read. The
-    space of an array is used again when the array and all its views are deleted. The file is
-    removed when the process ends in any way.
+    The operating system loads a page of an array when it is used. It removes pages from memory if
+    memory is short. Call `note_read` to remove pages earlier. The space of an array is used again
+    when the array and all its views are deleted. The file is removed when the process ends in any
+    way.
 
     folder: a folder on the disk to use; "" is the system's folder for temporary files.
     what: the kind of the arrays, for errors.
-    resident: the bytes that may be read before pages are removed.
+    resident: the number of bytes that may be read until `note_read` removes all pages from memory.
     """
 
     def __init__(self, folder: Path | str, what: str, resident: float):
@@ -135,8 +135,8 @@ class MappedFile:
     def note_read(self, size: int) -> None:
         """Record that `size` bytes are read next.
 
-        If more than `resident` bytes were then read since pages were last removed, first remove all
-        pages from memory.
+        If this makes more than `resident` bytes since all pages were last removed from memory,
+        first remove them again.
         """
         if self._read + size > self._resident:
             for segment in self._segments:

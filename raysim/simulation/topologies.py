@@ -37,8 +37,9 @@ class Hierarchical(Topology):
 
     edges: the number of edges.
     every: the number of an edge's aggregations between two exchanges, kappa_2 in the paper.
-    seconds: the virtual seconds between two exchanges; None uses `every` instead. An edge then
-    waits after its first aggregation that ends at or after a multiple of `seconds`.
+    seconds: the virtual seconds between two exchanges; None uses `every`. With a number, no edge
+    waits. All edges exchange at the first aggregation of any edge at or after each multiple of
+    `seconds`.
     assign: how clients are assigned to edges. "random": at random, equally many to each edge.
     "region": neighbouring regions of the fleet to the same edge, equally many clients to each.
     "data": clients with similar shares of classes to the same edge.
@@ -143,26 +144,27 @@ class Hierarchical(Topology):
 class Clustered(Topology):
     """Several models on one server, each for the clients with similar data.
 
-    rule="updates" begins with one model. If the updates of a model's clients point in different
-    directions, the clients are split among two models. Source: Sattler, Mueller and Samek,
-    "Clustered Federated Learning" (IEEE TNNLS 2021). The method is called CFL; see
+    A cluster is a model with its clients.
+
+    rule="updates" begins with one cluster. If the updates of a cluster's clients point in different
+    directions, the cluster is split into two. Source: Sattler, Mueller and Samek, "Clustered
+    Federated Learning" (IEEE TNNLS 2021). The method is called CFL; see
     `raysim.simulation.clustering`.
 
     rule="loss" has `clusters` models with different initial values. A client receives all models
-    and trains the one with the smallest loss on the client's training samples. This loss is
-    computed in eval mode and without augmentation; if losses are equal, the first model is used. A
-    client is scored with the model that has the smallest loss on its training samples. Source:
-    Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning"
-    (NeurIPS 2020). The method is called IFCA; this is Algorithm 1 with model averaging. The first
-    model is the run's model; each other model draws new initial values by PyTorch's rule for each
-    layer.
+    and trains the one with the smallest loss on the client's training samples. It is also scored
+    with the model of the smallest loss. The losses are computed in eval mode and without
+    augmentation. The first model is the run's model; each other model draws new initial values by
+    PyTorch's rule for each layer. Source: Ghosh, Chung, Yin and Ramchandran, "An Efficient
+    Framework for Clustered Federated Learning" (NeurIPS 2020). The method is called IFCA; this is
+    Algorithm 1 with model averaging.
 
-    clusters: the largest number of models. The other options are for rule="updates".
+    clusters: the largest number of models. The arguments below are for rule="updates".
     mean_norm, max_norm: eps_1 and eps_2 in the paper. A cluster is split only if |mean of its
     updates| < mean_norm and the norm of its longest update > max_norm.
     gamma: gamma_max in the paper, 0 <= gamma < 1. A cluster is split only if sqrt((1 - s) / 2) >
-    gamma. Here s is the largest cosine of two updates that belong to different parts. With 0, only
-    the norms decide.
+    gamma. Here s is the largest cosine between an update of one new cluster and an update of the
+    other new cluster. With 0, only the norms decide.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """
@@ -219,34 +221,35 @@ class Clustered(Topology):
 class Gossip(Topology):
     """A topology in which each client has its own replica, and there is no server.
 
-    A client exchanges its replica with its neighbours. Sources: Lian et al., "Can Decentralized
-    Algorithms Outperform Centralized Algorithms?" (NeurIPS 2017), D-PSGD: exchange="neighbours"
-    with schedule=synchronous. Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient
-    Descent" (ICML 2018), AD-PSGD: exchange="pairwise" with schedule=immediate. In both papers a
-    local training is one step, and the models are mixed before this step is added, as with
-    mix="before".
+    After a local training, a client exchanges its replica with its neighbours. Sources:
+    - D-PSGD: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?"
+      (NeurIPS 2017). Set exchange="neighbours" and schedule=synchronous.
+    - AD-PSGD: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent" (ICML
+      2018). Set exchange="pairwise" and schedule=immediate.
+    In both papers, a local training is one step, and mix="before" is used.
 
     Only clients whose updates are aggregated take part in the exchange. For exchanges of all
     clients, set the schedule's cohort to the number of clients. If a neighbour does not take part,
-    its weight is added to the client's own weight. The exchange is a part of the client's job: the
-    client sends its model to each neighbour and receives each neighbour's model, at the bandwidth
-    of its device.
+    its weight is added to the client's own weight. The exchange belongs to the client's job, and
+    uses the bandwidth of its device: the client sends its model to each neighbour and receives each
+    neighbour's model.
 
     graph: which clients are neighbours. "ring"; "torus", a grid whose ends are joined;
     "erdos_renyi", in which each pair is joined with `probability`; "expander", which joins `degree`
     / 2 random rings; "complete"; or "edges".
-    edges: for graph="edges", the pairs of neighbours [i, j], or [i, j, weight] with the weight that
-    each of the two clients gives to the other's model.
-    exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours;
-    "pairwise" makes a replica and one random neighbour their mean.
+    edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, weight]. Client i
+    gives the model of client j this weight, and client j gives it to the model of client i.
+    exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
+    "pairwise", a client draws one of its neighbours, and the replicas of both become the mean of
+    the two.
     weights: "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)),
     where d_i is the number of neighbours of i (Metropolis-Hastings; symmetric). "uniform" gives 1 /
     (1 + d_i).
     mix: "after" exchanges the trained models. "before" exchanges the models from which the clients
     started their training, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
-    probability: for graph="erdos_renyi".
-    degree: for graph="expander", the number of neighbours of each client.
+    probability: the probability that two clients are neighbours, for graph="erdos_renyi".
+    degree: the number of neighbours of each client, for graph="expander".
     """
 
     graph: str = "ring"
@@ -499,8 +502,8 @@ def k_means(
     The first centers are drawn as in k-means++ (Arthur and Vassilvitskii 2007). A group that
     becomes empty gets the counted point that is farthest from its center.
     points: float [n, features].
-    is_counted: bool [n], True for the points whose means are the centers; they must be at least
-    `groups`. Each other point only gets the group of the nearest center.
+    is_counted: bool [n], True for a counted point. The center of a group is the mean of its counted
+    points. At least `groups` points must be counted.
     groups: the number of groups.
     """
     counted = points[is_counted]

@@ -15,10 +15,9 @@ from raysim.simulation.runtime import Ref, Runtime
 class Versions(Mapping[int, PublishedVersion]):
     """The published versions of all replicas, by number, in the runtime's store.
 
-    The store keeps a version as long as a job that started from it has not ended. It also keeps the
-    current version of each replica that is in memory. The current version of a replica on disk is
-    read when a job needs it. The coordinator reads a version from the store without a copy, for the
-    server or for a checkpoint.
+    The store has the base version of each job that has not ended, and the current version of each
+    replica in memory. If a job needs the current version of a replica on disk, this version is
+    first read from disk.
     """
 
     def __init__(self, runtime: Runtime):

@@ -10,10 +10,10 @@ of the honest updates of the same aggregation, for each parameter. The values of
     gaussian     send noise from N(0, sigma^2)        Blanchard et al., NeurIPS 2017
     alie         send mean + z std                    Baruch et al., NeurIPS 2019, Algorithm 3
 
-Choices where the papers are silent
-- The server changes the updates when they arrive, before it aggregates them, so that results do not
-  depend on the number of workers. Other uploads, client states and statistics of BatchNorm stay as
-  the attackers' training left them.
+Choices that the papers leave open:
+- The server changes the updates of attackers when they arrive, before it aggregates them. Only the
+  shared parameters change. BatchNorm's statistics, further uploads of methods and client states are
+  those of the attackers' training.
 - With n honest updates D_i, ALIE takes std = sqrt(sum_i (D_i - mean)^2 / n). In the paper the
   attackers estimate mean and std from their own data. z is computed for each aggregation, from the
   numbers of its updates and attackers, and is at least 0.

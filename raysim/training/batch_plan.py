@@ -39,9 +39,9 @@ def make_plan(
 
     local: the settings of local training, such as the batch size.
     samples: the number of the client's training samples.
-    selected: for each part of the training, the ascending positions of the samples to train on,
-    from 0 to `samples` - 1. A part is an epoch. With `local.steps`, it is an equal share of the
-    steps.
+    selected: the samples to train on, as an array for each epoch. With `local.steps`, the job's
+    steps are divided into equal parts, and there is an array for each part. The arrays have
+    ascending positions from 0 to `samples` - 1.
     generator: the source of random numbers for the shuffle.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
@@ -64,12 +64,13 @@ def make_plan(
 
 
 def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
-    """Return the number of batches in one part of a job's training.
+    """Return the number of batches of one epoch.
 
-    A part is an epoch. With `local.steps`, it is an equal share of the steps.
-    part: the number of the part, from 0.
-    parts: the number of parts.
-    positions: how many samples are selected for this part.
+    With `local.steps`, the job's steps are divided into equal parts. Then return the number of
+    batches of one part.
+    part: the number of the epoch or part, from 0.
+    parts: the number of epochs or parts in the job.
+    positions: the number of samples that are selected for this epoch or part.
     """
     if local.epochs is not None:
         return -(-positions // local.batch)
@@ -159,16 +160,15 @@ class BatchPlanner:
         return make_plan(local, samples, selected, generator, self.drop_single)
 
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
-        """Return the positions that a method selects for each part of the training.
+        """Return the positions of the samples that a method selects for each epoch, ascending.
 
-        A part is an epoch. With `local.steps`, it is an equal share of the steps. The result is []
-        if the method selects all samples. Positions are sorted, so that the shuffle does not depend
-        on the order in which the method selects samples. If the model cannot train on one sample,
-        parts with one sample are left out.
+        With `local.steps`, return positions for each of the `local.phases` parts of the job's
+        steps. If the model cannot train on one sample, epochs or parts with one sample are left
+        out. Return [] if the method selects all samples.
 
         selector: the method that selects samples.
         ctx: the context of the job.
-        Raises ValueError if the method selects samples for some parts only, or too few samples.
+        Raises ValueError if the method selects samples only in some epochs, or too few samples.
         """
         assert selector.select is not None, "only methods that select are asked"
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)
@@ -177,6 +177,7 @@ class BatchPlanner:
             positions = selector.select(ctx.view(selector.method), part, parts)
             if positions is None:
                 break
+            # Sorted, so that the shuffle does not depend on the order of the method's selection.
             selected.append(np.sort(positions))
         if 0 < len(selected) < parts:
             raise ValueError(

@@ -97,11 +97,8 @@ def _unnest(module: nn.Module) -> list[nn.Module]:
 class _BatchedLinear(torch.autograd.Function):
     """A linear layer for all lanes at once, x w^T + b, with its own backward.
 
-    x is [K, B, n], w [K, m, n], b [K, m] or None. `backward` returns the gradient of w in the
-    memory layout of w. Autograd would return it in the memory layout of w^T, and adding it to w
-    would then take longer than the products. The gradient is written into `grad_w` [K, m, n], which
-    every step overwrites: new memory for each step would take longer than the product, because the
-    system clears its pages.
+    The shapes are x [K, B, n], w [K, m, n] and b [K, m]; b may be None. `grad_w` [K, m, n] is a
+    tensor into which `backward` writes the gradient of w.
     """
 
     @staticmethod
@@ -118,6 +115,9 @@ class _BatchedLinear(torch.autograd.Function):
         """Return the gradients of x, w and b; None for `grad_w`."""
         x, w = ctx.saved_tensors
         grad_x = torch.bmm(grad, w) if ctx.needs_input_grad[1] else None
+        # Autograd would return the gradient of w in the memory layout of w^T, and adding it to w
+        # would take longer than the products. New memory for each step would also take longer than
+        # the product, because the system clears its pages.
         torch.bmm(grad.transpose(1, 2), x, out=ctx.grad_w)
         if len(ctx.needs_input_grad) == 3:
             return None, grad_x, ctx.grad_w

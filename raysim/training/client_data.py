@@ -120,12 +120,12 @@ class PreparedBatches:
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Prepare the batches of the next jobs in one call, as many as fit into a chunk.
 
-        A chunk is the amount of data that is gathered at once. Do nothing if fewer than two jobs
-        fit into it. Do nothing either if a method selects samples or if inputs are augmented,
-        because both are possible only after a job has begun.
+        A chunk is the largest amount of data that is gathered at once. Nothing is prepared if fewer
+        than two jobs fit, if a method selects samples, or if inputs are augmented.
 
         jobs: the next jobs, in the order in which they will begin.
         """
+        # Selection and augmentation are possible only after a job has begun.
         if self.planner.selector is not None or self.data.pipeline.augment:
             return
         fitting = self._jobs_in_chunk([job for job in jobs if not self.has(job)])
@@ -146,7 +146,6 @@ class PreparedBatches:
             self._prepared[number] = plan, batches
 
     def _jobs_in_chunk(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the first jobs, as many as fit into one chunk with all samples they train on."""
         fitting: list[Job] = []
         free_rows = CHUNK_FLOATS / self.data.row_floats
         for job in jobs:

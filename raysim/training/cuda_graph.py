@@ -1,7 +1,6 @@
 """Capture a computation as a CUDA graph, with branches that run in parallel.
 
-On other devices nothing can be captured: the computation is repeated on the same tensors at fixed
-addresses. That saves no time, but on a CPU tests see the same inputs and outputs as with a graph.
+On other devices nothing is captured; the computation is executed again each time.
 """
 
 from __future__ import annotations

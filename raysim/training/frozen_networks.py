@@ -18,10 +18,10 @@ from raysim.vectors.layout import Vector
 
 
 class FrozenNetworks:
-    """Copies of a run's networks in eval mode without gradients, for methods, by name.
+    """Copies of a run's networks in eval mode without gradients, which methods use under names.
 
-    A method chooses the name of a copy. The copy is made when it is first requested. Each job loads
-    the values that its method gives, for example those of the received model.
+    A copy is made when a method first requests its name. Each job loads the values that the method
+    passes, for example those of the received model.
 
     vector: the vector of the networks that are trained.
     """

@@ -1,9 +1,7 @@
 """The frozen weights of a run with adapters: one copy for all processes of a node.
 
-The process that starts a run builds them once. On Ray they travel in the object store, where all
-processes of a node read the same memory; in process, coordinator and worker use the same arrays.
-No process changes them. A method that must change a weight makes it a trainable parameter or a
-buffer, which belongs to the vector.
+No process changes them. If a method must change a weight, it makes the weight a trainable parameter
+or a buffer, which belongs to the vector.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ _LAYERS = {
 # Functions that change their second and third argument (running means and variances).
 _STATISTICS_UPDATERS = {F.batch_norm, F.instance_norm}
 _STATISTICS_NAMES = ("running_mean", "running_var")
-# A convolution with at most so many weights per output channel is computed as a product.
+# A convolution with at most so many weights per output channel is computed as a product of patches.
+# The GPU's kernels for such convolutions are slow: on an H100 they took 130 us for 64 images of
+# 28 x 28 pixels with one channel.
 _MAX_PRODUCT_WEIGHTS = 32
 _ALIGNMENT_BYTES = 16  # alignment that some GPU kernels need
 
@@ -70,17 +72,14 @@ def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 class GpuKernels(TorchFunctionMode):
     """A torch function mode that aligns tensors and computes convolutions fast on a GPU.
 
-    Some GPU kernels work only with tensors at aligned addresses. Parameters and running statistics
-    are views of one flat vector, so their addresses may be unaligned; then they are copied.
-
-    Convolutions of few channels are computed as matrix products of patches, because the GPU's
-    kernels for such convolutions are slow: on an H100 they took 130 us for 64 images of 28 x 28
-    pixels with one channel. Other convolutions get tensors in which the channels of a pixel are
-    adjacent, unless a network has layers that would copy them back (GroupNorm).
+    Some GPU kernels work only with tensors at aligned addresses. Other tensors are copied before
+    the call.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
         super().__init__()
+        # Convolutions of more weights are faster if the channels of a pixel are adjacent. GroupNorm
+        # would copy such tensors back.
         has_group_norm = any(isinstance(module, nn.GroupNorm) for module in modules)
         self.layout = torch.contiguous_format if has_group_norm else torch.channels_last
 

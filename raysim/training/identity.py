@@ -187,10 +187,9 @@ class Participants:
         return [self.driver, *self.joined]
 
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
-        """Return the expected value of each fact: its value in the first process that has the fact.
+        """Return for each fact its expected value, and the process that the value comes from.
 
-        This process is returned with the value. The processes of the run come first, then the new
-        ones.
+        This is the first process that has the fact. Processes of the run come before new processes.
         new: processes that will be added to the run.
         """
         first: dict[str, tuple[str, Identity]] = {}

@@ -32,7 +32,8 @@ class Init:
     file: a `.safetensors` file, or a state dict that `torch.save` wrote; None draws all weights.
     only: networks, modules or tensors that start from the file, such as "model" or "extractor";
     None means all.
-    redraw: parts that are drawn although the file has them, such as "head"; None means no part.
+    redraw: networks, modules or tensors that start from random values even if the file has them,
+    such as "head"; None means that none do.
     sha256: the checksum that the file must have; None stores the file's checksum.
     """
 
@@ -169,15 +170,15 @@ class InitialWeights:
     ) -> None:
         """Raise ValueError if the file lacks a tensor that the run needs.
 
-        If `init.only` names parts, the file must have all tensors in these parts. Otherwise it must
-        have all tensors of the model; of each other network, it must have all or none. A file
-        without adapters must have the frozen weights of the adapted layers instead.
+        If `init.only` is set, the file must have all wanted tensors. Otherwise it must have all
+        wanted tensors of the model. Further networks may be missing as a whole, but not in part. A
+        file without adapters must have the frozen weights of the adapted layers instead.
 
         targets: the tensors of the run.
-        wanted: full names of the tensors that start from the file, by `init.only` and
+        wanted: full names of the tensors that start from the file, according to `init.only` and
         `init.redraw`.
-        available: by full name, the arrays that the file has for these tensors.
-        is_partial: True if `init.only` names parts.
+        available: maps full names of these tensors to their arrays in the file.
+        is_partial: True if `init.only` is set.
         """
         present = {name.partition(".")[0] for name in available} | {"model"}
         needed = [name for name in targets.needed if name in wanted]

@@ -22,7 +22,8 @@ class JobHandler(Protocol):
     def is_ready(self, position: int) -> bool:
         """Return True if a job can begin now.
 
-        False if it starts from the client state that an earlier job of this call has yet to make.
+        False if it starts from the client state at the end of an earlier job that has not ended
+        yet.
         position: the position of the job in `numbers`.
         """
         ...

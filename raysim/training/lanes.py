@@ -5,9 +5,6 @@ Subclasses compute the steps. `batched_lanes.py` computes one matrix product for
 GPU, and repeats them without running Python code.
 
 For a given number of lanes, a client's result does not depend on the clients in the other lanes.
-The last bit of a result may depend on the lane. The reason is that kernels may compute the last
-entries of a tensor in another way than its other entries. Therefore the lane of a job follows from
-the job's number, and is the same on every worker.
 """
 
 from __future__ import annotations
@@ -114,12 +111,13 @@ class LaneLoop(ABC, Generic[L]):
 
     @abstractmethod
     def finish(self, lane: L) -> None:
-        """Give the job in a lane what its end needs, such as the lane's optimizers."""
+        """Prepare the end of a lane's job: give the job the lane's optimizers, for example."""
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return the approximate order in which jobs will begin.
+        """Return the positions of jobs in `numbers`, in the order in which the jobs will begin.
 
-        numbers: the numbers of the jobs. The result has positions in this sequence.
+        The order is exact if all jobs make equally many steps.
+        numbers: the numbers of the jobs.
         """
         order: list[int] = []
         for turn in zip_longest(*self._assign(numbers)):
@@ -155,6 +153,8 @@ class LaneLoop(ABC, Generic[L]):
         The lane of a job is (number + number // K) % K, which also spreads numbers that are
         multiples of K.
         """
+        # The last bit of a result may depend on the lane, because kernels may compute the last
+        # entries of a tensor in another way. Therefore the lane depends only on the job's number.
         positions: list[list[int]] = [[] for _ in self.lanes]
         for position, number in enumerate(numbers):
             positions[(number + number // self.count) % self.count].append(position)

@@ -20,8 +20,8 @@ PROBE_FEATURES = 200  # the number of rows whose features a probe stores
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
     """Score the model that a client has just trained, and the received model, in eval mode.
 
-    The result has the trained model's accuracy on all of `rows`. It also has the features of both
-    models, and the trained model's outputs, for about `PROBE_FEATURES` of the rows.
+    The result has the trained model's accuracy on all of `rows`. For a sample of about
+    `PROBE_FEATURES` rows, it has the features of both models and the outputs of the trained model.
 
     trainer: the trainer, whose vector contains the trained model.
     ctx: the context of the job.
