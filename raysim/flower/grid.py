@@ -151,12 +151,10 @@ class VirtualGrid(SimpleGrid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes that are available at the current virtual time.
 
-        An app that calls this repeatedly, without sending a message, is waiting for clients.
-        Therefore the third such call, and each later one, first advances the clock to the next
-        change of a client's availability. In a thread that Flower started, the clock does not move;
-        the ids are those of the last call in the ServerApp's own thread.
+        An app that calls this repeatedly, without sending a message, is waiting for clients. The
+        clock then advances to the next change of a client's availability.
         """
-        if not self.is_owner():
+        if not self.is_owner():  # the clock does not move in a thread that Flower started
             return list(self._nodes) or self._available_nodes()
         self.end_batch()
         self._asked_for_nodes += 1
@@ -284,14 +282,12 @@ class VirtualGrid(SimpleGrid):
 
     # --- messages of several threads ----------------------------------------------------------
     def end_batch(self) -> dict[int, tuple[float, int]]:
-        """End a batch of messages: advance the clock to the last arrival of their replies.
+        """Advance the clock after threads of Flower's older `Server` have sent messages.
 
-        Flower's older `Server` sends messages in several threads at once. While these threads run,
-        the clock does not move, so that all their messages have the same virtual time. These
-        messages are a batch. When the threads have ended, the ServerApp's own thread calls this
-        function. Without new messages the clock does not move.
-        Return a dictionary by node id. A value is the virtual time, in seconds, of the node's last
-        reply in the newest batch, and the number of the node's client.
+        The messages of all these threads are a batch. They have the same virtual time, because the
+        clock does not move while the threads run. Now it moves to the last arrival of a reply.
+        Return by node id, for the newest batch, the virtual time of the node's last reply, in
+        seconds, and the number of the node's client.
         Raises ReplayError if a message of a thread differed from the message in the stored run.
         Raises WorkerDiedError if several workers died, one after another, with the same message.
         """
@@ -347,10 +343,9 @@ class VirtualGrid(SimpleGrid):
 
     # --- answers ------------------------------------------------------------------------------
     def _prepare(self, pending: Sequence[_Pending]) -> list[_Pending]:
-        """Fill in the stored answers; return the messages that a worker still has to answer.
+        """Answer messages from the stored replies; return the messages that need a worker.
 
-        Lost messages and messages with an answer are not returned.
-        pending: the messages.
+        pending: the messages. Lost or answered messages are skipped.
         Raises ReplayError if a message differs from the message of the same number in the stored
         run.
         """
@@ -490,12 +485,8 @@ class VirtualGrid(SimpleGrid):
         return delivered
 
     def _keep_header(self, pending: _Pending) -> None:
-        """Store the names and shapes of a reply's arrays and values for `describe_odd_reply`.
-
-        They are stored for one group of messages: those of one type, sent at one virtual time. A
-        message of another group first removes what is stored.
-        pending: the message with its reply.
-        """
+        """Store the names and shapes of a reply's arrays and values for `describe_odd_reply`."""
+        # Only the replies to the last messages of one type, sent at one virtual time, are stored.
         group = pending.dispatched, pending.request.message_type
         if group != self._last_group:
             self._last_group = group
@@ -503,12 +494,12 @@ class VirtualGrid(SimpleGrid):
         self._headers[pending.request.client] = pending.header
 
     def describe_odd_reply(self) -> str:
-        """Describe a reply whose arrays or values have other names or shapes than most replies.
+        """Describe a reply whose arrays or values differ in name or shape from most replies.
 
-        Only replies to the last messages are compared: those of one type, sent at one virtual time.
-        Return "" if these replies all have the same names and shapes. raysim adds the text to an
-        error of a strategy, which does not say whose reply caused it.
+        The replies to the last messages that were sent together are compared. Return "" if none
+        differs.
         """
+        # raysim adds the text to an error of a strategy, which does not name the client.
         if not self._headers:
             return ""
         structures = {client: structure_of(header) for client, header in self._headers.items()}

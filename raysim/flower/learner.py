@@ -99,14 +99,13 @@ class FlowerLearner(Learner):
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
         """Return the app's initial parameters: arrays by name.
 
-        The app makes the parameters only once for a number of clients and a seed. The learner
-        stores them. A worker gets a copy of the learner, and with it the stored parameters.
         task: the learning task, which has the number of clients.
         rng: the random generator from which the app's seed is drawn.
         Raises `RefusedError` if nothing provides the parameters.
         """
         from raysim.flower.initial import make_initial
 
+        # The parameters are stored, so that workers, which get a copy of the learner, have them.
         seed = int(rng.integers(2**62))
         made = self._made.get((task.population, seed))
         if made is None:

@@ -1,10 +1,9 @@
 """Sort the results that older Flower strategies aggregate, so that threads change nothing.
 
 A `flwr.server.Server` calls its clients in threads and collects the results in the order of a set.
-Therefore sums of floats would differ from run to run. The ServerApp of an older app has a strategy,
-or a server with a strategy, in one of its attributes. raysim runs a copy of this ServerApp. In the
-copy, a sorting strategy takes the place of the app's strategy. Its class is a subclass of the class
-of the app's strategy. It sorts the results by virtual time before it aggregates them.
+Therefore sums of floats would differ from run to run. raysim runs a copy of the ServerApp. Its
+strategy is an object of a subclass, which sorts the results by virtual time before it aggregates
+them.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from raysim.flower.grid import VirtualGrid
 def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
     """Yield a copy of a ServerApp whose strategy aggregates results in the order of virtual time.
 
-    Only strategies of older apps are changed. If the app has a `Server`, the copy has the same
-    `Server`, whose strategy is replaced inside `with`.
+    Only apps of Flower's older kind have a strategy. The app's `Server`, if it has one, gets its
+    old strategy again at the end of `with`.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(app)
@@ -57,8 +56,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
 def order_results(strategy: Strategy, grid: VirtualGrid) -> Strategy:
     """Return a copy of a strategy that sorts results by virtual time before it aggregates them.
 
-    Both strategies have the same dictionary of attributes, so that the user's program sees each
-    change in its own strategy.
+    The copy shares its attributes with `strategy`: a change of one is seen in both.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(strategy)

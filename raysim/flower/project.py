@@ -236,13 +236,13 @@ def _inspect_once(app: ClientApp) -> LoadedClientApp:
 
 
 def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[Any], Any]:
-    """Return a function with one argument that calls `client_fn` with it and returns the client.
+    """Return a function with one argument that makes a client by calling `client_fn`.
 
     Flower refuses a client_fn with more arguments, even if they have defaults.
 
     client_fn: the user's function, which makes a client from one or more arguments.
     setting: the "key=value" or argument that names the function, with which errors begin.
-    Raises `RefusedError` if an argument of the client_fn after the first one has no default.
+    Raises `RefusedError` if any argument but the first has no default.
     """
     parameters = list(inspect.signature(client_fn).parameters.values())
     if len(parameters) < 2:

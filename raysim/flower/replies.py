@@ -118,10 +118,7 @@ class StoredReplies:
         )
 
     def forget_digests(self) -> None:
-        """Forget the checksums of message contents; call this before the app may change a content.
-
-        Messages that share one content object also share its checksum, which is computed only once.
-        """
+        """Forget the checksums of message contents, because the app may change the contents now."""
         self._digests.clear()
 
     def _digest(self, request: Request) -> str:

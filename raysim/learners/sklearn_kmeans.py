@@ -9,9 +9,8 @@ Source: Sculley, "Web-scale k-means clustering" (WWW 2010), for the local traini
 squares quantization in PCM" (IEEE Trans. Inf. Theory 1982).
 
 Choices
-- The server multiplies a client's counts by the weight of the client's update, divided by the
-  client's number of samples. If updates are weighted by samples, this factor is 1. If a method such
-  as fedbuff lowers the weights of stale updates, their counts are lower, too.
+- Methods may change the weights of updates, such as fedbuff those of stale updates. The counts of a
+  client are then multiplied by the same factor.
 - A cluster without samples keeps its center.
 - scikit-learn needs at least as many samples in a batch as there are clusters. Smaller batches are
   enlarged to that size. A client with fewer samples makes a step of Lloyd's algorithm instead.

@@ -7,22 +7,19 @@ Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011)
 estimators; FedAvg (McMahan et al., AISTATS 2017) for the aggregation.
 
 Choices
-- If an estimator has `partial_fit`, each epoch of a job (`local.epochs`) is one call of this
-  function with all samples of the client. `local.lr`, `local.batch` and the optimizer are not used,
-  because the estimator has its own settings.
-- Any other estimator is trained by one call of `fit` for each job. If it has the argument
-  `warm_start` (LogisticRegression), `fit` starts from the received coefficients, and
-  `options.max_iter` is the length of local training. Otherwise (Ridge, LinearSVC) a client's
-  coefficients do not depend on the received ones, so that the server averages independent models.
-- The learning-rate schedule of an estimator depends on its number of updates. In each job this
-  number starts at 0.
-- For a task with two classes scikit-learn has one row of coefficients. This row gives a decision
-  value s, which becomes the logits (0, s).
-- With more classes there is a row for each class. If a client has samples of only two classes,
-  `fit` trains one row d, the difference between the rows of these two classes. With r the mean of
-  the two received rows, the trained rows are r - d/2 and r + d/2.
-- A client with samples of only one class cannot be trained by `fit`. It returns the received
-  coefficients.
+- Some estimators have the function `partial_fit`. A job calls it once for each epoch
+  (`local.epochs`), with all samples of the client.
+- All other estimators are trained by one call of `fit` for each job. With the argument `warm_start`
+  (LogisticRegression), `fit` starts from the received coefficients, and `options.max_iter` is the
+  length of local training. Without it (Ridge, LinearSVC), `fit` ignores the received coefficients,
+  so that the server averages independent models.
+- `local.lr`, `local.batch` and the optimizer are not used. The estimator has its own settings, and
+  its learning-rate schedule starts again in each job.
+- For two classes, scikit-learn computes one value s for a sample. The logits are then (0, s).
+- For more classes, `coef_` has a row for each class. A client that has samples of only two of them
+  trains the difference d of their rows by `fit`. The mean m of the two rows does not change: the
+  trained rows are m - d/2 and m + d/2.
+- `fit` cannot train on samples of a single class. Such a client returns the received coefficients.
 """
 
 from __future__ import annotations
@@ -200,13 +197,13 @@ def _fit_present(
 ) -> int:
     """Train an estimator by one call of `fit`; write the result into `coef` and `intercept`.
 
-    Return the number of passes of `fit` over the samples. It is 0 if the estimator is a classifier
-    and all samples have the same class, because `fit` cannot train then.
+    Return the number of passes over the samples. It is 0 if a classifier has samples of only one
+    class, on which `fit` cannot train.
     model: the estimator of scikit-learn.
     rows: the client's n samples, [n, features].
     targets: the class of each sample, or its value for a regression, [n].
-    present: the classes that occur in `targets`, ascending; [0] for a regression. If `coef` has a
-    row for each class, the rows of all other classes stay unchanged, and so do their intercepts.
+    present: the classes that occur in `targets`, ascending; [0] for a regression. The coefficients
+    of other classes do not change.
     coef: the received coefficients, [C, features] for C > 2 classes, otherwise [1, features].
     intercept: the received intercepts, [C] or [1].
     """

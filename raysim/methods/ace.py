@@ -14,24 +14,16 @@ versions old (ACED).
 
 The method is meant for `schedule=immediate` and tens to hundreds of clients: the server keeps one
 update per client, by default on disk. If a schedule aggregates several updates at once, the server
-first replaces the updates of all their clients and then makes one step. The method CA2FL also keeps
-the last update of every client, but is meant for such schedules.
+stores all of them and then makes one step. For such schedules, CA2FL is a similar method.
 
 Departures from the paper
-- The age of an update is counted from the version that it was trained from. The time in which its
-  client was busy does not count.
-- The mean is over A, not over all N clients, and clients have no weights. If A is empty, the
-  parameters and BatchNorm's statistics do not change, and t grows.
-- With initialise=true the server makes no step until every client with samples has sent an update
-  of the initial model. In the paper all clients train at the start. Here the schedule decides when
-  they are dispatched, and a fast client may send several updates before the first step.
-- BatchNorm's statistics are averaged over the clients whose updates arrive, as in FedAvg. The
-  server does not keep them for each client.
-- The paper makes one local step. With several local steps, clients also drift apart. SCAFFOLD in
-  the same list corrects a similar bias.
-
-The server stores the sum over A in float64. When an update arrives, it reads only a few of the
-stored updates: that of the same client, and those that are now too old for A.
+- An update is as many versions old as aggregations were made since the version it started from.
+- The mean is over A, not over all N clients, and all clients have the same weight. If A is empty,
+  the model does not change, and t grows.
+- In the paper, the server has an update of every client before its first step. Here it waits for
+  these updates only with initialise=true.
+- BatchNorm's statistics are averaged over the clients whose updates arrive, as in FedAvg.
+- The paper makes one local step. Here a job may have several.
 """
 
 from __future__ import annotations
@@ -159,8 +151,6 @@ def _direction(total: Tensor, active: Tensor, server_lr: float) -> Tensor:
 
 class ACE(Method):
     """A server rule that steps along the mean of all clients' latest updates.
-
-    A method that changes the server's step, such as FedAdam, may follow in the list of methods.
 
     server_lr: the server's learning rate eta.
     max_staleness: the largest age, in versions, of the updates in the mean (ACED). None has no

@@ -18,13 +18,12 @@ If alpha is adaptive, it moves once in each job, on the first batch and before t
 The client is scored with m.
 
 Departures from the paper
-- v_i starts as the initial model. A client that never trained is scored with the initial model as
-  its v_i.
-- f(m) is the task's loss without the terms of other methods. v_i uses the run's optimizer settings
-  (momentum, weight decay, clipping), and its optimizer starts again in each job.
-- m has the BatchNorm statistics of the client's own network, which change in the training of v_i.
-- The gradient for alpha is computed in train mode and without augmentation. The planned cost of a
-  job leaves out this computation, which takes one batch.
+- v_i starts as the initial model, also for a client that is scored before its first job.
+- f(m) is the task's loss without the terms that other methods add. The optimizer of v_i has the
+  run's settings (momentum, weight decay, clipping) and starts again in each job.
+- m has the BatchNorm statistics of v_i.
+- The gradient for alpha is computed in train mode and without augmentation. Virtual time does not
+  count this computation.
 """
 
 from __future__ import annotations

@@ -12,20 +12,17 @@ i (0 at first), h the mean of h_i over all N clients, and K the number of update
     h_i <- Delta_i                         for the clients in the buffer
 
 Departures from the paper
-- If a client is twice in a buffer, both of its updates are compared with the h_i of the last flush,
-  and the later update is kept.
-- Clients that the server has never seen count as zeros (average="all"), as in the paper, so that
-  early steps are short. With average="seen" the mean is over the clients whose update the server
-  has.
-- Updates have no staleness weights. N counts the clients with samples.
-- The model's floating-point buffers (BatchNorm's statistics) become the mean of the arriving
-  clients' values. They are never cached.
-- SCAFFOLD corrects the same bias. With both methods in a list it is corrected twice.
-- The paper's MF-CA2FL, which saves memory, is not implemented. The server keeps N updates, by
-  default on disk.
-
-The server keeps the sum of all h_i in float64. An aggregation ("flush" of the buffer) changes only
-the h_i of the clients in the buffer.
+- A client may have two updates in a buffer. Both are compared with the h_i of the last aggregation,
+  and the later one becomes h_i.
+- h is the mean over all N clients with samples (average="all"), as in the paper. A client without
+  an update so far counts as 0, which makes early steps short. With average="seen", h is the mean
+  over the clients that have sent an update.
+- Updates have no staleness weights.
+- The model's floating-point buffers (BatchNorm's statistics) become the mean over the updates in
+  the buffer.
+- The paper's MF-CA2FL, which saves memory, is not implemented. The server keeps one update per
+  client, by default on disk.
+- SCAFFOLD corrects the same bias, so the two methods should not be combined.
 """
 
 from __future__ import annotations
@@ -108,11 +105,9 @@ def _calibrate(
 class CA2FL(Method):
     """A server rule that corrects the mean of a buffer by each client's last update.
 
-    A method that changes the server's step, such as FedAdam, may follow in the list of methods.
-
     server_lr: the server's learning rate eta.
-    average: "all" takes the mean of last updates over all clients, and counts clients without an
-    update as 0. "seen" takes it over the clients that have sent an update.
+    average: the clients over which the mean of last updates is taken. "all" means all clients, of
+    which those without an update count as 0. "seen" means the clients that have sent an update.
     cache: where updates are stored, "disk" or "memory".
     budget: the largest size of the cache, in GiB.
     """

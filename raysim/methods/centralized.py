@@ -5,23 +5,19 @@ It is the upper reference for a single shared model ("All" in Table 2 of FRAug, 
 same model.
 
 How the run works
-- All training rows belong to one client, in ascending order, so their split over clients does not
-  matter. Batches are drawn from all of them. Client k's share of the gradients is n_k / n, as in
-  FedAvg.
-- The optimizer, the batch size and the number of rounds are set as in a federated run. The model is
-  scored after each round. A round processes as many samples as a cohort of average clients would.
-  Let a cohort have m of the N clients. With local.epochs=E, a round makes E m / N passes over all
-  samples. If this is no whole number, it is rounded to whole batches. With local.steps=S, a round
-  has S m batches.
-- The optimizer starts again in each round, as it does in a client.
+- Batches are drawn from the training samples of all clients together.
+- The optimizer, the batch size and the number of rounds are set as in a federated run. The
+  optimizer starts again in each round, and the model is scored after each round.
+- A round processes as many samples as a federated round does on average, with m of the N clients.
+  With local.epochs=E it makes E m / N passes over all samples, rounded to whole batches. With
+  local.steps=S it has S m batches.
+- Methods that change the local loss or gradient can be combined with this one. A server rule gets
+  one update in each round.
 
 Departures from the released code
 - The code keeps its best checkpoint for each domain by validation accuracy; here the last model
   counts.
-- The code's options `balanced` (batches with equal shares of all clients) and `checkpoint` are not
-  implemented.
-- Methods that change the local loss or the local gradient can be combined with this one. A server
-  rule gets one update in each round.
+- The code's option `balanced` (batches with equal shares of all clients) is not implemented.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Store on the server a table, called cache, with a row for each client that sent an update.
 
-In CA2FL and ACE, a row is the client's last update. In FedCDA, it has the client's last models. The
-rows are in `server.state["cache"]`, and `server.state["clients"]` has the client of each row.
+A row has what the method keeps for the client, such as its last update. The rows are in
+`server.state["cache"]`, and `server.state["clients"]` has the client of each row.
 """
 
 from __future__ import annotations

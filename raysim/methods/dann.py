@@ -12,13 +12,12 @@ classifier, delta the discriminator:
     generator step:      CE(omega(z), y) - lam CE(delta(z), i), delta constant
 
 Departures from the paper
-- The domain of a client is its number, as in FedBR's text. In FedBR's code it is a worker slot,
-  which serves another client in each round.
-- Steps count from 1 in every job, and step k trains the discriminator if k mod (1 + r) < r. All
-  steps count as local steps, so with r = 1 only half of them train the classifier. This is what the
-  code does; the text does not say it.
+- The domain of a sample is the number of its client, as in FedBR's text.
+- With r the setting `discriminator_steps`, step k = 1, 2, ... of a job trains the discriminator if
+  k mod (1 + r) < r. So with r = 1, only half of the local steps train the classifier. FedBR's code
+  does the same.
 - mode="grl" is the original form: a single step with a gradient-reversal layer.
-- There is no gradient penalty, because its weight is 0 in the code.
+- There is no gradient penalty, because its weight is 0 in FedBR's code.
 """
 
 from __future__ import annotations
@@ -48,11 +47,10 @@ def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
     """Return the mean cross-entropy of the discriminator's outputs with the client's number.
 
     domain_logits: [B, N] for N clients.
-    domain: the number of the client, the same for all rows. In a recorded step, which can be
-    replayed for another client, it must be a scalar tensor; otherwise it may be an int.
+    domain: the number of the client, as an int or a scalar tensor.
     """
     scores = F.log_softmax(domain_logits, dim=-1)
-    if isinstance(domain, Tensor):
+    if isinstance(domain, Tensor):  # in a recorded step, which is replayed for other clients
         # Gather all columns, so that the sum has the memory layout and the bits of the other case.
         return -scores.gather(1, domain.expand_as(scores))[:, 0].mean()
     return -scores[:, domain].mean()
@@ -187,10 +185,7 @@ class Dann(Method):
     def _stages(self, plan: Plan) -> Sequence[Sequence[Stage]]:
         """Return the stages of a cycle of steps, which a job repeats until its end.
 
-        The result has a list for each step of the cycle, with the one stage of this step. With
-        mode=alternate, a cycle has `discriminator_steps` + 1 steps: step number
-        `discriminator_steps`, from 1, trains the model, and all others train the discriminator.
-        With mode=grl, a cycle has one step, which trains both networks.
+        The result has a list for each step of the cycle, with the one stage of this step.
         plan: has no effect.
         """
         if self.mode == "grl":
@@ -207,8 +202,8 @@ class Dann(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a job minus the cost of plain training, in trained samples.
 
-        With mode=alternate it is negative: a discriminator step has no backward pass through the
-        model, and so costs only a third of a plain step. With mode=grl it is 0.
+        The result is negative or 0, because a discriminator step has no backward pass through the
+        model.
         """
         if self.mode == "grl":
             return 0.0

@@ -13,17 +13,15 @@ factor of the old momentum. The momentum changes with every N-th update. c is th
                     x <- x + eta ((1 - c N + c) beta m + D_t / N)
     other t         x <- x + eta (c beta m + D_t / N)
 
-Stale updates move the model at once, and the momentum only as a mean of N. With c = 0 the sum of N
-steps is one step of Nesterov's momentum with the mean of the N updates. The coefficients are also
-those in the code of HALoS (github.com/utnslab/halos), which follows the paper.
+An update moves the model at once. The momentum changes only with the mean of N updates, because
+single updates may be stale. With c = 0 the sum of N steps is one step of Nesterov's momentum with
+this mean.
 
 Departures from the paper
 - Steps are added, because D_t is an update; the paper subtracts gradients.
 - A schedule that aggregates several updates at once counts their mean as one D_t. The method is
   meant for `schedule=immediate`, with weights that do not depend on samples.
 - The paper also gives slow clients fewer local steps; here all have the same.
-
-All tensors are on the CPU, where the server is.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ def delayed_nesterov_step(
 ) -> dict[str, Tensor]:
     """Return "params", "momentum_buffer" and "sum_of_updates" after a step; all are [D].
 
-    The letters are those of the formulas at the top of this file.
     params: the parameters x of the current version.
     delta: the update D_t, which points towards improvement.
     momentum_buffer: the momentum m.
@@ -65,9 +62,9 @@ def delayed_nesterov_step(
     step: the number t of the step, from 1.
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the old momentum.
-    every: N; the momentum changes in the steps N, 2 N, 3 N, ...
-    activation: c; each step that does not change the momentum m moves x by eta c beta m, in
-    addition to its update.
+    every: the number N of steps from one change of the momentum to the next.
+    activation: the number c. A step that does not change the momentum m moves the model by
+    eta c beta m, in addition to its update.
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -88,9 +85,9 @@ def _step(
     step: the number t of the step, from 1.
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the old momentum.
-    every: N; the momentum changes in the steps N, 2 N, 3 N, ...
-    activation: c; each step that does not change the momentum m moves x by eta c beta m, in
-    addition to its update.
+    every: the number N of steps from one change of the momentum to the next.
+    activation: the number c. A step that does not change the momentum m moves the model by
+    eta c beta m, in addition to its update.
     """
     is_due = step % every == 0
     share = activation
@@ -113,16 +110,16 @@ def _delayed_nesterov(
 ) -> None:
     """Compute the server's step; update the momentum and the sum in place. All arrays are [d].
 
-    The step is rate * (momentum_share m + update_share D), where m already has its new value. The
-    letters are those of the formulas at the top of this file. The loop is compiled.
+    The step is rate * (momentum_share * buffer + update_share * delta), with the new `buffer`. The
+    loop is compiled.
     into: the array to fill with the step.
-    delta: the update D.
-    buffer: the momentum m.
-    total: the sum b of the updates since the last change of the momentum.
-    rate: the server's learning rate eta.
-    momentum: the factor beta of the old momentum.
-    momentum_share: (1 - c N + c) beta if `is_due`, else c beta.
-    update_share: 1 / N.
+    delta: the update.
+    buffer: the momentum.
+    total: the sum of the updates since the last change of the momentum.
+    rate: the server's learning rate.
+    momentum: the factor of the old momentum.
+    momentum_share: the factor of the momentum in the step.
+    update_share: the factor of the update in the step.
     is_due: True if the momentum changes in this step.
     """
     for i in range(len(into)):
@@ -138,9 +135,9 @@ class DelayedNesterov(Method):
 
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the momentum.
-    every: N, the number of updates between two changes of the momentum.
-    activation: c, from 0 to 1 / N. A step that does not change the momentum m moves the model by
-    server_lr c beta m, in addition to its update. With 0, only every N-th step uses the momentum.
+    every: the number N of updates from one change of the momentum to the next.
+    activation: the number c, from 0 to 1 / N. A step that does not change the momentum m moves the
+    model by eta c beta m, in addition to its update. With 0, only every N-th step uses m.
     """
 
     name = "delayed_nesterov"
@@ -172,9 +169,9 @@ class DelayedNesterov(Method):
         run.server_state("steps", lambda server: torch.zeros(1, dtype=torch.int64))
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the change of the parameters for an update; change the momentum and the sum b.
+        """Return the change of the parameters for an update; change the server state.
 
-        direction: the update D_t.
+        direction: the update, which points towards improvement.
         """
         server.state["steps"] += 1
         into = torch.empty_like(direction)

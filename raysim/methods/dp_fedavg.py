@@ -13,32 +13,29 @@ of the bits:
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
     z_D = (z^-2 - (2 s)^-2)^(-1/2)
 
-A round publishes two noisy sums: the sum of the updates and the sum of the bits. With this z_D,
-both together reveal as much as the sum of the updates alone would with the noise z C.
+A round publishes two noisy sums: the sum of the updates and the sum of the bits. With this z_D, the
+privacy loss of both is that of the sum of the updates alone with the noise z.
 
 The two epsilons
-- The guarantee is (epsilon, delta)-differential privacy of clients, for all models of the run and
-  all bounds C. For two neighbouring data sets, these are equally probable up to epsilon and delta,
-  whatever the clients send. The guarantee does not cover other columns of the history and the
-  scores of single clients, which only a simulation shows.
-- ``dp_fedavg.epsilon`` is for what raysim does. Each round draws m of the n clients with samples,
-  and all such sets are equally likely (schedule=synchronous with clients that are always
-  available). Two data sets are neighbours if the data of one client is replaced by other data. The
-  sum of the clipped updates can then change by 2 C, so its noise counts as z / 2 (Wang, Balle and
-  Kasiviswanathan, AISTATS 2019).
+- The guarantee is (epsilon, delta)-differential privacy of clients. It covers all models of the run
+  and all bounds C. It does not cover other columns of the history and scores of single clients,
+  which only a simulation shows.
+- ``dp_fedavg.epsilon`` is for what raysim does: each round draws a set of exactly m of the n
+  clients with samples. Two data sets are neighbours if the data of one client is replaced by other
+  data. The sum of the clipped updates can then change by 2 C, so its noise counts as z / 2 (Wang,
+  Balle and Kasiviswanathan, AISTATS 2019).
 - ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that every client joins each
   round independently with probability m / n. Two data sets are neighbours if one of them has one
   more client. A round of a fixed size does not have this guarantee.
-- If devices decide which clients take part (availability, over-selection, deadlines), neither
-  number holds. Stale updates, shared BatchNorm statistics, and methods that upload or read more
-  than the updates are refused.
-- The package dp-accounting computes both numbers, with Renyi divergences at integer orders. The
-  noise comes from the seed of the run, and anyone who knows the seed knows the noise. The method
-  therefore measures the cost of privacy and protects nobody.
+- Neither number holds if devices decide which clients take part (availability, over-selection,
+  deadlines).
+- The package dp-accounting computes both numbers. The noise comes from the seed of the run, and
+  anyone who knows the seed knows the noise. The method therefore measures the cost of privacy and
+  protects nobody.
 
 Departures from the papers
-- s is m / 20, as in the paper, but at least z. With few clients m / 20 could be less than z / 2,
-  and then no z_D exists. With noise 0 no epsilon is reported.
+- s is m / 20, as in the paper, but at least z, because z_D exists only for s > z / 2. With noise 0
+  no epsilon is reported.
 - All clients have the same weight. A failed client counts as an update of zero, and m stays.
 - In the papers, clients clip and send b_i. Here the server does this, with the same numbers. For
   momentum on the server add ``fedavgm``.
@@ -73,11 +70,11 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 def noise_of_sum(noise: float, bit_noise: float) -> float:
     """Return z_D, the noise for the sum of the updates: (noise^-2 - (2 bit_noise)^-2)^(-1/2).
 
-    A round publishes two noisy sums: that of the updates, and that of the clipping bits. A bit is 1
-    for an update that is not clipped. With the noise z_D in the sum of the updates, both sums
-    together reveal as much as this sum alone with the noise z.
-    noise: z, a standard deviation in units of the clipping bound, like z_D; for 0 the result is 0.
-    bit_noise: s, the standard deviation of the noise in the sum of the clipping bits.
+    z_D is larger than `noise`, because a round also publishes how many updates are not clipped. The
+    privacy loss of both is that of the sum of the updates alone with the standard deviation
+    `noise`.
+    noise: a standard deviation in units of the clipping bound, as z_D is; for 0 the result is 0.
+    bit_noise: the standard deviation of the noise on the number of updates that are not clipped.
     """
     return (noise**-2 - (2 * bit_noise) ** -2) ** -0.5 if noise else 0.0
 
@@ -193,11 +190,9 @@ class DPFedAvg(Method):
         run.server_state("releases", lambda server: torch.tensor(0))
 
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
-        """Raise ValueError if the server gets more information about clients than clipped updates.
+        """Raise ValueError if clients send more than updates, such as BatchNorm statistics.
 
-        Examples are BatchNorm statistics, and tensors that another method uploads.
-        Return an empty list of warnings, because `run.check` expects a function that returns
-        warnings.
+        Return no warnings.
         run: the layout of the vector, and what each method has declared.
         """
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]

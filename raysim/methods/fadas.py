@@ -9,18 +9,18 @@ largest staleness in it:
                                           else eta / s ("scale") or min(eta, 1/s) ("cap")
 
 Departures from the paper
-- "scale" is the rule of the released code, which is also the source of the other defaults. "cap" is
-  the rule of the paper. With "cap" the rate stays eta while eta <= 1/s: with eta = 1e-3, up to a
-  staleness of 1000. With threshold=null the rate is always eta.
-- bias_correction=True is the form of the code, m / (1 - beta1^n) / (sqrt(w / (1 - beta2^n)) + eps)
-  at step n. The paper has no correction.
-- An update is the trained model minus the model that the client received. The authors' released
-  simulator subtracts a model that differs from the model that the client received.
-- The mean is uniform unless weighting=samples is set, and has no staleness weights. BatchNorm's
-  statistics do not pass through the optimizer. Staleness is counted when the buffer is flushed.
+- "scale" is the rule of the released code, which is also the source of the defaults. "cap" is the
+  rule of the paper. With "cap" and eta = 1e-3, the rate falls only from a staleness of 1000 on.
+  With threshold=null the rate is always eta.
+- With bias_correction=True, m is divided by 1 - beta1^n and w by 1 - beta2^n at step n, as in the
+  released code. The paper has no correction.
+- An update is the trained model minus the model that the client received. The released code
+  subtracts another model.
+- All updates have the same weight, unless weighting=samples is set. BatchNorm's statistics are
+  averaged. Staleness is counted when the buffer is aggregated.
 
-FADAS does not remove the bias towards fast clients. With CA2FL in the list, the step of CA2FL takes
-the place of Delta; this combination is not published.
+FADAS does not remove the bias towards fast clients. With CA2FL in the list, the step of CA2FL
+replaces Delta; this combination is not published.
 """
 
 from __future__ import annotations

@@ -23,13 +23,12 @@ def mmd(
 ) -> Tensor:
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
-    kernel: "gaussian" is the sum of Q = `kernel_num` Gaussian kernels exp(-|a - b|^2 / w_q), q = 0
-    to Q - 1. The width is w_q = kernel_mul^(q - Q // 2) w. w is the mean squared distance over all
-    pairs of the n + k rows of x and y; no gradient flows through w. "moments" uses no kernels: it
-    is the mean squared difference of the means of x and y, plus the mean squared difference of
-    their unbiased covariances.
+    kernel: "gaussian" is a sum of Gaussian kernels exp(-|a - b|^2 / w) with different widths w. The
+    width of the middle kernel is the mean squared distance of two rows, taken from x and y
+    together. No gradient flows through it. "moments" uses no kernels: it is the mean squared
+    difference of the means of x and y, plus that of their unbiased covariances.
     kernel_mul: the ratio of the widths of two successive kernels.
-    kernel_num: the number Q of kernels.
+    kernel_num: the number of kernels.
     """
     if kernel == "moments":
         return F.mse_loss(x.mean(0), y.mean(0)) + F.mse_loss(_covariance(x), _covariance(y))
@@ -76,11 +75,11 @@ def mmd_of_classes(
     kernel_mul: float = 2.0,
     kernel_num: int = 5,
 ) -> Tensor:
-    """Return the mean over classes of the squared MMD between the class's rows in x and in y.
+    """Return the squared MMD of a class's rows in x and its rows in y, averaged over classes.
 
     Only classes that have rows in both x and y count. The result is 0 if there is no such class.
-    The kernels are those of `mmd`, but each class has its own w: the mean squared distance over all
-    pairs of its rows in x and y.
+    The kernels are those of `mmd`, with a middle width for each class: the mean squared distance of
+    two of its rows.
     x: the first set of features, [n, D].
     y: the second set of features, [k, D].
     x_labels: the class of each row of x, int64 [n].

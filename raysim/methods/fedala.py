@@ -12,17 +12,18 @@ At the start of a job, the client first learns W on a share of its samples. Then
 model: the last p layers start from theta, all other layers from x. The update is the trained model
 minus x.
 
-In a client's second job, W is learnt in several passes over this share. They end when the losses of
-the last ten passes have a standard deviation below 0.1. In later jobs W is learnt in one pass.
+A client learns W for the first time in its second job. It makes several passes over this share,
+until the losses of the last ten passes have a standard deviation below 0.1. In each later job it
+makes one pass.
 
 Departures from the paper
-- A layer is a module with parameters that travel, in the order of the model: p = 1 is the head.
+- A layer is a module with parameters that travel, in the order of the model. With p = 1 only the
+  head is mixed.
 - W is learnt in eval mode and without augmentation, on samples that are drawn again in each job.
-  The loss of a pass is the loss of its last batch. There are at least eleven passes, as in the
-  authors' code, and at most 100.
+- The loss of a pass is the loss of its last batch. The second job makes 11 to 100 passes, and
+  virtual time counts 100.
 - A client is scored with y' + (x - y') W, where W comes from its last job. Before the client has
   a W, it is scored with x.
-- The number of passes is not known at dispatch, so the cost assumes the largest number.
 """
 
 from __future__ import annotations
@@ -141,12 +142,12 @@ class FedALA(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of learning the mixing weights, in trained samples.
 
-        Each pass trains on the share `share` of the client's samples. The first job of a client has
-        no pass. Until two jobs of the client were aggregated, each later job may need the largest
-        number of passes; afterwards, each job makes one pass.
+        A client's first job costs nothing. Until two jobs of the client were aggregated, the cost
+        is an upper bound.
         """
         if not job.earlier_jobs:
             return 0.0
+        # The number of passes is not known before the job, so the largest number is assumed.
         passes = 1 if job.aggregated_jobs > 1 else MAX_PASSES
         return passes * self._subset_size(job.samples)
 

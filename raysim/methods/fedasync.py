@@ -11,16 +11,12 @@ The method is meant for `schedule=immediate`. The paper's local term rho/2 |x - 
 term of FedProx: `method=fedasync+fedprox`.
 
 Departures from the paper
-- An aggregation may have several models: they arrived at the same time, or the schedule has a
-  buffer. Such models are mixed into x one after another, in the order of virtual time and then of
-  client numbers. (easyFL averages them.) Each of them increases t in the formula, so that the later
-  ones count as staler. For the schedule, the whole aggregation makes one new version. In
-  synchronous rounds the last model counts most, so that this is not FedAvg.
-- The hinge contains the paper's + 1. Without it, as in easyFL, the hinge is not continuous. Weights
-  are used as they are; FLSim divides them by the weight of a fixed staleness, which multiplies them
-  by sqrt(2).
-- The model y is mixed, with its floating-point buffers (BatchNorm's statistics), not the change
-  y - x_tau. For the change use FedBuff with a buffer of one.
+- If an aggregation has several models, they are mixed into x one after another, in the order of
+  virtual time and then of client numbers. Each model increases t in the formula. In synchronous
+  rounds the last model therefore counts most, so that this is not FedAvg.
+- The hinge function has a + 1 in the denominator, as in the paper; easyFL's code leaves it out.
+- The model y is mixed, including its floating-point buffers (BatchNorm's statistics). To add the
+  update y - x_tau instead, use FedBuff with a buffer of one update.
 - With weighting=samples, a_t is multiplied by n_i / mean n and limited to 1. The paper gives all
   clients the same weight.
 - A model older than max_staleness is left out. t still grows.

@@ -7,12 +7,10 @@ Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from 
     p_i = n_i ("samples") or 1 ("uniform")
 
 Departures from the papers
-- FedBR's eq. (1) weights clients by samples; its Algorithm 1 and its code weight them equally. Here
-  the weights are by samples unless the configuration says otherwise.
+- Clients are weighted by samples, unless the run sets `weighting=uniform`. FedBR's Algorithm 1 and
+  its code weight them equally.
 - The model's floating-point buffers are averaged, and its integer buffers (BatchNorm's counters)
   take the maximum over the clients. FedBR's code averages both.
-- The sum adds one update after another, in the order in which the server aggregates them, so its
-  bits do not depend on a library's order of summation.
 """
 
 from __future__ import annotations
