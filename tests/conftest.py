@@ -63,15 +63,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Use two processes for quick tests and one for slow tests, which share one Ray."""
+    """Let pytest-xdist start two processes for quick tests, and none for slow tests.
+
+    Slow tests share one Ray cluster, so they run in one process.
+    """
     return 2 if config.getoption("markexpr") == "not slow" else 0
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files without slow tests if only slow tests run.
+    """Skip files without slow tests if only slow tests run.
 
-    To import all files takes half a minute in each process. A slow test has the mark, or one of
-    Ray's fixtures, whose name is then in its file.
+    A file has slow tests if it contains the mark `slow` or the name of a fixture that starts Ray.
     """
     is_test_file = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     if not is_test_file or not config.getoption("markexpr").startswith("slow"):
@@ -114,9 +116,9 @@ def freeze_existing_objects() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Remove the folder of built data sets; end a process of pytest-xdist at once.
+    """Remove the folder of built data sets, and end a process of pytest-xdist at once.
 
-    Without this, Python would collect garbage at the end of the process, which takes seconds.
+    A normal end of the process takes seconds, because Python frees all objects.
     """
     shutil.rmtree(os.environ["RAYSIM_CACHE"], ignore_errors=True)
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -184,9 +186,9 @@ def mlflow_database(empty_mlflow_database: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """Start the one Ray of all tests, with two declared cores.
+    """Start a Ray cluster of two CPUs, which all tests share.
 
-    Its workers can import the modules of the tests.
+    Its workers can import the test modules.
     """
     from tiny_runs import FOLDERS
 
@@ -208,7 +210,10 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def workers(ray_session: None) -> Iterator[Workers]:
-    """Yield two actors for many runs: starting a process takes longer than a tiny run."""
+    """Yield two Ray actors, which are the workers of many runs.
+
+    Starting a process for each run would take longer than the run itself.
+    """
     from cluster import Workers
 
     actors = Workers(2)

@@ -20,8 +20,7 @@ ONE_POINT: dict[str, Any] = {
 def replace_pictures(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """Replace the functions that draw pictures by functions that write a picture of one point.
 
-    set_attribute: function that replaces an attribute, with the arguments of `setattr`. A test
-    passes that of its monkeypatch.
+    set_attribute: `setattr` or a function with the same arguments, such as `monkeypatch.setattr`.
     """
     from matplotlib.figure import Figure
 

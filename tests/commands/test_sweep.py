@@ -256,7 +256,7 @@ IDENTIFY = "raysim.commands.sweep.tune.cluster.identify_process"
 
 
 def trial_process(task: TrialTask, monkeypatch: pytest.MonkeyPatch) -> SweepTrial:
-    """Return the object of a trial's process, without Ray Tune."""
+    """Return a trial's `SweepTrial` in this process, without Ray Tune."""
     from raysim.commands.sweep.tune import SweepTrial
 
     monkeypatch.setattr("raysim.commands.sweep.tune._START_FOLDER", os.getcwd())

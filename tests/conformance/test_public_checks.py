@@ -1,4 +1,7 @@
-"""Test that a good part of a user passes all checks, and that a bad one fails the right check."""
+"""Test the checks for methods and other objects that users write.
+
+A correct object passes all checks, and an object with one error fails the check for this error.
+"""
 
 from __future__ import annotations
 
@@ -219,9 +222,9 @@ def users_method(**attributes: Any) -> Method:
 
 
 def failed_in_runs(method: Method) -> dict[str, str]:
-    """Return the messages of failed checks, except the check "a file can hold it".
+    """Return the messages of failed checks in short runs, without the check of pickling.
 
-    That check pickles the method, which is not possible for a class that a function defines.
+    A class that a function defines cannot be pickled.
     """
     messages = failed_checks(method, ROUNDS)
     messages.pop("a file can hold it", None)

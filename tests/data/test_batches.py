@@ -134,7 +134,10 @@ def test_augmentations_run_in_the_documented_order() -> None:
 
 
 def test_augmentation_is_equal_for_one_or_three_grey_channels() -> None:
-    """FRAug augments one channel and then repeats it; raysim repeats it before."""
+    """Compare augmentation before and after a grey channel is repeated three times.
+
+    FRAug repeats the channel after the augmentation, raysim before.
+    """
     one, pipeline = IMAGES[:, :1], Pipeline(augment=ALL, grey=0.5)
     single = pipeline.augment_images(one, np.random.default_rng(3))
     triple = pipeline.augment_images(one.repeat(1, 3, 1, 1), np.random.default_rng(3))

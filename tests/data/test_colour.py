@@ -1,4 +1,4 @@
-"""Test that colour augmentation has torchvision's formulas, and its own strength for each image."""
+"""Test that colour augmentation has torchvision's formulas, with separate strengths per image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test how many labels noise changes, and that a displayed image rotates counter-clockwise."""
+"""Test the number of wrong labels, and the angles and the direction of rotations."""
 
 from __future__ import annotations
 

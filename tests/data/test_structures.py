@@ -49,9 +49,9 @@ def miscounted(outputs: Tensor, targets: list[dict[str, Tensor]]) -> float:
 
 
 class Padded:
-    """A loss of the number of boxes.
+    """A loss that compares an output with the number of boxes.
 
-    Its method `collate` makes the labels of a batch: the number of boxes in each target.
+    The method `collate` makes the labels of a batch: the number of boxes of each target.
     """
 
     def collate(self, targets: list[dict[str, Tensor]]) -> Tensor:

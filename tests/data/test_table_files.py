@@ -367,7 +367,12 @@ def test_error_mentions_the_unreadable_json_file(content: str, tmp_path: Path) -
 
 # ---- an archive for each client ------------------------------------------------------------------
 def write_clients(folder: Path, split: str, sizes: list[int]) -> None:
-    """Write files 0.npz, 1.npz, ..., in which inputs hold the client's number."""
+    """Write a .npz file for each client. All inputs of a client are the client's number.
+
+    folder: the folder of the data set.
+    split: the name of the subfolder for the files, such as "train".
+    sizes: for each client, the number of samples.
+    """
     (folder / split).mkdir(parents=True, exist_ok=True)
     for client, size in enumerate(sizes):
         x, y = np.full((size, 1, 2, 2), client, np.float32), np.arange(size) % 2

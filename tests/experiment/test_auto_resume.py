@@ -1,4 +1,4 @@
-"""Test that a run restarts after it lost a process, and that its command continues it later."""
+"""Test that a run restarts after it has lost a process, and that the same command continues it."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def option_parts(option: str) -> dict[str, dict[str, Any]]:
 
 
 def objects(node: Any) -> Iterator[dict[str, Any]]:
-    """Yield the nodes that name a class."""
+    """Yield the mappings that name a class in `_target_`, at any depth of a configuration."""
     if isinstance(node, dict):
         if TARGET in node:
             yield node
@@ -191,7 +191,7 @@ def check_node(node: Mapping[str, Any], path: Path) -> None:
 
 
 def test_functions_of_a_method_have_the_same_defaults_as_its_class() -> None:
-    """Compare the defaults, except for None, which means a missing value."""
+    """Compare each default except None with that of the method class."""
     found = 0
     for module in (
         importlib.import_module(f"raysim.methods.{each.name}")

@@ -1,4 +1,7 @@
-"""Test runs that start from all or some saved weights, and errors of weights that do not fit."""
+"""Test runs that start from saved weights of all or some tensors.
+
+Also test the errors for weights that do not fit the model.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +139,7 @@ def test_run_with_rounded_lora_base_equals_run_from_rounded_file(
 
 
 def test_run_with_init_file_trains_clients_from_its_weights(trained: Path, tmp_path: Path) -> None:
-    """With a rate of almost 0 the model stays at its initial weights."""
+    """With a learning rate of 1e-30 the model stays at its initial weights."""
     file = trained / "model.safetensors"
     result = raysim.run(
         [*MLP, "local.lr=1e-30", f"init={file}", f"out={tmp_path / 'run'}"], quiet=True

@@ -446,7 +446,7 @@ def flat(num_classes: int, width: int = 7) -> nn.Module:
 
 
 def passing(num_classes: int, **more: int) -> nn.Module:
-    """Return a small network from a function that takes any keyword arguments."""
+    """Return the network of `flat`, whose argument `width` this function takes as `**more`."""
     return flat(num_classes, **more)
 
 

@@ -1,4 +1,7 @@
-"""Test that a setting next to an object has an effect, or that an error names its key."""
+"""Test a setting that is passed together with an object for the same part of a run.
+
+The setting must have an effect, or an error must name its key.
+"""
 
 from __future__ import annotations
 

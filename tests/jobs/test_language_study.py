@@ -1,4 +1,4 @@
-"""Test the study of language models: its page, its rates, and numbers that are kept."""
+"""Test the study of language models: its page, its learning rates and its stored numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DILOCO = "DiLoCo"
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Return the stored numbers; functions of the study read and write a copy of them."""
+    """Return the study's stored numbers. During the test, the study uses a copy of their file."""
     monkeypatch.setattr(study, "STORE", tmp_path / "store.json")
     stored: dict[str, Any] = json.loads(study.PAGE.with_suffix(".json").read_text())
     study.STORE.write_text(json.dumps(stored))
@@ -25,7 +25,12 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, base_digest: str) -> None:
-    """Make folders of finished runs of DiLoCo and of the base, at rates with known perplexities."""
+    """Make the folders of finished runs of DiLoCo and of the unchanged model.
+
+    The study's function `measured` then returns a known perplexity for each run.
+    folder: the folder of the study.
+    base_digest: the model_sha256 that `measured` returns for all runs.
+    """
 
     def measured(out: Path) -> dict[str, Any]:
         rate = out.name.partition("lr_")[2].rpartition("-")[0]

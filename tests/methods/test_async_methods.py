@@ -65,12 +65,14 @@ def arrive(
     bases: dict[int, Tensor] | None = None,
     version: int = -1,
 ) -> None:
-    """Let the server aggregate one update of each of several clients.
+    """Let the server aggregate one update from each of some clients.
 
-    arrivals: pairs of a client and the value of all entries of its update.
-    bases: maps earlier versions to their vectors, among them `version`. This function adds the
-    current version. None means no earlier versions.
-    version: the version from which all clients started; -1 means the current version.
+    arrivals: pairs of a client and its update. A number means an update with this value in all
+    entries.
+    bases: maps earlier versions to their vectors. The current version is added to it. None means
+    that there are no earlier versions.
+    version: the version from which all clients started; -1 means the current version. An earlier
+    version must be in `bases`.
     """
     base = at.version if version < 0 else version
     known = bases if bases is not None else {}
@@ -384,11 +386,13 @@ class OneByOne:
 
 
 def distance(rule: Rule, arrivals: int = 1000) -> float:
-    """Return how far a server's x stays from the optimum of a quadratic problem with 10 clients.
+    """Return the distance between a server's x and the optimum of a quadratic problem.
 
-    The result is the mean Euclidean distance over the last fifth of the arrivals. The loss of
-    client i is |x - a_i|^2 / 2. Hence the optimum of the mean loss is the mean of all a_i. Clients
-    0 to 4 are eight times as fast as the others, and 2 is added to their a_i.
+    There are 10 clients. Client i has the loss |x - a_i|^2 / 2, so the optimum is the mean of all
+    a_i.
+    Clients 0 to 4 are eight times as fast as clients 5 to 9. The entries of a_i are drawn from N(2,
+    3^2) for clients 0 to 4, and from N(0, 3^2) for clients 5 to 9.
+    The result is the mean Euclidean distance during the last fifth of the arrivals.
     rule: the server.
     arrivals: the number of updates that arrive.
     """

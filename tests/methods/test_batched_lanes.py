@@ -68,7 +68,11 @@ def study(*methods: Method, **others: Any) -> RunSpec:
 
 
 def assert_as_in_loop(spec: RunSpec, lanes: int = 3, **settings: Any) -> None:
-    """Assert that the run ends with the same numbers in lanes as one client after another."""
+    """Assert that a run with several lanes has the results of a run with one lane, up to rounding.
+
+    lanes: the number of lanes.
+    settings: arguments of `run`.
+    """
     loop, batched = (run(replace(spec, lanes=count), **settings) for count in (1, lanes))
     for ended in (loop, batched):
         assert not ended.failures, ended.failures[0].error

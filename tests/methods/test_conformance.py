@@ -473,7 +473,7 @@ def made(*names: str) -> list[Method]:
 
 
 def fresh(*names: str) -> Callable[[], Any]:
-    """Return a function that returns a run of new objects of these methods at each call."""
+    """Return a function that makes new objects of these methods and returns a run with them."""
     return lambda: study(*made(*names))
 
 
@@ -508,7 +508,7 @@ WATCHED = [
 class Watched:
     """A run of five rounds whose messages were checked.
 
-    name: a key of `FREIGHT`, or "fedavg".
+    name: a key of `FREIGHT`: the name of a method or of a variant of it. "fedavg" means no method.
     schedule: the schedule of the run.
     make: function that returns the `RunSpec` of the same run with new methods.
     seen: the finished run, and what its messages contained.
@@ -523,10 +523,9 @@ class Watched:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the arguments of `study` for a method: the model of its row in the table.
+    """Return the arguments of `study` with which a method of the table is tested.
 
-    Return no arguments for FedAvg.
-    name: a key of `FREIGHT`, which begins with a name of the table, or "fedavg".
+    name: the name of a method, or of a variant such as "fedbr once". "fedavg" needs no arguments.
     """
     row = TABLE.get(name.partition(" ")[0])
     return {} if row is None else {"model": row.model}

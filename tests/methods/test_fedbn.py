@@ -49,7 +49,10 @@ def study(*methods: Method, **others: Any) -> Any:
 
 
 def private_names(method: FedBN, model: nn.Module) -> list[str]:
-    """Return the paths in the model of the tensors that stay on a client."""
+    """Return the names of the model's tensors that stay on a client.
+
+    The names do not begin with "model.".
+    """
     networks = {"model": model}
     (declared,) = declare_methods([method], networks, plan_layout(networks)).methods
     names: list[str] = []
@@ -169,9 +172,9 @@ def test_fedbn_clients_differ_only_in_private_tensors(scope: Any) -> None:
 def personalised(
     trained: bool, method: FedBN, model: ModelRecipe = NORMED_MLP
 ) -> tuple[Worker, Mapping[str, Tensor]]:
-    """Call the method's `personalise` for client 0, which changes the model of a new worker.
+    """Call FedBN's hook `personalise` for client 0, which changes the model of a new worker.
 
-    Return the worker, and the model's tensors before the call, by name.
+    Return the worker, and copies of the model's tensors before the call, by name.
     trained: True if the client has trained before.
     """
     worker = Worker(study(method, model=model))

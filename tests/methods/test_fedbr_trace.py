@@ -57,7 +57,7 @@ def networks(args: dict[str, Any]) -> dict[str, nn.Module]:
 
 
 class Watched(FedBR):
-    """A FedBR that stores the value of every contrast that a step computes."""
+    """A FedBR that stores each value of its contrastive loss."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)

@@ -47,11 +47,12 @@ UNIFORM: dict[str, Any] = {"weighting": "uniform"}
 def case(
     seed: int, clients: int = 4, memory: int = 3, fixed: int = 2, size: int = 5
 ) -> dict[str, Any]:
-    """Return random arguments of FedCDA's selection of models. No model is close to zero.
+    """Return random arguments for FedCDA's selection of one model per client.
 
-    clients: the number of clients among whose models one is selected per client.
+    No model is close to zero.
+    clients: the number of clients.
     memory: the largest number of candidate models of a client.
-    fixed: the number of models that take part without a choice.
+    fixed: the number of models that are already chosen for other clients.
     size: the number of parameters of a model.
     """
     draw = np.random.default_rng(seed)

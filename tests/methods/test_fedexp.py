@@ -62,8 +62,8 @@ class Watch(Method):
 
     It must be the last method of the list.
     vectors: the initial model, then the model after each step.
-    steps: the updates [M, shared], the weights [M] and the step size of each step.
-    directions: the result of the hook `step` of the methods before this one, for each step.
+    steps: for each step, the M updates [M, shared], their weights [M] and FedExP's step size.
+    directions: for each step, the direction that the earlier methods of the list have computed.
     """
 
     name = "watch"

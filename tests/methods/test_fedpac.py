@@ -97,10 +97,11 @@ def test_fedpac_variance_is_never_negative(
 
 
 def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
-    """Return the matrix P of FedPAC's quadratic program for one client, by its definition.
+    """Return the matrix P of FedPAC's quadratic program for client i, by its definition.
 
-    For client i, P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k. h_j has client j's mean features
-    of each class, times the share of the class. V_j is the sum of the variances of h_j's entries.
+    P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k. Row c of h_j is client j's mean feature vector
+    of class c, times the fraction of its samples in class c. V_j is the sum of the variances of
+    h_j's entries.
     variances: V of all m clients, [m].
     weighted: h of all clients, [m, C, D] for C classes and D features.
     client: i.

@@ -1,4 +1,7 @@
-"""Test that the first job of FedSpeed without its second pass trains as FedProx, and errors."""
+"""Test FedSpeed against FedProx, and the errors of FedSpeed.
+
+The first job of FedSpeed without its second pass trains like FedProx.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def first_round(*methods: Method) -> dict[int, np.ndarray]:
 
 
 class Single(Method):
-    """A method that reads single updates, all with the same weight."""
+    """A method that reads single updates, and gives the same weight to all clients."""
 
     name = "single"
     paper = "a test"

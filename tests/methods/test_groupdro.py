@@ -25,11 +25,11 @@ LOCAL = Local(lr=0.05, momentum=0.9, batch=8, epochs=2)
 
 
 class Watch(GroupDRO):
-    """A GroupDRO that stores values of each aggregation.
+    """A GroupDRO that stores values of each aggregation in lists.
 
-    settings: the GroupDRO whose settings this one has.
+    settings: a GroupDRO, whose settings are copied.
     losses: the losses that clients uploaded, one for each update.
-    log_weights: the logarithms of q after the aggregation. q are GroupDRO's weights of all clients.
+    log_weights: the logarithms of GroupDRO's weights of all clients, after the aggregation.
     weights: the weights of the updates.
     vectors: the new versions.
     """

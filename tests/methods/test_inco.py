@@ -86,7 +86,7 @@ def test_inco_target_is_halved_by_zero_and_doubled_by_equal_source(
 
 
 def test_inco_compiled_mixing_changes_only_the_given_rows() -> None:
-    """Rows are mixed in blocks of 64, and the last block of 100 rows is smaller."""
+    """Rows are mixed in blocks of 64, so 100 rows give a full block and a block of 36 rows."""
     rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
     before = rows.copy()
     inco.compile_function(inco._mix)(rows[:100], sources[:100], 5.0, math.inf, 1e-7, False)

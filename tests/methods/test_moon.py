@@ -1,4 +1,4 @@
-"""Test MOON next to Mixup and BatchNorm, at weight zero, and the cost of its frozen models."""
+"""Test MOON with weight 0, with Mixup and with BatchNorm, and the cost of its frozen models."""
 
 from __future__ import annotations
 

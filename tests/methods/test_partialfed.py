@@ -69,8 +69,8 @@ class Watch(Method):
     """A method that stores the parameters at the start and at the end of each job.
 
     In the list of methods it must stand after PartialFed.
-    started: for each job, the number of the client's earlier jobs, then the shared parameters, the
-    start of the job, and the counters.
+    started: for each job four values: the number of the client's earlier jobs, the shared
+    parameters, `LocalJob.start`, and BatchNorm's counters.
     ended: maps a client and the number of its earlier jobs to the trained parameters.
     """
 
@@ -119,7 +119,7 @@ class Client:
         """Train the client's next job.
 
         base: the received parameters, [d]; None means the initial ones.
-        counters: the received counters; None means the initial ones.
+        counters: the received counters of BatchNorm; None means the initial ones.
         version: the base version of the job; None means the number of earlier jobs.
         """
         version = self.turn if version is None else version

@@ -63,7 +63,7 @@ def study(*methods: Method, **others: Any) -> Any:
 
 @functools.cache
 def run_without(others: tuple[Method, ...], schedule: Any) -> FinishedRun:
-    """Run the other methods without pFedAvg."""
+    """Run these methods, which do not contain pFedAvg."""
     return run(study(*others), schedule, rounds=4)
 
 

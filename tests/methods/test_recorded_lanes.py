@@ -1,8 +1,9 @@
-"""Test recorded steps, in which `Step` runs on tensors with fixed addresses, for every method.
+"""Test recorded steps with every method.
 
-On a CPU, a recording computes the step again, because there is no CUDA graph to replay. As in a
-graph, the values of a client come only from tensors into which they were copied, and no value can
-be read back. So a step that uses a Python number in place of such a tensor gives a wrong result.
+A recorded step reads the values of a client only from tensors with fixed addresses. Values are
+copied into these tensors before the step, and no value can be read in Python. On a CPU there is no
+CUDA graph. There, raysim computes the step again under the same rules. A step that uses a Python
+number in place of such a tensor then gives a wrong result.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ QUICK = (
 def study(*methods: Method | str, **others: Any) -> RunSpec:
     """Return a run in three lanes with recorded steps.
 
-    methods: methods, or names in the conformance table. The run also has the model of such a name.
+    methods: methods, or names of rows in the conformance table. A row gives a method and the run's
+    model.
     others: further arguments of `run_spec`.
     """
     model = NORMED_MLP
@@ -246,7 +248,7 @@ class TestBits:
 
 
 class TestInputs:
-    """Tests of the inputs of a recording, and of the choice of a recording."""
+    """Test which values a recorded step reads; they may differ between clients and jobs."""
 
     def test_inputs_of_recording_are_the_tensors_that_a_step_reads(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))

@@ -88,10 +88,10 @@ def test_layer_stored_in_few_bits_equals_a_rounded_layer(
 
 
 def test_four_bit_levels_are_quantiles_of_the_normal_distribution() -> None:
-    """Compute the levels by the paper's Equation 4.
+    """Compute the levels by the paper's Equation 4, and compare them with raysim's.
 
-    As in the released code, the largest quantile is that of 1 - (1/32 + 1/30) / 2, as that of 1 is
-    infinite.
+    The largest quantile would be infinite. As in the released code, it is the quantile of 1 - (1/32
+    + 1/30) / 2.
     """
     most = 1 - (1 / 32 + 1 / 30) / 2
     above = torch.special.ndtri(torch.linspace(most, 0.5, 9, dtype=torch.float64)[:-1])

@@ -136,7 +136,7 @@ def test_pretrained_weights_of_other_shapes_are_refused(tmp_path: Path) -> None:
 
 
 class Records(logging.Handler):
-    """A handler that keeps the messages of transformers."""
+    """A handler that stores the log messages of the library transformers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def sources() -> list[Path]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return `a.b.c` as text, and "" for anything but a chain of names."""
+    """Return a chain of names as text, such as "a.b.c"; "" for any other expression."""
     if isinstance(node, ast.Attribute):
         before = dotted(node.value)
         return before and f"{before}.{node.attr}"

@@ -94,9 +94,10 @@ def test_panels_leave_out_axes_without_values_and_use_page_colours() -> None:
 def test_curves_have_an_axis_for_a_cost_that_differs_between_runs(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
-    """A cost has an axis if two runs need clearly different amounts of it for the same round.
+    """A cost is an axis if two runs differ clearly in the cost of the same round.
 
-    Wall time never has one here, because it depends on the machine; nor has a difference of 0.1%.
+    A difference of 0.1% is not clear. Wall time is never an axis here, because it depends on the
+    machine.
     """
     each = [
         [

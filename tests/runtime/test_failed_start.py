@@ -25,7 +25,7 @@ MISSING = "validate_socket_filename failed: AF_UNIX path length cannot exceed 10
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Make a folder Ray's temporary folder, and return it."""
+    """Set Ray's temporary folder to an empty folder, and return it."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     return tmp_path
 

@@ -416,9 +416,9 @@ def _groups() -> list[str]:
 
 
 def _living_actors(word: str) -> dict[str, Any]:
-    """Return the living named actors whose names contain a word.
+    """Return the living Ray actors whose names contain a word.
 
-    The keys are the parts of the names after the first slash.
+    A key is the text after the first slash of an actor's name.
     """
     import ray
 

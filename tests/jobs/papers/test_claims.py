@@ -155,12 +155,10 @@ DEFAULTS = {"partition.alpha=0.1"}
 
 
 def _values(override: str) -> list[str]:
-    """Split an override with several values, "key=5.0,6", into "key=5" and "key=6".
-
-    Whole numbers lose their ".0", because the settings of claims have none.
-    """
+    """Split the override "key=5.0,6" into "key=5" and "key=6"."""
     key, _, values = override.partition("=")
     if values.startswith("["):
         return [override]
+    # Whole numbers in the settings of claims have no ".0".
     numbers = [value.removesuffix(".0") for value in values.split(",")]
     return [f"{key}={value}" for value in numbers]

@@ -137,10 +137,10 @@ def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Return the rows of the tables with our results on RotatedMNIST.
+    """Return the rows of the tables of our results on RotatedMNIST, by setting.
 
-    The keys are texts about the differences from the paper's setting; "" is the paper's setting.
-    text: the result of `compare`.
+    A key says how the setting differs from the paper's setting; "" is the paper's setting.
+    text: the output of `compare`.
     """
     found: dict[str, list[str]] = {}
     setting = ""

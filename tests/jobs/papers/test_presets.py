@@ -44,11 +44,10 @@ def command(table: Table, cell: Cell) -> Command:
 
 
 def covering(table: Table, own: str) -> list[Cell]:
-    """Return the cells of a table whose configurations a test composes.
+    """Return the first cell of each row of a table, and all cells that have a certain method.
 
-    Composing all of them would take too long. The result has one cell of each row, and all cells
-    of the rows with the paper's own method.
-    own: the name of this method.
+    Composing the configurations of all cells would take too long.
+    own: the name of the method.
     """
     cells: list[Cell] = []
     rows: set[str] = set()

@@ -30,7 +30,7 @@ def _records(weight, **metrics):
 
 
 def _for_client_1(fail):
-    """Return an app whose client 1 fails, and whose other clients add 1."""
+    """Return an app whose client 1 calls `fail`, and whose other clients add 1 to their weight."""
 
     def train(message, context):
         if context.node_config["partition-id"] == 1:
