@@ -187,7 +187,7 @@ def test_dirichlet_client_draws_other_classes_if_its_classes_are_used_up() -> No
 
 
 @pytest.mark.parametrize(("shares", "label"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
-def test_dirichlet_draw_of_1_selects_last_class_of_nonzero_share(
+def test_dirichlet_client_with_draw_of_1_gets_its_last_possible_class(
     shares: list[float], label: int
 ) -> None:
     arguments = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
@@ -250,7 +250,7 @@ def test_shards_of_uneven_sizes_lose_no_samples() -> None:
     ]
 
 
-def test_domain_partitions_make_clients_per_domain_and_class_group() -> None:
+def test_domain_partitions_give_a_client_one_domain_or_one_class_group() -> None:
     counts = split(Domain(2, test_fraction=0)).train
     assert [set(DOMAINS[counts.rows(client)].tolist()) for client in range(8)] == [
         {d} for d in (0, 0, 1, 1, 2, 2, 3, 3)

@@ -125,7 +125,7 @@ def test_data_with_several_inputs_are_packed_for_a_custom_network(data: Any) -> 
     assert "2 inputs" in dataset.columns and dataset.num_classes == 3
 
 
-def test_network_of_several_inputs_learns_and_is_returned(tmp_path: Path) -> None:
+def test_network_of_several_inputs_learns_and_reproduces_predictions(tmp_path: Path) -> None:
     settings = {**FAST, "rounds": 12, "local.lr": 0.3, "local.epochs": 5}
     data = ((INPUTS, LABELS), (INPUTS, LABELS))
     result = raysim.run(**settings, model=TwoInputs, data=data, out=tmp_path / "run", quiet=True)

@@ -67,7 +67,7 @@ def test_parquet_folders_become_domains_resized_to_one_image_size(
     assert sorted(from_list.domain_names) == built.domain_names
 
 
-def test_parquet_reads_text_domains_labels_and_several_files(tmp_path: Path) -> None:
+def test_parquet_joins_files_and_reads_text_labels_and_text_domains(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train-0.parquet", [picture()], ["dog"], domain=["b"])
     write_parquet(tmp_path / "train-1.parquet", [picture()], ["cat"], domain=["a"])
     write_parquet(tmp_path / "test-0.parquet", [picture()], ["cat"], domain=["b"])

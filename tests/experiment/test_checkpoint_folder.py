@@ -42,7 +42,7 @@ def run(where: str | None = None, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["memory://runs/a", "apart"])
-def test_run_continues_without_its_own_folder(where: str) -> None:
+def test_run_continues_from_its_checkpoint_folder_without_its_run_folder(where: str) -> None:
     straight = run(out="straight", rounds=6)
     run(where, out="a", rounds=4)
     assert not Path("a/checkpoints").exists()
@@ -120,7 +120,7 @@ def test_damaged_remote_checkpoint_is_refused() -> None:
         run(where, out="a", rounds=6, resume="latest")
 
 
-def test_study_divides_checkpoint_folder_and_sweep_refuses_it() -> None:
+def test_each_run_of_a_study_gets_a_checkpoint_folder_and_sweep_refuses_it() -> None:
     words = ["checkpoint.folder=memory://runs/a", *WORDS.split()]
     with pytest.raises(RefusedError, match=r"checkpoint\.folder is for one run"):
         raysim.sweep([*words, "local.lr=0.1,0.2"], quiet=True)

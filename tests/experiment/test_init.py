@@ -118,7 +118,7 @@ def test_adapters_are_refused_without_their_frozen_weights(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("base", "kind"), [("bfloat16", HalfWeight), ("nf4", FourBitWeight)])
-def test_run_with_rounded_lora_base_equals_run_from_rounded_file(
+def test_lora_base_stored_in_few_bits_trains_like_one_with_rounded_values(
     base: str, kind: type[HalfWeight | FourBitWeight], trained: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")

@@ -152,7 +152,7 @@ def test_learner_error_mentions_the_key(words: str, key: str) -> None:
         raysim.build(f"{QUICK} {words}")
 
 
-def test_learner_group_takes_learners_only() -> None:
+def test_argument_learner_accepts_only_learners_and_methods_accepts_none() -> None:
     with pytest.raises(RefusedError, match="learner"):
         raysim.build(QUICK, learner=raysim.Observer())  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="sklearn_linear"):

@@ -169,7 +169,7 @@ def test_evaluate_lower_setting_refuses_an_unknown_metric() -> None:
 
 
 # --- the main metric ----------------------------------------------------------------------
-def test_main_metric_decides_best_rounds_and_thresholds() -> None:
+def test_main_metric_decides_the_best_model_and_rounds_to_a_threshold() -> None:
     settings = {**SMALL, "rounds": 4, "thresholds": [1.5, 0.0], "evaluate.metric": "brier"}
     result = raysim.run(**settings, metrics=["accuracy", LOWER])
     assert result.summary["metric"] == "brier"
@@ -180,7 +180,7 @@ def test_main_metric_decides_best_rounds_and_thresholds() -> None:
     assert result.summary["best5_mean"] == pytest.approx(np.mean([r["brier"] for r in result.rows]))
 
 
-def test_sweeps_and_studies_know_which_scores_are_better() -> None:
+def test_sweeps_and_studies_minimise_metrics_for_which_lower_is_better() -> None:
     spec = raysim.build(
         **{k: v for k, v in SMALL.items() if k != "quiet"}, metrics=["accuracy", LOWER]
     ).spec
@@ -200,7 +200,9 @@ def with_metrics(spec: RunSpec) -> RunSpec:
 
 
 @pytest.mark.parametrize("methods", [[], [FedBN()]])
-def test_users_metrics_do_not_depend_on_workers(methods: list[Any], tmp_path: Path) -> None:
+def test_custom_metrics_are_equal_on_three_workers_and_after_resume(
+    methods: list[Any], tmp_path: Path
+) -> None:
     spec = with_metrics(run_spec(*methods, model=NORMED_MLP, data=tiny_data()))
     one = run(spec, rounds=4)
     three = run_to_end(coordinate(spec, rounds=4, runtime=several_workers(spec, 3)))

@@ -97,7 +97,7 @@ def test_installed_package_is_used_without_being_allowed(
         (["method=fedprox"], None, False),
     ],
 )
-def test_submitted_job_packs_named_packages(
+def test_submitted_job_packs_packages_that_its_options_or_its_config_use(
     words: list[str], config: str | None, packed: bool, package: Path
 ) -> None:
     install(package)
@@ -134,7 +134,7 @@ def test_missing_or_single_file_package_has_no_options(package: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["method=quiet", "method=fedprox+quiet", "method=quiet,fedprox"])
-def test_unknown_option_error_names_package_in_working_folder(
+def test_unknown_option_error_mentions_package_in_the_working_folder(
     words: str, package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.call(["study" if "," in words else "run", words]) == 2
@@ -214,7 +214,7 @@ def test_installed_option_with_taken_name_is_refused(package: Path) -> None:
         compose(["method=[]"])
 
 
-def test_later_folder_replaces_option_of_earlier_one(tmp_path: Path) -> None:
+def test_option_file_of_a_later_folder_replaces_that_of_an_earlier_folder(tmp_path: Path) -> None:
     for name, speed in (("one", 11.0), ("two", 12.0)):
         (folder := tmp_path / name / "fleet").mkdir(parents=True)
         (folder / "ideal.yaml").write_text(

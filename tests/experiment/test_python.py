@@ -80,7 +80,7 @@ class Numbered(Method):
 
 
 # --- objects and the stored configuration ---------------------------------------------------------
-def test_run_of_objects_equals_run_of_their_options() -> None:
+def test_run_from_python_objects_equals_the_run_from_option_names() -> None:
     parts: dict[str, Any] = {
         "data": Synthetic(samples=60, test_samples=12, classes=3),
         "partition": IID(clients=4),
@@ -202,7 +202,7 @@ def test_unstorable_object_must_be_passed_again(
     assert raysim.load("a", model=model).predictions().classes.shape == (12,)
 
 
-def test_load_needs_unstorable_methods_again() -> None:
+def test_load_requires_methods_that_could_not_be_stored() -> None:
     result = ran(methods=[FedBN(), Twice(0.1)], model=NormedMlp())
     with pytest.raises(
         RefusedError, match=r"method\.fedprox: .*an object from Python \(.*Twice\).*methods=\.\.\."
@@ -336,7 +336,7 @@ def _without(mapping: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in mapping.items() if name != key}
 
 
-def test_repr_of_an_experiment_is_one_line() -> None:
+def test_repr_of_an_experiment_has_one_line() -> None:
     built = raysim.build(**(_without(SMALL, "quiet") | PARTS))
     assert repr(built) == "Experiment(fedavg-arrays: 4 clients, rounds=2, Synchronous(cohort=2))"
 
@@ -385,7 +385,7 @@ def test_each_user_in_a_users_array_becomes_a_client(kind: type) -> None:
     assert split.train.counts.sum() + split.test.counts.sum() == 60
 
 
-def test_arrays_are_identified_by_content() -> None:
+def test_run_on_arrays_resumes_only_with_arrays_of_the_same_content() -> None:
     ran(rounds=1)
     again = raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True)
     assert again.summary["model_sha256"] == ran("b").summary["model_sha256"]
@@ -478,7 +478,7 @@ def test_model_function_may_take_any_arguments() -> None:
     assert again.model()[1].out_features == 5
 
 
-def test_module_of_user_is_unchanged_and_needed_to_resume() -> None:
+def test_run_with_custom_nn_module_leaves_it_unchanged_and_resumes_with_it() -> None:
     torch.manual_seed(1)
     module = flat(3)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -514,7 +514,7 @@ def test_table_of_clients_equals_its_file() -> None:
 
 
 @pytest.mark.parametrize("methods", [[], [FedExP(1e-6)]], ids=["fedavg", "fedexp"])
-def test_predictions_score_as_in_the_history(methods: list[Any]) -> None:
+def test_accuracy_of_predictions_equals_the_accuracy_in_the_history(methods: list[Any]) -> None:
     result = ran(methods=methods)
     predictions = result.predictions()
     assert (predictions.classes == predictions.labels).mean() == result.rows[-1]["accuracy_global"]
@@ -524,7 +524,7 @@ def test_predictions_score_as_in_the_history(methods: list[Any]) -> None:
     assert np.mean(means) == pytest.approx(result.rows[-1]["accuracy"], abs=1e-12)
 
 
-def test_repr_of_predictions_has_shapes() -> None:
+def test_repr_of_predictions_shows_their_shapes_and_their_accuracy() -> None:
     scores = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]])
     shown = repr(Predictions(np.array([0, 1, 1]), scores, np.arange(3)))
     assert shown == "Predictions(3 rows, scores [3, 2], 0.6667 of them right)"
@@ -534,7 +534,7 @@ def test_repr_of_predictions_has_shapes() -> None:
     )
 
 
-def test_model_has_final_weights() -> None:
+def test_model_of_a_result_reproduces_the_predictions_of_the_run() -> None:
     result = ran()
     model = result.model()
     assert isinstance(model, nn.Module) and not model.training
@@ -549,7 +549,7 @@ def test_model_has_final_weights() -> None:
     )
 
 
-def test_client_model_has_client_state() -> None:
+def test_client_model_contains_the_personal_batchnorm_layers_of_the_client() -> None:
     result = ran(methods=[FedBN()], model=NormedMlp(), rounds=3)
     with pytest.raises(RefusedError, match="every client of this run has a model of its own"):
         result.model()
@@ -583,7 +583,7 @@ def test_load_refuses_missing_folder() -> None:
         raysim.load("nowhere")
 
 
-def test_results_preserve_torch_settings() -> None:
+def test_predictions_of_a_result_do_not_change_torch_settings() -> None:
     result = ran()
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(False)

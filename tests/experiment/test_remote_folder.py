@@ -60,7 +60,7 @@ def test_folder_at_a_url_is_written_and_continued(url: str, tmp_path: Path) -> N
     assert len(raysim.load(copy).rows) == 6
 
 
-def test_results_at_a_url_are_read_in_place(url: str, tmp_path: Path) -> None:
+def test_load_and_report_read_results_directly_from_a_url(url: str, tmp_path: Path) -> None:
     straight = raysim.run(OVERRIDES, quiet=True, out=str(tmp_path / "straight"), rounds=4)
     run(out=url, rounds=4)
     result = raysim.load(url)
@@ -104,7 +104,7 @@ def test_fetch_copies_the_files_of_a_url(
 
 
 @pytest.mark.parametrize("words", ["report {}", "fetch {}", "run out={} resume=latest"])
-def test_error_of_command_on_url_without_run_names_the_url(
+def test_error_of_command_on_url_without_run_mentions_the_url(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.call(words.format("memory://nothing/here").split()) == 2
@@ -130,7 +130,9 @@ def test_files_are_sent_at_each_checkpoint(monkeypatch: pytest.MonkeyPatch) -> N
     fsspec.filesystem("memory").rm("/runs", recursive=True)
 
 
-def test_error_of_failing_url_names_it_and_the_local_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_failing_url_mentions_the_url_and_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(RefusedError, match="nothing://"):
         run(out="nothing://bucket/run", rounds=2)
     from raysim.experiment.remote_folder import FolderCopy

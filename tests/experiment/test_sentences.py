@@ -36,17 +36,17 @@ def refused(*words: str, **parts: Any) -> str:
 
 
 class TestUnknownKeys:
-    def test_error_of_key_says_that_option_has_no_settings(self) -> None:
+    def test_error_of_unknown_key_says_that_the_chosen_option_has_no_settings(self) -> None:
         sentence = refused("loss.gamma=2")
         assert "loss=usual has no settings" in sentence
         assert "loss=focal" in sentence
 
-    def test_error_of_key_says_that_method_has_no_settings(self) -> None:
+    def test_error_of_unknown_key_says_that_the_chosen_method_has_no_settings(self) -> None:
         assert "method.scaffold has no settings" in refused(
             "method=scaffold", "method.scaffold.mu=1"
         )
 
-    def test_error_of_unknown_key_names_options_that_have_it(self) -> None:
+    def test_error_of_unknown_key_suggests_options_that_have_the_key(self) -> None:
         assert "partition=shards has it" in refused(
             "partition=iid", "partition.shards_per_client=2"
         )
@@ -68,17 +68,17 @@ class TestUnknownKeys:
 
 
 class TestPartitions:
-    def test_error_of_data_without_users_names_only_existing_keys(self) -> None:
+    def test_error_of_data_without_users_mentions_only_existing_keys(self) -> None:
         sentence = refused("partition=natural", data=DATA)
         assert set(re.findall(r"\b(?:data|partition)\.\w+", sentence)) == {"partition.column"}
 
-    def test_error_of_users_with_few_samples_names_minimum(self) -> None:
+    def test_error_of_users_with_few_samples_mentions_partition_minimum(self) -> None:
         users = np.arange(30)
         sentence = refused("partition=natural", data=(*DATA, users))
         assert "partition.minimum=2" in sentence
         assert "partition.clients" not in sentence
 
-    def test_error_of_too_many_clients_names_partition_clients(self) -> None:
+    def test_error_of_too_many_clients_mentions_partition_clients(self) -> None:
         sentence = refused(
             "partition=natural", "partition.clients=9", data=(*DATA, np.arange(30) % 3)
         )
@@ -89,7 +89,7 @@ class TestPartitions:
             federate(Synthetic(samples=40), Dirichlet(30, 0.01), 0)
         assert "partition.minimum=1 " not in str(error.value)
 
-    def test_error_of_lists_from_python_names_no_file(self) -> None:
+    def test_error_of_a_partition_passed_as_lists_mentions_no_file(self) -> None:
         for lists in ([], [["a"]], [[0.5]]):
             sentence = refused(data=DATA, partition=lists)
             assert sentence.startswith("partition")
@@ -104,24 +104,24 @@ class Empty(Source):
 
 
 class TestData:
-    def test_error_of_source_without_root_does_not_name_data_root(self) -> None:
+    def test_error_of_a_source_without_setting_root_does_not_mention_data_root(self) -> None:
         sentence = refused(data=Empty())
         assert "Empty" in sentence
         assert "data.root" not in sentence
 
-    def test_error_of_missing_test_samples_names_only_existing_keys(self) -> None:
+    def test_error_of_missing_test_samples_mentions_only_existing_keys(self) -> None:
         with pytest.raises(ValueError, match=r"^partition\.test_fraction=null") as error:
             federate(Synthetic(samples=40, test_samples=0), Domain(test_fraction=None), 0)
         assert "data.test_fraction" not in str(error.value)
 
-    def test_warning_of_unscored_run_names_only_existing_keys(self) -> None:
+    def test_warning_of_a_run_without_scores_mentions_only_existing_keys(self) -> None:
         lists = [list(range(0, 3)), list(range(3, 6))]
         warnings = build([*WORDS, "model=mlp"], data=DATA, partition=lists).warnings
         assert any("nothing will be scored" in text for text in warnings)
         assert not any("partition.clients" in text for text in warnings)
 
 
-def test_batchnorm_warning_names_only_keys_of_the_model() -> None:
+def test_batchnorm_warning_for_a_custom_network_mentions_no_key_model_norm() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     warnings = build(
         [*WORDS, "method=fedbn"], data=DATA, model=network, partition={"clients": 3}

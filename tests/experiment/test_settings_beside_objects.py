@@ -73,19 +73,19 @@ def built(*words: str, **parts: Any) -> Experiment:
 
 
 class TestArrays:
-    def test_label_noise_applies_to_a_users_arrays(self) -> None:
+    def test_label_noise_setting_applies_to_arrays_passed_as_data(self) -> None:
         noisy = built("data.label_noise=0.5").spec.data
         train = noisy.partition.train.indices
         wrong = np.count_nonzero(noisy.open().labels[train] != CLASSES[train])
         assert wrong == sum(int(0.5 * size) for size in noisy.partition.train.counts)
 
-    def test_data_only_setting_applies_to_a_users_arrays(self) -> None:
+    def test_data_only_setting_applies_to_arrays_passed_as_data(self) -> None:
         data = built("data.only=[2,0]").spec.data.open()
         assert data.class_names == ["2", "0"]
         assert len(data) == 40
         assert np.array_equal(data.inputs[data.labels == 0], NUMBERS[CLASSES == 2])
 
-    def test_mean_and_std_apply_to_a_users_arrays(self) -> None:
+    def test_mean_and_std_settings_apply_to_arrays_passed_as_data(self) -> None:
         data = built("data.mean=[1,2,3,4]", "data.std=[2,2,2,4]").spec.data
         inputs = torch.from_numpy(data.open().inputs.copy())
         expected = (inputs - torch.tensor([1.0, 2, 3, 4])) / torch.tensor([2.0, 2, 2, 4])
@@ -103,7 +103,7 @@ class TestArrays:
         assert data.pipeline.augment == ("flip",)
         assert "rotation=per client" in data.title
 
-    def test_keyword_argument_sets_an_option_of_passed_arrays(self) -> None:
+    def test_data_setting_can_be_an_override_or_a_keyword_argument(self) -> None:
         one = built("data.label_noise=0.5").spec.data.open()
         other = built(**{"data.label_noise": 0.5}).spec.data.open()
         assert np.array_equal(one.labels, other.labels)
@@ -117,7 +117,7 @@ class TestArrays:
         assert again.experiment.config["data"]["label_noise"] == 0.5
         assert again.summary["rounds"] == 2
 
-    def test_error_of_bad_setting_of_arrays_names_its_key(self) -> None:
+    def test_error_of_wrong_setting_for_passed_arrays_mentions_its_key(self) -> None:
         with pytest.raises(RefusedError, match=r"^data\.label_noise=2"):
             built("data.label_noise=2")
         with pytest.raises(RefusedError, match=r"^data\.rotation\.per=twice"):
@@ -140,7 +140,7 @@ class TestPartitionAsListsOfRows:
         ).spec.data
         assert data.partition.train.counts.tolist() == [15, 15]
 
-    def test_test_fraction_is_kept_on_resume(self) -> None:
+    def test_resumed_run_uses_the_stored_test_fraction(self) -> None:
         raysim.run(
             [*WORDS, "partition.test_fraction=0", "out=run"],
             **PARTS | {"partition": LISTS},
@@ -151,7 +151,7 @@ class TestPartitionAsListsOfRows:
 
 
 class TestNetworks:
-    def test_arguments_of_a_model_class_are_settings(self) -> None:
+    def test_arguments_of_a_passed_model_class_can_be_set_by_overrides(self) -> None:
         experiment = built("model.width=7", model=Wide)
         assert experiment.spec.model.options == {"width": 7}  # type: ignore[attr-defined]
         assert experiment.config["model"]["width"] == 7
@@ -160,13 +160,13 @@ class TestNetworks:
         with pytest.raises(RefusedError, match=r"^model\.width:"):
             built("model.width=7", model=functools.partial(Wide, width=6))
 
-    def test_head_and_adapters_apply_to_a_users_network(self) -> None:
+    def test_model_head_setting_applies_to_a_passed_network(self) -> None:
         recipe = built("model.head=fc", model=Wide()).spec.model
         assert recipe.head == "fc"  # type: ignore[attr-defined]
         with pytest.raises(RefusedError, match=r"model\.head=body\.1"):
             built("model.head=body.1", model=Wide())
 
-    def test_settings_of_a_network_are_kept_when_loaded(self) -> None:
+    def test_load_applies_stored_model_settings_to_a_passed_network(self) -> None:
         raysim.run([*WORDS, "model.head=fc", "out=run"], **PARTS | {"model": Wide()}, quiet=True)
         loaded = raysim.load("run", model=Wide())
         assert loaded.experiment.spec.model.head == "fc"  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ class TestNetworks:
         ("method=fedprox", {"methods": [FedProx()]}),
     ],
 )
-def test_error_of_setting_without_effect_names_its_key(word: str, parts: dict[str, Any]) -> None:
+def test_error_of_setting_without_effect_mentions_its_key(word: str, parts: dict[str, Any]) -> None:
     key, _, value = word.partition("=")
     with pytest.raises(RefusedError, match=f"^{key}[=: ]"):
         built(word, **parts)
@@ -212,12 +212,12 @@ def test_error_of_setting_without_effect_names_its_key(word: str, parts: dict[st
             built(**parts, **arguments)
 
 
-def test_object_replaces_one_option_of_a_composed_configuration() -> None:
+def test_object_replaces_the_data_option_of_a_composed_configuration() -> None:
     whole = compose([*WORDS, "partition=iid", "partition.clients=3", "model=mlp"])
     assert build(whole, data=PARTS["data"]).config["choices"]["data"] == "arrays"
 
 
-def test_overrides_apply_next_to_a_model_object() -> None:
+def test_overrides_of_other_groups_apply_if_the_model_is_an_object() -> None:
     experiment = built(
         "local.lr=0.5",
         "method=fedbn",

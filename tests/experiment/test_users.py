@@ -93,7 +93,7 @@ class TestOrder:
         prefixes = [""] if len(folders) == 1 else [f"{folder}/" for folder in folders]
         assert names(data) == [f"{prefix}{number}" for prefix in prefixes for number in IN_ORDER]
 
-    def test_drawn_users_keep_their_names_and_order(self) -> None:
+    def test_randomly_drawn_users_become_clients_in_ascending_order_of_name(self) -> None:
         data = split(NUMBERS, clients=5)
         drawn = [int(name) for name in names(data)]
         assert drawn == sorted(drawn)
@@ -117,7 +117,7 @@ class TestListedNames:
         data = federate(Synthetic(samples=40), Listed(file="rows.json"), 0)
         assert names(data) == ["zoe", "al"]
 
-    def test_clients_from_lists_of_rows_have_no_names(self) -> None:
+    def test_clients_from_lists_of_row_numbers_have_no_names(self) -> None:
         assert (
             build(
                 WORDS, data=(INPUTS, CLASSES), partition=[range(9), range(10, 19)]

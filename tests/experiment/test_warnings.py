@@ -82,7 +82,7 @@ def test_fedbuff_with_another_weighting_gets_a_warning(normalization: str, count
     assert warnings("method=[fedbuff]", *BUFFER) == ()
 
 
-def test_setup_of_a_method_sees_all_methods_and_the_schedule(
+def test_setup_of_a_method_is_told_about_all_methods_and_the_schedule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.methods.fedprox import FedProx

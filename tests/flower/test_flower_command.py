@@ -50,7 +50,7 @@ def test_flower_command_prints_a_table_of_seeds(app, tmp_path, capsys, monkeypat
     assert (tmp_path / "runs" / "seed-1" / "summary.json").is_file()
 
 
-def test_flower_command_reads_number_of_clients_of_the_project(app):
+def test_flower_command_reads_clients_and_config_of_the_project(app):
     request = read_request([app, "clients=7", "samples=9"], ["lr=0.5 data.rows=3"])
     assert (request.clients, request.samples) == (7, 9)
     assert request.run_config == {"lr": 0.5, "data.rows": 3}
@@ -88,7 +88,7 @@ def test_flower_command_refuses_a_folder_without_an_app(tmp_path, capsys):
     assert "clientapp" in capsys.readouterr().err
 
 
-def test_flower_command_names_the_line_of_a_broken_app(app, tmp_path):
+def test_flower_command_error_mentions_the_line_of_a_broken_app(app, tmp_path):
     project = tmp_path / "project"
     shutil.copytree(app, project)
     text = (project / "pyproject.toml").read_text()

@@ -5,7 +5,7 @@ import pytest
 from raysim.primitives.errors import RefusedError
 
 
-def test_error_of_missing_flwr_names_the_extra(monkeypatch):
+def test_error_of_missing_flwr_mentions_the_extra_to_install(monkeypatch):
     from raysim.flower.learner import FlowerLearner
 
     monkeypatch.setitem(sys.modules, "flwr", None)
@@ -13,7 +13,7 @@ def test_error_of_missing_flwr_names_the_extra(monkeypatch):
         FlowerLearner(app="package.module:app")
 
 
-def test_error_of_command_without_flwr_names_the_extra(monkeypatch, tmp_path):
+def test_error_of_command_without_flwr_mentions_the_extra_to_install(monkeypatch, tmp_path):
     from raysim.commands.flower import run_flower
 
     monkeypatch.setitem(sys.modules, "flwr", None)

@@ -125,7 +125,7 @@ def test_grid_client_sees_its_state_of_the_previous_message():
     assert [int(reply.content["m"]["seen"]) for reply in replies] == [0, 1]
 
 
-def test_grid_counts_samples_for_training_messages_only():
+def test_grid_time_advances_for_training_messages_but_not_for_evaluation():
     grid = make_grid(fleet=Ideal(speed=10))
     grid.send_and_receive(messages(grid.get_node_ids(), "evaluate"))
     assert grid.clock.now == 0.0
@@ -190,7 +190,7 @@ def test_grid_message_is_not_changed_after_it_is_sent():
     assert reply.has_content()
 
 
-def test_generators_are_seeded_for_each_message():
+def test_random_generators_are_seeded_again_for_each_message():
     import random
 
     import torch

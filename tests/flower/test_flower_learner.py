@@ -30,7 +30,7 @@ def broken(kind):
 BROKEN_PARAMETERS = "tiny_flower_app.broken:parameters"
 
 
-def test_app_trains_and_evaluates(project, tmp_path):
+def test_flower_app_as_learner_learns_and_reports_its_own_metrics(project, tmp_path):
     result = run(project, tmp_path)
     history = result.history
     assert list(history["flower.round"]) == [1, 2, 3]
@@ -40,7 +40,7 @@ def test_app_trains_and_evaluates(project, tmp_path):
     assert result.summary["failures_total"] == 0
 
 
-def test_initial_parameters_are_read_without_log_lines(project, tmp_path):
+def test_reading_initial_parameters_of_an_app_emits_no_flower_log_lines(project, tmp_path):
     logger, records = logging.getLogger("flwr"), []
     handler = logging.Handler()
     handler.emit = records.append
@@ -65,7 +65,7 @@ def test_app_is_an_option_of_the_group_learner(project, tmp_path):
 
 
 @pytest.mark.parametrize("words", ["method=fedavgm", "schedule=buffered fleet=lognormal"])
-def test_resumed_app_has_the_same_bits(project, tmp_path, words):
+def test_interrupted_app_resumes_with_the_bits_of_an_uninterrupted_run(project, tmp_path, words):
     words = f"{words} checkpoint.every=1"
     usual = QUICK.replace(" schedule.cohort=3", "") if "buffered" in words else QUICK
     if "buffered" in words:
@@ -120,7 +120,9 @@ def test_parameters_come_from_get_parameters(project, tmp_path):
         ("error", "my reason"),
     ],
 )
-def test_error_of_an_app_fails_one_client_only(project, tmp_path, capsys, kind, text):
+def test_error_of_an_app_fails_only_the_client_with_the_error(
+    project, tmp_path, capsys, kind, text
+):
     words = "faults.tolerate=0.5 schedule.cohort=6 rounds=1"
     result = run(project, tmp_path, words, **broken(kind))
     assert list(result.history["failures"]) == [1]
@@ -128,7 +130,7 @@ def test_error_of_an_app_fails_one_client_only(project, tmp_path, capsys, kind, 
         run(project, tmp_path, words + " faults.tolerate=0", name="strict", **broken(kind))
 
 
-def test_error_of_an_app_shows_only_the_users_lines(project, tmp_path):
+def test_error_of_an_app_shows_only_traceback_lines_of_the_app(project, tmp_path):
     words = "schedule.cohort=6 rounds=1"
     with pytest.raises(RunStoppedError) as caught:
         run(project, tmp_path, words, **broken("raises"))
@@ -174,7 +176,7 @@ def test_app_without_parameters_is_refused(project, tmp_path):
         run(tmp_path, tmp_path, app="tiny_flower_app.client_app:app")
 
 
-def test_app_as_learner_has_the_same_bits_on_ray(project, tmp_path, ray_session):
+def test_app_as_learner_is_bit_identical_on_ray_and_in_one_process(project, tmp_path, ray_session):
     words = f"learner=flower learner.folder={project}"
     here = raysim.run(f"{QUICK} {words}", quiet=True, out=str(tmp_path / "here"))
     there = f"{QUICK} {words}".replace("inprocess", "local") + " runtime.workers=2"

@@ -63,7 +63,7 @@ def numbers(result):
     return {name: value for name, value in result.summary.items() if name != "replayed"}
 
 
-def test_app_runs_with_its_server(run):
+def test_app_with_its_server_trains_and_reports_messages_and_metrics(run):
     result = run_app(run, no_text)
     trained = result.messages[result.messages.type == "train"]
     answered = trained[trained.fate == "answered"]
@@ -74,7 +74,7 @@ def test_app_runs_with_its_server(run):
     assert len(result.summary["model_sha256"]) == 64
 
 
-def test_app_has_the_same_bits_on_three_workers(run, monkeypatch):
+def test_app_is_bit_identical_on_one_and_three_workers(run, monkeypatch):
     one = run_app(run, no_text)
     use_workers(monkeypatch, 3)
     three = run_app(run, no_text)
@@ -88,7 +88,7 @@ def first_strategy():
     return older.FedAvg(fraction_fit=0.8, initial_parameters=initial)
 
 
-def test_older_app_has_the_same_bits_on_three_workers(run, monkeypatch):
+def test_older_app_is_bit_identical_on_one_and_three_workers(run, monkeypatch):
     older_run = numpy_run(replace(run, clients=20), first_strategy)
     one = run_app(older_run, no_text)
     use_workers(monkeypatch, 3)
@@ -99,7 +99,9 @@ def test_older_app_has_the_same_bits_on_three_workers(run, monkeypatch):
 
 @pytest.mark.parametrize("kept", [0.0, 0.4, 0.75])
 @pytest.mark.parametrize("is_older", [False, True])
-def test_killed_app_continues_with_the_same_numbers(run, tmp_path, kept, is_older):
+def test_interrupted_app_continues_to_the_results_of_an_uninterrupted_run(
+    run, tmp_path, kept, is_older
+):
     if is_older:
         run = numpy_run(run, first_strategy)
     straight = run_app(run, no_text)
@@ -169,7 +171,7 @@ def test_summary_has_the_scores_of_an_older_server(run):
     assert summary["server.loss"] == 8.0
 
 
-def test_summary_has_the_scores_logged_by_a_users_server_loop(run):
+def test_summary_has_scores_that_a_custom_server_loop_logs(run):
     def main(grid):
         list(grid.get_node_ids())
         log(logging.INFO, "\t└──> MetricRecord: %s", MetricRecord({"accuracy": 0.5}))
@@ -181,7 +183,7 @@ def test_summary_has_the_scores_logged_by_a_users_server_loop(run):
     assert not any(name.startswith("server.") for name in summary)
 
 
-def test_error_of_failing_server_app_names_its_line(run):
+def test_error_of_failing_server_app_mentions_the_file_of_the_error(run):
     app = newer_app(lambda grid: 1 / 0)
     with pytest.raises(RunStoppedError, match=r"ZeroDivisionError.*test_flower_session"):
         run_app(replace(run, server_app=app, folder=run.folder.parent), no_text)
@@ -243,7 +245,7 @@ def test_app_that_cannot_be_imported_is_refused(run, runtime):
         ("no_loss", r"client 1 lacks metrics\['loss'\]"),
     ],
 )
-def test_error_of_strategy_names_client_whose_reply_differs(run, kind, difference):
+def test_error_of_strategy_mentions_the_client_whose_reply_differs(run, kind, difference):
     start = ArrayRecord([np.zeros((2, 3), np.float32)])
     arrays = ArrayRecord({"weight": start["0"]})
     strategy = newer.FedAvg(fraction_evaluate=0.0, weighted_by_key="loss")
@@ -380,7 +382,7 @@ def test_strategies_of_older_apps_run(run, name):
     assert result.summary["failed"] == 0
 
 
-def test_app_has_the_same_bits_on_ray(run, tmp_path, ray_session):
+def test_app_is_bit_identical_on_ray_and_in_one_process(run, tmp_path, ray_session):
     from raysim.runtime import ray as on_ray
 
     options = RuntimeOptions(name="local", workers=2)

@@ -39,7 +39,7 @@ def test_start_simulation_takes_a_client_fn_with_context():
     assert start(client_fn=client_fn).losses_distributed == start().losses_distributed
 
 
-def test_start_simulation_accepts_a_users_server():
+def test_start_simulation_accepts_a_server_object():
     strategy = FedAvg()
     server = Server(client_manager=SimpleClientManager(), strategy=strategy)
     history = start(server=server, strategy=None)  # asks a client for the initial parameters
@@ -60,7 +60,7 @@ class CountingStrategy(FedAvg):
         return super().aggregate_fit(server_round, results, failures)
 
 
-def test_start_simulation_runs_the_users_own_strategy_object():
+def test_start_simulation_calls_the_passed_strategy_object():
     strategy = CountingStrategy()
     start(strategy=strategy)
     assert strategy.rounds == 2
@@ -90,7 +90,7 @@ class OlderServer(Server):
         return history
 
 
-def test_start_simulation_numbers_the_clients():
+def test_start_simulation_numbers_the_clients_of_an_older_server_from_zero():
     server = OlderServer(client_manager=SimpleClientManager(), strategy=FedAvg())
     history = start(server=server, strategy=None)
     assert server.cids == {"0", "1", "2", "3", "4", "5"}

@@ -26,7 +26,7 @@ def study() -> ModuleType:
 
 
 @pytest.mark.slow  # composes every run of the study
-def test_runs_of_asynchrony_study_are_valid_and_do_equal_work(study: ModuleType) -> None:
+def test_asynchrony_study_compares_runs_with_equal_numbers_of_updates(study: ModuleType) -> None:
     for algorithm, local in product(study.ALGORITHMS, study.LOCAL):
         config = compose(study.words(algorithm, local, seed=1))
         assert config.seed == 1 and config.rounds * study.ALGORITHMS[algorithm][3] == study.RESULTS
@@ -45,7 +45,7 @@ def test_asynchrony_page_shows_the_stored_runs(study: ModuleType) -> None:
             )
 
 
-def test_mean_shows_number_of_runs_that_have_a_value(study: ModuleType) -> None:
+def test_mean_shows_how_many_runs_have_a_value_if_some_have_none(study: ModuleType) -> None:
     assert study.mean([None, None], "{:.0f}") == "never"
     assert study.mean([1.0, None, 3.0], "{:.0f}") == "2 ± 1 (2 of 3)"
     assert study.mean([2.0], "{:.1f}") == "2.0"

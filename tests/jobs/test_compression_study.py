@@ -24,7 +24,7 @@ def test_compression_page_shows_the_stored_runs() -> None:
     assert "none" in store and set(store) <= set(study.COMPRESSORS)
 
 
-def test_compression_study_finds_first_score_above_target() -> None:
+def test_compression_study_finds_the_first_score_at_or_above_the_target() -> None:
     curve = [[1.0, 2.0, 3.0, 0.5], [2.0, 4.0, 6.0, study.TARGET], [3.0, 6.0, 9.0, 0.99]]
     assert study.reached(curve) == [2.0, 4.0, 6.0]
     assert study.reached(curve[:1]) is None

@@ -57,7 +57,7 @@ def test_language_page_shows_the_stored_runs() -> None:
     assert study.page_text(json.loads(study.STORE.read_text())) == study.PAGE.read_text()
 
 
-def test_language_study_collects_the_best_learning_rate(
+def test_language_study_stores_only_runs_at_the_best_learning_rate(
     store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "SEEDS", range(1))
@@ -73,7 +73,7 @@ def test_language_study_collects_the_best_learning_rate(
     assert "that of DiLoCo (0.0003) the best one of 0.0001, 0.0003, 0.001" in sentence
 
 
-def test_language_study_refuses_numbers_of_another_base(
+def test_language_study_refuses_runs_with_another_unchanged_base_model(
     store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "SEEDS", range(1))

@@ -104,7 +104,7 @@ def arrive(
 # --- FedAsync ---------------------------------------------------------------------------------
 
 
-def test_fedasync_hinge_is_continuous_and_exponent_0_gives_1() -> None:
+def test_fedasync_hinge_weight_is_continuous_and_exponent_0_gives_weight_1() -> None:
     assert staleness_weight(staleness=4, kind="hinge", a=10.0, b=4 - 1e-12) == pytest.approx(1.0)
     assert {staleness_weight(staleness=s, a=0.0) for s in range(9)} == {1.0}
 
@@ -114,7 +114,7 @@ def test_negative_staleness_is_refused() -> None:
         staleness_weight(staleness=-1)
 
 
-def test_fedasync_rates_scaled_by_samples_are_clipped_to_0_and_1() -> None:
+def test_fedasync_mixing_rates_stay_between_0_and_1_if_scaled_by_samples() -> None:
     rates = arrival_rates(
         base_versions=torch.tensor([5, 5, 0]),
         version=5,
@@ -134,7 +134,7 @@ def test_fedasync_with_alpha_1_takes_the_last_trained_model() -> None:
     assert at.vector.tolist() == [5.0] * WIDTH, "buffers, too"
 
 
-def test_fedasync_with_alpha_0_keeps_the_model() -> None:
+def test_fedasync_with_alpha_0_does_not_change_the_model() -> None:
     at = server(FedAsync(0.0))
     arrive(at, (0, 1.0), (1, 2.0))
     assert at.vector.tolist() == [0.0] * WIDTH
@@ -218,7 +218,7 @@ def test_fadas_defaults_are_those_of_the_released_code() -> None:
     torch.testing.assert_close(ended["params"], 0.3 * 0.1 * delta / (0.1 * delta.abs() + 1e-8))
 
 
-def test_fadas_threshold_changes_only_rate_of_stale_updates() -> None:
+def test_fadas_threshold_changes_the_rate_of_stale_updates_but_no_moments() -> None:
     seen = {}
     for threshold in (0, 5, None):
         at, bases = server(FADAS(0.5, threshold)), dict[int, Tensor]()
@@ -260,7 +260,7 @@ def test_ace_update_reads_only_the_cache_row_of_its_client() -> None:
     assert at.state["ace.total"].tolist() == [6.0] * (WIDTH - 1)
 
 
-def test_ace_drops_too_old_updates_even_if_none_remain() -> None:
+def test_ace_ignores_too_stale_updates_and_skips_a_step_if_none_remain() -> None:
     at, bases = server(ACE(1.0, max_staleness=1)), dict[int, Tensor]()
     arrive(at, (0, 1.0), bases=bases)
     seen = []
@@ -420,7 +420,7 @@ def distance(rule: Rule, arrivals: int = 1000) -> float:
     return float(np.mean(gaps))
 
 
-def test_fast_clients_bias_all_but_ca2fl_and_ace_without_limit() -> None:
+def test_only_ca2fl_and_unlimited_ace_are_not_biased_towards_fast_clients() -> None:
     ca2fl, ace = distance(OneByOne(CA2FL(), 3)), distance(OneByOne(ACE(0.3)))
     assert max(ca2fl, ace) < 0.01
     aced, fadas = (

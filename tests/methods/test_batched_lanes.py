@@ -89,19 +89,19 @@ def assert_as_in_loop(spec: RunSpec, lanes: int = 3, **settings: Any) -> None:
 
 class TestNumbers:
     @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
-    def test_lanes_train_like_single_clients_with_any_local_setting(self, local: Local) -> None:
+    def test_batched_lanes_equal_single_clients_for_every_local_setting(self, local: Local) -> None:
         assert_as_in_loop(study(local=local), rounds=4)
 
     @pytest.mark.parametrize(
         "methods", [(FedAdam(),), (LocalTraining(),)], ids=["server", "personal"]
     )
-    def test_lanes_train_like_single_clients_with_fedadam_and_local(
+    def test_batched_lanes_equal_single_clients_with_method_fedadam_or_local(
         self, methods: Sequence[Method]
     ) -> None:
         assert_as_in_loop(study(*methods), rounds=4)
 
     @pytest.mark.parametrize("lanes", [2, 5, 10])
-    def test_any_number_of_lanes_trains_like_single_clients(self, lanes: int) -> None:
+    def test_batched_lanes_equal_single_clients_for_any_number_of_lanes(self, lanes: int) -> None:
         assert_as_in_loop(study(), lanes=lanes, rounds=2)
 
     def test_bfloat16_lanes_keep_float32_parameters(self) -> None:
@@ -143,7 +143,9 @@ class TestBits:
             for client, delta in trained(spec, some).items():
                 assert np.array_equal(delta, together[client]), [job.client for job in some]
 
-    def test_lanes_keep_their_bits_on_three_workers_and_after_resume(self, tmp_path: Path) -> None:
+    def test_lanes_are_bit_identical_on_three_workers_and_after_resume(
+        self, tmp_path: Path
+    ) -> None:
         def spec() -> RunSpec:
             return study(lanes=3, dtype=torch.float32)
 
@@ -158,7 +160,7 @@ class TestBits:
         )
         assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
-    def test_sum_does_not_depend_on_which_lane_ends_first(self) -> None:
+    def test_sum_of_updates_does_not_depend_on_the_lane_that_finishes_first(self) -> None:
         spec, jobs = study(lanes=3, dtype=torch.float32), jobs_of(6)
         single = trained(spec, jobs)
         published = coordinate(spec).server.published()
@@ -263,11 +265,13 @@ class TestQualification:
         ],
         ids=["fedprox", "scaffold", "batch norm", "dropout", "convolutions"],
     )
-    def test_error_of_run_that_lanes_cannot_train_names_the_key(self, spec: RunSpec) -> None:
+    def test_error_of_run_that_lanes_cannot_train_mentions_runtime_lanes(
+        self, spec: RunSpec
+    ) -> None:
         with pytest.raises(RefusedError, match=r"^runtime\.lanes=3: .*runtime\.lanes=1"):
             Worker(spec)
 
-    def test_error_of_batched_lanes_names_method_or_device(self) -> None:
+    def test_error_of_batched_lanes_mentions_the_unsuitable_method_or_device(self) -> None:
         with pytest.raises(RefusedError, match="method 'fedprox'"):
             Worker(study(FedProx(0.1), lanes=2))
         if find_spec("peft") is not None:
@@ -288,7 +292,7 @@ class TestUsualLanes:
         assert [usual(concurrency=count) for count in (10, 20, 39, 40, 1000)] == [1, 5, 5, 10, 10]
         assert usual(FedAdam()) == 10, "the server's step is no part of a client's"
 
-    def test_run_that_lanes_cannot_speed_up_uses_one_lane(self) -> None:
+    def test_run_that_batched_lanes_do_not_speed_up_uses_one_lane(self) -> None:
         assert usual(Scaffold()) == 1
         assert usual(model=NORMED) == 1, "convolutions"
         assert usual(model=Mlp((1200, 1200))) == 1, "a large network"

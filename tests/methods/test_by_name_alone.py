@@ -86,7 +86,9 @@ def test_method_without_further_settings_finishes_its_run(name: str, tmp_path: P
         (["experiment=fedbr/cifar10", "method=fedrep", "data=digits", "model=mlp"], "steps", 50),
     ],
 )
-def test_method_sets_its_required_settings(overrides: list[str], key: str, value: int) -> None:
+def test_method_chosen_by_name_sets_the_local_settings_that_it_requires(
+    overrides: list[str], key: str, value: int
+) -> None:
     experiment = build([*IN_PROCESS, *overrides])
     assert getattr(experiment.spec.settings.local, key) == value
     assert experiment.config["local"][key] == value

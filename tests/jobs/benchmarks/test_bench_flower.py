@@ -51,12 +51,12 @@ def test_log_without_an_accuracy_is_refused():
         read_accuracy("{'train_accuracy': 0.5}")
 
 
-def test_shortened_idx_file_has_the_first_share_of_its_images():
+def test_shortened_idx_file_has_only_its_first_images():
     images = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
     assert cut_idx(idx_file(images), 0.6) == idx_file(images[:3])
 
 
-def test_copy_data_keeps_only_a_share_of_the_rows(tmp_path):
+def test_copy_data_copies_only_the_given_fraction_of_the_rows(tmp_path):
     import pandas as pd
 
     source, target = tmp_path / "source", tmp_path / "target"
@@ -89,7 +89,7 @@ def test_flower_and_raysim_run_an_older_program_with_one_seed():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_cpu_clock_counts_processes_that_nobody_waits_for():
+def test_cpu_clock_includes_processes_whose_parent_does_not_wait_for_them():
     burn = "import time\nwhile time.process_time() < 0.6: pass"
     parent = (
         "import signal, subprocess, sys, time\n"
@@ -102,7 +102,7 @@ def test_cpu_clock_counts_processes_that_nobody_waits_for():
     assert clock.stop() > 0.3
 
 
-def test_table_has_medians_of_ratios():
+def test_table_compares_times_of_both_programs_by_the_ratio_of_medians():
     ours = [Measured(0.5, 1.0, 3.0), Measured(0.7, 2.0, 3.0), Measured(0.6, 3.0, 3.0)]
     theirs = [Measured(0.5, 4.0, 4.0)] * 3
     table = programs_table({"fedprox": {"raysim": ours, "flower": theirs}})

@@ -101,13 +101,13 @@ def test_every_claim_has_settings_and_numbers_or_a_source(claim: Claim) -> None:
     assert claim.settings and all(find_setting(name) for name in claim.settings)
 
 
-def test_noise_claims_have_the_papers_numbers() -> None:
+def test_noise_claims_of_fedbss_have_the_numbers_printed_in_the_paper() -> None:
     printed = [claim.printed_numbers() for claim in CLAIMS["fedbss"][:3]]
     assert printed == [(78.88, 75.28), (79.91, 78.44), (80.63, 80.19)]
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_undecided_claims_name_runs_that_would_decide_them(paper: str) -> None:
+def test_exactly_the_undecided_claims_list_runs_that_would_decide_them(paper: str) -> None:
     runs = stored_runs(paper)
     rows = claims_table(paper, runs).splitlines()[2:]
     assert len(rows) == len(list(verdicts(paper, runs)))

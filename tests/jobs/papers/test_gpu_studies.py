@@ -38,7 +38,7 @@ def test_gpu_study_lists_all_methods_of_a_seed_before_the_next() -> None:
     assert names == ["a-fedavg-0", "a-fedprox-0_5-0", "a-fedavg-1", "a-fedprox-0_5-1"]
 
 
-def test_gpu_study_gives_the_bits_of_ordinary_runs(
+def test_gpu_study_is_bit_identical_to_single_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu.prepare(tmp_path / "gpu", ["local.epochs=1"], [])
@@ -56,7 +56,7 @@ def test_gpu_study_gives_the_bits_of_ordinary_runs(
         assert run.finished
 
 
-def test_stopped_gpu_study_resumes_with_the_same_bits(
+def test_stopped_gpu_study_resumes_with_the_bits_of_an_unstopped_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "CHECKPOINTS", gpu.Checkpoint(every=1, keep=1))

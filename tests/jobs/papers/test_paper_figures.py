@@ -117,7 +117,7 @@ def test_command_of_a_run_names_no_folder_of_this_machine(tmp_path: Path) -> Non
     assert f"init=figures/runs/{first.folder.name}/model.safetensors" in runs.commands[-1]
 
 
-def test_method_named_loss_half_selects_low_or_high_losses(tmp_path: Path) -> None:
+def test_option_half_of_method_loss_half_trains_on_low_or_high_losses(tmp_path: Path) -> None:
     runs = Runs(tmp_path, DIGITS)
     low = runs.run("method=loss_half")
     high = runs.run("method=loss_half", "method.loss_half.half=high")

@@ -73,7 +73,9 @@ def reduced(method: str, seed: int = 0) -> list[str]:
 
 
 # --- keeping --------------------------------------------------------------------------------------
-def test_stored_run_has_scores_of_the_run_and_no_local_paths(tmp_path: Path, store: Path) -> None:
+def test_stored_run_contains_scores_and_split_but_no_local_paths(
+    tmp_path: Path, store: Path
+) -> None:
     folder = finished(
         tmp_path / "a", [*reduced("fedbr"), "data.root=/somewhere", "out=x"], scores(0.5, 0.6)
     )
@@ -93,7 +95,7 @@ def test_stored_run_has_scores_of_the_run_and_no_local_paths(tmp_path: Path, sto
     assert results.store_run(folder) == path, "the same run has the same file"
 
 
-def test_command_of_stored_run_gives_its_configuration(tmp_path: Path, store: Path) -> None:
+def test_command_of_a_stored_run_reproduces_its_configuration(tmp_path: Path, store: Path) -> None:
     words = [
         *reduced("fedbr,mixup"),
         "method.fedbr.max_step=false",
@@ -114,7 +116,7 @@ def test_command_of_stored_run_gives_its_configuration(tmp_path: Path, store: Pa
     assert again == before
 
 
-def test_store_run_writes_file_per_seed_of_finished_paper_runs_only(
+def test_store_run_writes_a_file_per_seed_and_refuses_unfinished_runs(
     tmp_path: Path, store: Path
 ) -> None:
     for seed in (0, 1):
@@ -184,7 +186,9 @@ def test_main_setting_of_a_page_does_not_depend_on_run_order(tmp_path: Path, sto
     assert sections(compare("fedbr/table1", [], WIDE, runs[::-1])) == found
 
 
-def test_run_at_the_papers_setting_has_a_section_of_its_own(tmp_path: Path, store: Path) -> None:
+def test_runs_at_the_setting_of_the_paper_get_a_separate_section(
+    tmp_path: Path, store: Path
+) -> None:
     for method in ("", "fedprox"):
         kept_at(tmp_path, method, 0.5, "rounds=40")
     kept_at(tmp_path, "", 0.8)
@@ -193,7 +197,9 @@ def test_run_at_the_papers_setting_has_a_section_of_its_own(tmp_path: Path, stor
     assert len(found[""]) == 1 and found[""][0].startswith("FedAvg 82.47 80.00 -2.47")
 
 
-def test_changed_method_settings_are_marked_rows_of_one_table(tmp_path: Path, store: Path) -> None:
+def test_run_with_changed_method_settings_is_a_marked_row_with_a_footnote(
+    tmp_path: Path, store: Path
+) -> None:
     kept_at(tmp_path, "", 0.5, "rounds=40")
     kept_at(tmp_path, "fedbr", 0.6, "rounds=40", "method.fedbr.samples_per_mean=5")
     kept_at(tmp_path, "fedbr", 0.7, "rounds=40")
@@ -207,7 +213,7 @@ def test_changed_method_settings_are_marked_rows_of_one_table(tmp_path: Path, st
     assert "[a] method.fedbr.samples_per_mean=5 instead of 10" in text
 
 
-def test_run_on_other_data_is_left_out_or_shown_without_difference(
+def test_run_on_other_data_appears_only_without_difference_from_the_paper(
     tmp_path: Path, store: Path
 ) -> None:
     shift = [
@@ -230,7 +236,9 @@ def test_run_on_other_data_is_left_out_or_shown_without_difference(
     )
 
 
-def test_stored_run_has_columns_of_its_methods(tmp_path: Path, store: Path) -> None:
+def test_stored_run_contains_the_history_columns_of_its_methods_only(
+    tmp_path: Path, store: Path
+) -> None:
     reported = {"fedbss.biased_share": 0.25, "fedbr.other": 1.0, "aggregated": 3.0}
     words = ["experiment=fedbss/fashion_mnist", "method=[fedbss]"]
     results.store_run(finished(tmp_path / "a", words, rows([0.5], **reported)))
@@ -239,7 +247,9 @@ def test_stored_run_has_columns_of_its_methods(tmp_path: Path, store: Path) -> N
     assert not {"fedbr.other", "aggregated"} & run.rows[0].keys()
 
 
-def test_result_shows_all_scores_and_the_split(tmp_path: Path, store: Path) -> None:
+def test_paper_table_shows_all_scores_and_the_heterogeneity_of_a_run(
+    tmp_path: Path, store: Path
+) -> None:
     run = load_run(finished(tmp_path / "a", [*MNIST, "method=[]"], scores(0.5)))
     text = compare("fedbr/table1", [run], WIDE)
     assert line(text, "FedAvg ").startswith(
@@ -280,7 +290,7 @@ def page_of(runs: Sequence[Run], causes: dict[str, str], monkeypatch: pytest.Mon
     return pages.page("fedbr", runs)
 
 
-def test_paper_page_shows_each_setting_with_causes_of_differences(
+def test_paper_page_shows_each_setting_and_the_causes_of_differences(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed, score in ((0, 0.5), (1, 0.7)):
@@ -410,7 +420,7 @@ def test_overrides_with_equal_numbers_are_one_setting() -> None:
     assert not list(gains(runs, FEDBR)), "1.01 and 1.02 are two"
 
 
-def test_gains_table_has_loss_terms_and_central_scores() -> None:
+def test_gains_table_shows_decomposed_loss_terms_and_central_scores() -> None:
     def run(method: str, seed: int, shift: float) -> Run:
         rows: list[Row] = [
             {"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value}

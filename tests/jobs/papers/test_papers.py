@@ -93,7 +93,7 @@ def test_listing_has_tables_and_wrong_name_gets_suggestion() -> None:
 
 
 # --- ours beside theirs ---------------------------------------------------------------------------
-def test_run_is_shown_next_to_the_printed_number(tmp_path: Path) -> None:
+def test_paper_table_shows_a_run_next_to_the_number_printed_in_the_paper(tmp_path: Path) -> None:
     scores = [0.5, 0.79, 0.81, 0.80, 0.82, 0.83, 0.84]
     run = make(tmp_path / "prox", [*MNIST, "method=[fedprox]"], rows(scores))
     text = compare("fedbr/table1", [run], WIDE)
@@ -125,7 +125,7 @@ def test_threshold_that_one_seed_missed_has_no_mean(tmp_path: Path) -> None:
     assert "828 / –" in line(compare("fedbr/table1", runs, WIDE), "FedAvg ")
 
 
-def test_differences_from_the_paper_are_named(tmp_path: Path) -> None:
+def test_note_of_a_run_lists_its_differences_from_the_setting_of_the_paper(tmp_path: Path) -> None:
     words = [
         *MNIST,
         "method=[fedbr]",
@@ -148,7 +148,7 @@ def test_differences_from_the_paper_are_named(tmp_path: Path) -> None:
     assert "\n[a] method.fedbr.projection=code instead of paper\n" in text
 
 
-def test_weighting_set_by_the_method_is_no_difference(tmp_path: Path) -> None:
+def test_weighting_that_the_method_requires_is_not_listed_as_a_difference(tmp_path: Path) -> None:
     words = ["experiment=fraug/digits", "method=[fedbn]", "weighting=samples"]
     run = make(
         tmp_path / "a",
@@ -163,7 +163,7 @@ def test_weighting_set_by_the_method_is_no_difference(tmp_path: Path) -> None:
     assert "50.00" in block and "40.00" in block and "60.00" in block
 
 
-def test_table_names_the_data_set_if_the_preset_has_another(tmp_path: Path) -> None:
+def test_paper_table_mentions_the_data_set_if_it_is_not_that_of_the_preset(tmp_path: Path) -> None:
     run = make(tmp_path / "other", [*MNIST, "method=[]", "data=fashion_mnist"], rows([0.6]))
     assert "data=fashion_mnist instead of mnist" in compare("fedbr/table1", [run])
 
@@ -194,7 +194,7 @@ def test_paper_table_omits_other_runs_and_says_so(tmp_path: Path) -> None:
     assert "ours" not in text
 
 
-def test_paper_table_counts_rounds_to_last_accuracy_of_fedavg(tmp_path: Path) -> None:
+def test_paper_table_shows_rounds_until_the_final_accuracy_of_fedavg(tmp_path: Path) -> None:
     plain_run = make(tmp_path / "avg", [*MNIST, "method=[]"], rows([0.5, 0.9, 0.7]))
     moon = make(tmp_path / "prox", [*MNIST, "method=[fedprox]"], rows([0.5, 0.6, 0.75]))
     assert "824 / 6" in line(compare("fedbr/table13", [plain_run, moon], WIDE), "FedProx")
@@ -306,7 +306,7 @@ def test_papers_command_prints_tables_as_json() -> None:
     assert len(json.loads(path.read_text())["tables"]) == 14
 
 
-def test_run_fills_the_table_columns_of_its_own_partition(tmp_path: Path) -> None:
+def test_run_appears_only_in_the_table_with_the_columns_of_its_partition(tmp_path: Path) -> None:
     words = ["experiment=fedbss/fashion_mnist", "method=[]", "partition=iid"]
     run = make(tmp_path / "a", [*words, "data.label_noise=0.3", "rounds=5"], rows([0.5]))
     text = compare("fedbss/table2", [run], WIDE)

@@ -76,7 +76,7 @@ def of(value: Any, dataset: str) -> Any:
 
 # --- every cell -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", FEDBR)
-def test_fedbr_commands_have_settings_of_their_paper_table(name: str) -> None:
+def test_commands_of_fedbr_tables_have_the_settings_of_the_paper(name: str) -> None:
     asked = setting(name)
     for cell in covering(FEDBR[name], "fedbr"):
         node = composed(*command(FEDBR[name], cell).arguments())
@@ -140,7 +140,7 @@ FEDBSS = tables("fedbss")
 
 
 @pytest.mark.parametrize("name", FEDBSS)
-def test_fedbss_commands_have_settings_of_their_paper_table(
+def test_commands_of_fedbss_tables_have_the_settings_of_the_paper(
     name: str,
 ) -> None:
     asked = setting(name)
@@ -261,7 +261,9 @@ def test_methods_of_every_table_row_can_be_combined(methods: tuple[str, ...]) ->
         ("local", {"keep_optimizer": False}),
     ],
 )
-def test_preset_methods_have_the_papers_values(methods: str, values: dict[str, object]) -> None:
+def test_methods_of_a_preset_have_the_values_of_its_paper(
+    methods: str, values: dict[str, object]
+) -> None:
     part = composed("experiment=fedbr/cifar10", f"method=[{methods}]")["method"][methods]
     assert values.items() <= part.items()
 
@@ -312,7 +314,7 @@ def test_fedbr_on_pacs_uses_the_split_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("name", ["pacs", "office_home"])
-def test_fraug_preset_has_the_released_codes_sample_counts(name: str) -> None:
+def test_fraug_preset_has_the_sample_counts_of_the_released_code(name: str) -> None:
     parts = split_of(f"experiment=fraug/{name}").partition
     left = 700 - 700 // 10
     assert parts.validation is not None
@@ -338,7 +340,7 @@ def test_run_takes_methods_of_preset_unless_others_are_chosen() -> None:
         compose(["experiment=fedbr/rotated_mnist", "method.fedprox.mu=1"])
 
 
-def test_option_file_without_class_can_be_composed(
+def test_method_option_without_a_class_can_be_composed(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "method").mkdir()
@@ -358,7 +360,7 @@ def test_preset_with_unknown_method_is_refused(tmp_path: Path) -> None:
         compose(["experiment=own"], [tmp_path])
 
 
-def test_users_preset_keeps_order_of_methods(
+def test_preset_file_of_a_user_sets_the_order_of_methods(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "experiment").mkdir()
@@ -479,7 +481,7 @@ def test_fraug_paper_numbers_have_a_command_and_a_column(name: str) -> None:
             )
 
 
-def test_fraug_ablation_lacks_a_part_in_all_but_last_row() -> None:
+def test_only_the_last_row_of_the_fraug_ablation_has_the_full_method() -> None:
     fraug = PAPER_RUNS["fraug"]
     found = {
         cell.variant["row"]: composed(*fraug.command(FRAUG["fraug/table3"], cell).arguments())[
@@ -491,7 +493,7 @@ def test_fraug_ablation_lacks_a_part_in_all_but_last_row() -> None:
     assert found[7] == whole and len({json.dumps(part) for part in found.values()}) == 7
 
 
-def test_fraug_presets_of_paper_text_and_code_differ_in_five_keys() -> None:
+def test_fraug_presets_from_code_and_from_paper_text_differ_in_five_keys() -> None:
     code, text = (
         composed(f"experiment=fraug/{name}")["method"]["fraug"]
         for name in ("digits", "digits_text")
@@ -516,7 +518,7 @@ FEDLD = tables("fedld")
 
 
 @pytest.mark.parametrize("name", FEDLD)
-def test_fedld_commands_have_settings_of_their_paper_table(
+def test_commands_of_fedld_tables_have_the_settings_of_the_paper(
     name: str,
 ) -> None:
     asked = setting(name)

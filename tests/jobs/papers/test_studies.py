@@ -65,7 +65,7 @@ def same(kept: Mapping[str, str], planned: Mapping[str, str]) -> bool:
 
 
 @pytest.mark.slow
-def test_every_study_of_stored_runs_can_be_planned(tmp_path: Path) -> None:
+def test_every_study_that_produced_stored_runs_can_be_planned_again(tmp_path: Path) -> None:
     names = [
         "rotated_mnist",
         "small",
