@@ -11,10 +11,10 @@
 `run` and `load` return a `Result`, `study` a `StudyResult`, `sweep` a `SweepResult`, and `report` a
 `Report` that compares runs. `build` checks a run without starting it.
 
-Your own parts extend `Method`, `Learner`, `Compressor`, `ModelRecipe`, `Partitioner`, `Schedule`,
-`Selection`, `Fleet`, `Topology`, `Observer` or `Source`. The function `read` of a source returns
-the samples as a `Raw`. `raysim new NAME` writes a package with an example of each part, and
-`raysim.conformance.checks` tests the parts.
+To extend raysim, write a subclass of `Method`, `Learner`, `Compressor`, `ModelRecipe`,
+`Partitioner`, `Schedule`, `Selection`, `Fleet`, `Topology`, `Observer` or `Source`. `raysim new
+NAME` writes a package with an example of each of these classes. `raysim.conformance.checks` tests
+an object of such a class.
 """
 
 from __future__ import annotations

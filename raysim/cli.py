@@ -303,10 +303,7 @@ def exit_status(command: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """Discard the text for stdout that is not written yet.
-
-    The disk or the pipe behind stdout cannot take it, so Python would fail to write it at exit.
-    """
+    # The disk or the pipe behind stdout fails, so Python could not write the rest at its exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -23,14 +23,13 @@ _COUNTERS = "personal.counters"
 class ClientState(Generic[T]):
     """Everything that raysim stores for a client between its jobs.
 
-    The network tensors that stay on the client, such as the normalisation layers of FedBN, are
-    stored in two flat buffers: one for floats, one for integers. So a job loads and stores two
-    buffers in place of many tensors. The layout of the run has the name and the position of each of
-    these tensors. T is the type of the buffers: a tensor on a worker, a NumPy array elsewhere.
+    Some network tensors stay on the client, such as the normalisation layers of FedBN. They are
+    stored one after another in two flat arrays: one of floats, and one of integers. T is the type
+    of these arrays: a tensor on a worker, a NumPy array elsewhere.
 
-    personal: the buffer of floats [layout.personal], first the parameters, then buffers such as
-    running means.
-    counters: the buffer of integers, such as the batch counters of BatchNorm; its length is
+    personal: the array of floats [layout.personal]: first the parameters, then other floats, such
+    as BatchNorm's running means.
+    counters: the array of integers, such as BatchNorm's counts of batches. Its length is
     layout.total_counters - layout.shared_counters.
     methods: the tensors that methods keep for the client, by "method.name", such as
     "scaffold.control".
@@ -59,9 +58,10 @@ def num_bytes(state: ClientState[Any]) -> int:
 
 
 def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:
-    """Return every tensor under its full name: "model.bn1.weight" or "fedbss.losses".
+    """Return all tensors of the state by their full names, such as "model.bn1.weight".
 
-    The tensors of networks are views of the flat buffers.
+    The tensor "losses" of the method fedbss has the name "fedbss.losses". The network tensors share
+    memory with the two flat arrays of the state.
     """
     floating, integer = layout.personal_entries
     personal: dict[str, np.ndarray] = {}

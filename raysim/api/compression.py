@@ -1,16 +1,15 @@
 """Compress clients' updates and the server's steps: compressors and error feedback.
 
-A client encodes the change of the shared parameters (up), and the server uses the decoded change.
-The server encodes its step (down), and the next version is the current version plus the decoded
-step, on the server and on the clients. BatchNorm statistics and tensors of methods travel
-unchanged.
+A client sends a compressed change of the shared parameters to the server ("up"). The server sends
+its compressed step to the clients ("down"). Server and clients then add the same decoded step to
+the current version. BatchNorm statistics and tensors of methods are not compressed.
 
-Error feedback, with C the code (encode, then decode), v the vector to send, and m a memory that
-starts at 0:
+Let v be the vector to send, and C(v) the vector that the receiver decodes from the message. Error
+feedback also uses a memory m, which starts at 0:
 
-    none   send C(v)
-    ef21   send C(v - m); the receiver's value is m + C(v - m), which is the next m
-    ef14   send C(v + m); the next m is v + m - C(v + m)
+    none   send v:      the receiver gets C(v)
+    ef21   send v - m:  the receiver gets m + C(v - m); the next m is this value
+    ef14   send v + m:  the receiver gets C(v + m); the next m is v + m - C(v + m)
 
 Sources: ef21 is Algorithm 2 of Richtarik, Sokolov and Fatkhullin, "EF21: A New, Simpler,
 Theoretically Better, and Practically Faster Error Feedback" (NeurIPS 2021). With direction="both"
@@ -18,10 +17,10 @@ it is EF21-BC of Fatkhullin et al. (2021). ef14 is the error feedback of Seide e
 2014), as analysed by Karimireddy et al. (ICML 2019).
 
 Departures from the papers
-- v is a client's update after several local steps, or the server's step, and not a gradient.
-- With ef21 sender and receiver both compute m from the earlier messages. The server aggregates the
-  decoded updates of the clients that took part, with its usual weights; EF21 averages the latest
-  decoded vectors of all clients.
+- In the papers, v is a gradient. Here v is a client's update after several local steps, or the
+  server's step.
+- In EF21, the server averages the latest decoded vectors of all clients. Here it aggregates only
+  the updates of the clients that took part, with their usual weights.
 - A client's memory changes only when its update is aggregated, like all client state.
 """
 
@@ -50,15 +49,14 @@ MEMORY, KEPT = "memory", "kept"  # names of a compressor's client state and serv
 
 
 class Compressor(Method):
-    """An encoder that makes the update of a client, or the step of the server, smaller.
-
-    direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
-    feedback: the algorithm of error feedback: "none", "ef21" or "ef14"; the top of this file has
-    the formulas.
+    """An encoder that makes the updates of clients or the steps of the server smaller.
 
     A subclass sets `name` and overrides `words`, `encode` and `decode`. Its constructor passes
-    `direction` and `feedback` to the constructor of this class. The size of a message must be known
-    in advance, because the virtual clock needs it before the training.
+    `direction` and `feedback` to the constructor of this class.
+
+    direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
+    feedback: the algorithm of error feedback: "none", "ef21" or "ef14". The docstring of
+    `raysim.api.compression` has the formulas.
     """
 
     def __init__(self, direction: Direction = "up", feedback: Feedback = "none"):
@@ -74,9 +72,9 @@ class Compressor(Method):
         """Return the message for `values`: uint32 [words].
 
         values: float32 [layout.trained] on the CPU, finite; do not change them.
-        key: a random number below 2^63 for this message.
-        kept: the tensor that `keep` made from the sender's last message; for the first message, the
-        tensor that `initial` returned.
+        key: a random number below 2^63, a new one for each message.
+        kept: the sender's memory of its last message, which `keep` returned. For the sender's first
+        message, `initial` returned it.
         """
         raise NotImplementedError
 
@@ -85,16 +83,15 @@ class Compressor(Method):
         raise NotImplementedError
 
     def initial(self, layout: Layout) -> Tensor:
-        """Return the value of `kept` with which `encode` is called for a sender's first message.
+        """Return the argument `kept` of `encode` for a sender's first message.
 
-        By default the tensor is empty. A compressor overrides this function and `keep` if a message
-        depends on the one before. PowerSGD, for example, starts from the directions of the last
-        message.
+        By default the tensor is empty. Override this function and `keep` if a message depends on
+        the sender's previous message.
         """
         return torch.empty(0)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
-        """Return the value of `kept` with which `encode` is called for the sender's next message.
+        """Return the argument `kept` of `encode` for the sender's next message.
 
         By default the tensor is empty. A compressor that overrides this function must also override
         `initial`.
@@ -104,13 +101,12 @@ class Compressor(Method):
         return torch.empty(0)
 
     def contraction(self, layout: Layout) -> float:
-        """Return the factor on decoded values that error feedback needs; the default is 1.
+        """Return the number by which decoded values are multiplied under error feedback.
 
-        Error feedback converges only if |C(v) - v| < |v| for the code C and every vector v. A code
-        that draws random numbers may be unbiased, E C(v) = v, with a variance up to omega |v|^2.
-        Such a code returns 1 / (1 + omega), because the scaled code C(v) / (1 + omega) satisfies
-        the inequality in expectation (EF21, Section 2). Without error feedback, the factor is not
-        used.
+        The default is 1. Error feedback converges only if |f C(v) - v| < |v| for every vector v.
+        Here C(v) is the decoded vector, and f the number that this function returns. If C(v) is
+        random, with the mean v and a variance of at most omega |v|^2, return 1 / (1 + omega). The
+        inequality is then true in expectation (EF21, Section 2).
         """
         return 1.0
 
@@ -119,14 +115,14 @@ class Compressor(Method):
     ) -> tuple[np.ndarray, Tensor]:
         """Send `values` with error feedback; return the message and the sender's next memory.
 
-        Fill `values` with the values that the receiver has. A compressor may override this function
-        with a faster one that has the same results. A subclass of such a compressor that overrides
-        `encode` must override this function as well.
-        values: [layout.trained], the vector v at the top of this file.
+        Afterwards `values` has the vector that the receiver gets.
+
+        values: [layout.trained], the vector v in the docstring of this module.
         memory: [layout.trained], the sender's memory m, which must not be changed; empty if m is 0.
-        key, kept: see `encode`.
-        All tensors but `kept` are on the device of the sender.
+        key, kept: the arguments of `encode`; `kept` is on the CPU.
         """
+        # A subclass may override this function with a faster one that has the same results. Its own
+        # subclasses that override `encode` must then override this function as well.
         following = self._add_memory(values, memory)
         message = self._message(following, layout, key, kept)
         self._receive(message, layout, values, self.contraction(layout))
@@ -156,11 +152,11 @@ class Compressor(Method):
         return torch.add(values, memory, out=wanted)
 
     def _message(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the message of `encode`, which shares no memory with `values`.
+        """Call `encode`; return the message as an array with its own memory.
 
         values: [layout.trained], the vector to encode, on any device.
-        key, kept: see `encode`.
-        Raise ValueError if the message does not have the declared size.
+        key, kept: the arguments of `encode`.
+        Raise ValueError if the message does not have the size that `words` returns.
         """
         sent = values.to("cpu", torch.float32)
         message = self.encode(sent, layout, key, kept)
@@ -220,13 +216,11 @@ class Compressor(Method):
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
     ) -> dict[str, Tensor]:
-        """Replace `values`, in place, by what the receiver decodes; return the sender's next state.
+        """Replace `values` by the vector that the receiver gets; return the sender's next state.
 
-        values: [layout.trained], the vector to send.
-        state: the sender's state after its last message. With error feedback it has the entry
-        "memory", where an empty tensor stands for zeros. If the compressor overrides `initial`, it
-        has "kept".
-        key: a random number below 2^63, which `encode` gets for this message.
+        values: [layout.trained], the vector to send; it is changed in place.
+        state: the sender's state after its last message, which this function returned.
+        key: a random number below 2^63, a new one for each message.
         Raise ValueError if the message does not have the size that `words` returns.
         """
         kept = state.get(KEPT, torch.empty(0)).to("cpu", torch.float32)

@@ -1,8 +1,8 @@
 """The data of a job in training: its batches, the model's outputs, and its worker.
 
-`Context` is the data that the training loop stores for a job. The hooks of a method get this data
-as a `LocalJob`. There the method writes `job.state["control"]` for the entry that `Context` stores
-as "scaffold.control": the name of the method is left out.
+The training loop stores the data of a job in a `Context`. A method's hooks see it as a `LocalJob`,
+in which names are shorter. What a hook of SCAFFOLD sees as `job.state["control"]` is the entry
+"scaffold.control" of `Context.state`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ T = TypeVar("T")
 class Plan:
     """The batches of one job, decided before its first step.
 
-    positions: int64 [sum of sizes], positions in the client's samples, batch after batch.
-    sizes: the number of rows of each batch.
+    positions: int64 [sum of sizes], the samples of all batches, one batch after another. A sample
+    is given by its index in the client's list of training samples.
+    sizes: the number of samples in each batch.
     samples: the number of the client's training samples.
     """
 
@@ -92,10 +93,10 @@ class WorkerView(Protocol):
         """Return copies of all networks, by name, in eval mode and without gradients.
 
         ctx: the job.
-        name: any name for the copies. Only a job's first call with a name loads `values`. Later
-        calls return the same copies and must pass the same `values`.
+        name: a name that you choose. The first call of a job with this name makes the copies. Later
+        calls return the same copies, and must pass the same `values`.
         values: the vector [layout.total] to load into the copies. None loads the parameters from
-        which training started: `job.start` and the client's personal parameters.
+        which the job's training started.
         """
         ...
 
@@ -258,10 +259,10 @@ class Context:
     ) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: any name for the copies. Only a job's first call with a name loads `values`. Later
-        calls return the same copies and must pass the same `values`.
+        name: a name that you choose. The first call of a job with this name makes the copies. Later
+        calls return the same copies, and must pass the same `values`.
         values: the vector [layout.total] to load into the copies. None loads the parameters from
-        which training started: `job.start` and the client's personal parameters.
+        which the job's training started.
         """
         return self.trainer.frozen(self, name, values)
 

@@ -414,18 +414,18 @@ class Local:
         return rate
 
     def step_factors(self, steps: int) -> list[float] | None:
-        """Return for each step of a job the factor on the learning rate; None if all are 1.
+        """Return the factors on the learning rate in a job's steps; None if all factors are 1.
 
         steps: the number of steps of the job.
 
-        Factor k belongs to step k = 0, ..., steps - 1. It is a(k) s(k), where a(k) is the warm-up:
+        The factor of step k = 0, ..., steps - 1 is a(k) s(k). Here a(k) is the warm-up:
 
             a(k) = (k + 1) / (warmup_steps + 1)   for k < warmup_steps
             a(k) = 1                              for later steps
 
         With `schedule_over="rounds"`, s(k) = 1. With `schedule_over="steps"`, s(k) is the
-        schedule's learning rate divided by lr. The schedule has the formulas of `rate` without
-        `lr_decay`, with version = k, T = steps and W = warmup_steps.
+        schedule's formula in `rate`, divided by lr. In this formula, k replaces the version, T is
+        `steps`, and W is `warmup_steps`.
         """
         if self.schedule_over == "rounds" and not self.warmup_steps:
             return None

@@ -77,10 +77,10 @@ class Declarations:
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the method that has declared something that only one method may declare, or None.
+        """Return the method that made a declaration, or None.
 
-        fact: the attribute of `MethodDeclaration` that has the declaration, such as "stages" or
-        "train".
+        fact: a declaration that only one method of a run may make, such as "stages" or "train". It
+        is the name of an attribute of `MethodDeclaration`.
         """
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None
@@ -122,9 +122,10 @@ class Declarations:
 
     @property
     def uses_of_single_updates(self) -> list[str]:
-        """Return the reasons why the coordinator needs single updates: ["method 'x' weighs them"].
+        """Return the reasons why workers must send each update to the coordinator.
 
-        If the list is empty, workers may send sums of updates instead.
+        A reason is a text such as "method 'x' weighs them". If there is none, workers may send sums
+        of updates.
         """
         uses = [f"method '{declared.method}' weighs them" for declared, _ in self.hooks_of("weigh")]
         combiner = self.single_hook("combine")
@@ -179,8 +180,7 @@ class Declarations:
 def with_required_settings(local: Local, method: Method) -> Local:
     """Return `local` with the values that the method's hook `settings` returns.
 
-    Each of these values replaces the value in `local`. This is for settings that no user chose: a
-    run does not replace values that the user set.
+    The values of the method replace those of `local`, even if a user set them.
     """
     required = {key.removeprefix("local."): value for key, value in method.settings(local).items()}
     return replace(local, **required)  # type: ignore[arg-type]
@@ -248,10 +248,10 @@ def declare(
 def _replace_model(
     methods: Sequence[Method], task: Task, model: nn.Module, seed: int
 ) -> tuple[nn.Module, Exception | None]:
-    """Return the model to train; also the error if a method's hook `model` failed, else None.
+    """Return the model to train, and the error of a hook `model`.
 
-    After a failure, the model is the unchanged one. The caller raises the error later: an error
-    about a need that the data do not meet is clearer, and is raised first.
+    If the hook `model` of a method raises an error, return the unchanged model and this error.
+    Without an error, return None in its place.
     """
     for method in methods:
         if "model" in filled_hooks(method):
@@ -264,8 +264,9 @@ def _replace_model(
 
 
 def _call_setup(method: Method, setup: Setup, has_features: bool) -> None:
-    """Call the method's `setup`; if it fails, first report needs that the run does not meet.
+    """Call the method's `setup`.
 
+    If `setup` fails because the data or the model lack something, the error says what is missing.
     has_features: True if the model has features in front of a linear head.
     """
     try:
@@ -296,10 +297,7 @@ def _tensor_names(name: str, network: ExtraNetwork) -> set[str]:
 
 
 def _check_state_names(declarations: Declarations) -> None:
-    """Raise ValueError if a method gives client state a name that is already in use.
-
-    Network tensors that stay on the client and client state of other methods use names.
-    """
+    """Raise ValueError if two entries of a client's state have the same name."""
     taken = dict.fromkeys(
         reserved_names(declarations.layout), "a private tensor of the run's networks"
     )

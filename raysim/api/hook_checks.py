@@ -47,12 +47,12 @@ class DeclaredState(dict[str, Tensor]):
 
 
 def check_type(value: T, kind: Any, method: str, hook: str, instead: str) -> T:
-    """Return `value`, which a hook returned. Raises HookError if its type is not `kind`.
+    """Return `value` unchanged. Raise HookError if its type is not `kind`.
 
+    value: the result of a hook.
     kind: a type, or a tuple of types, as for `isinstance`.
-
     method, hook: the names of the method and of the hook, for the error.
-    instead: text that says what the hook should return.
+    instead: the words of the error that say what the hook should return.
     """
     if not isinstance(value, kind):
         raise _wrong(value, method, hook, instead)

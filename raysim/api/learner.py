@@ -192,9 +192,10 @@ class Learner(Method):
         run.load_model(_load_content)
 
     def _planned_words(self, task: Task, received: int) -> int:
-        """Return the expected size of a job's encoded parameters, in int32 words; see `_encode`.
+        """Return how many 32-bit words a job will probably send, if parameters are bytes.
 
-        received: the size of the version's encoded parameters, in words.
+        task: the learning task.
+        received: the number of 32-bit words that the job receives as parameters.
         """
         name = f"upload_bytes of {type(self).__name__}"
         size = at_least(name, self.upload_bytes(task, 4 * (received - 1)), 0)
@@ -372,10 +373,6 @@ class LearnerNetwork(nn.Module):
 
 
 def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each array of a nested structure with its name, such as "layers:0:weight".
-
-    prefix: the name of `parameters` in the structure that contains it; "" if none contains it.
-    """
     if isinstance(parameters, Mapping):
         items: Iterator[tuple[Any, Any]] = iter(parameters.items())
     elif isinstance(parameters, list | tuple):
@@ -389,10 +386,6 @@ def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _structure(parameters: Parameters, prefix: str = "") -> Any:
-    """Return the nested structure with each array replaced by its name.
-
-    prefix: the name of `parameters` in the structure that contains it; "" if none contains it.
-    """
     if isinstance(parameters, Mapping):
         return {
             key: _structure(value, f"{prefix}{_SEPARATOR}{key}" if prefix else str(key))

@@ -193,20 +193,19 @@ class LocalJob:
     ) -> Mapping[str, nn.Module]:
         """Return copies of the networks, by full name, in eval mode and without gradients.
 
-        name: any name for the copies. Only a job's first call with a name loads `values`. Later
-        calls return the same copies and must pass the same `values`.
+        name: a name that you choose. The first call of a job with this name makes the copies. Later
+        calls return the same copies, and must pass the same `values`.
         values: the vector [layout.total] to load into the copies, such as the client's model after
-        an earlier job. None loads the parameters from which training started: `job.start` and the
-        client's personal parameters.
+        an earlier job. None loads the parameters from which the job's training started.
         """
         return self.context.frozen(name, values)
 
     def moves(self) -> Iterator[tuple[slice, int, float]]:
-        """Yield how much the job has trained each part of the shared parameters so far.
+        """Yield what the optimizers have trained so far: (slice, steps, rate) for each part.
 
-        For each contiguous part that an optimizer trains, yield (slice, steps, rate). The slice is
-        the part's position in the flat vector, steps is the number of optimizer steps on the part
-        so far, and rate is their mean learning rate.
+        A part is a contiguous range of the shared parameters that an optimizer trains. `slice` is
+        its position in the flat vector. `steps` is the number of optimizer steps on the part so
+        far, and `rate` is their mean learning rate.
         """
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor
@@ -279,10 +278,9 @@ class LocalJob:
         return self.context.stream(f"{self.method}.{purpose}")
 
     def drawn(self, name: str) -> Tensor:
-        """Return this step's random tensor, which the method declared with `Setup.draw`.
+        """Return the random tensor for the current step, which `Setup.draw` declared.
 
-        name: the name of the declaration. In step i, the result is tensor i of the sequence that
-        the declared function returned for this job.
+        name: the name that the method passed to `Setup.draw`.
         """
         return self.context.drawn(f"{self.method}.{name}")
 

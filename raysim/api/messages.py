@@ -59,13 +59,13 @@ class PublishedVersion:
     """A version as workers receive it: the shared vector, and the tensors that methods send.
 
     version: the number of aggregations before it.
-    vector: [layout.shared], the shared parameters, then buffers of floats.
+    vector: [layout.shared], the shared parameters, then BatchNorm statistics and other buffers of
+    floats.
     counters: int64 [layout.shared_counters], the shared buffers of integers.
     extras: the tensors that methods send to all clients with this version, by "method.name".
-    mark: "" for a version from which clients train. Other vectors are only scored: they have a
-    text such as "scored 0", because they may have the same `version` and `number`.
-    number: counts the published versions of all replicas together; with one replica it equals
-    `version`.
+    mark: "" if clients train from this vector. A vector that is only scored has a text such as
+    "scored 0", which distinguishes it from the trained version of the same number.
+    number: the position in the list of all published versions of all replicas, from 0.
     """
 
     version: int
@@ -280,7 +280,7 @@ class ScoringTask:
     extras: the tensors that methods would send to this client only, by "method.name".
     personalised: False does not call the hook `personalise`.
     finetune: how the model is first trained on the client's samples; None does not train it.
-    name: the name of the set of samples, such as "central"; used if a method scores whole sets.
+    name: the name of the set of samples, such as "central".
     """
 
     client: int
@@ -297,11 +297,10 @@ class ScoringReport:
     """The result of one `ScoringTask` with n samples: values from which metrics are computed.
 
     client: the number of the client whose model was scored; -1 means the shared model.
-    scores: for each function that `metrics.row_functions` returns, an array [n, ...] with a value
-    for each sample, such as True for a right prediction.
-    losses: usually the loss of each sample [n], in the dtype of the run. For a task whose loss is a
-    mean over labels instead of samples (`Objective.parts` is not None): float64 [n, 2]. A row then
-    has the sum of the losses of a sample's labels, and the number of its labels.
+    scores: one array [n, ...] for each function that `metrics.row_functions` returns. It has a
+    value for each sample, such as True for a right prediction.
+    losses: the loss of each sample [n]. For tasks with `Objective.parts`, such as language models,
+    it is float64 [n, 2]: the sum of the losses of a sample's labels, and their number.
     """
 
     client: int

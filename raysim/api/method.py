@@ -167,8 +167,8 @@ class Method:
         """Combine all updates to one direction [layout.trained]; only one method may do so.
 
         By default the direction is the weighted mean of the updates. Buffers of floats, such as
-        BatchNorm's statistics, are averaged, unless this hook returns a longer vector
-        [layout.shared], which has a direction for them, too.
+        BatchNorm's statistics, are averaged. To replace this average too, return a vector
+        [layout.shared], in which the buffers come after the parameters.
         """
         raise NotImplementedError
 

@@ -73,18 +73,17 @@ class ScoredTask(Protocol):
 class Metric:
     """A metric that a user defines by a function.
 
-    function: a function of outputs [n, C] and labels, in the form in which the loss gets them. It
-    returns a value for each sample [n], whose mean is the score, or one number, the score of all
-    samples.
+    function: a function of outputs [n, C] and labels. The labels are those that the loss gets. The
+    function returns a score for each sample [n], or one number for all n samples.
     name: the metric's name in columns of the history; None takes the function's name.
-    higher: True if a higher score is better; None reads the function's attribute
-    `higher_is_better`, and takes True if it has none.
-    per: "sample" if the function returns a value for each sample, "set" if it returns one number;
-    None calls the function once to find out (for structured targets None means "sample").
+    higher: True if a higher score is better. None takes the function's attribute
+    `higher_is_better`; without this attribute it means True.
+    per: "sample" if the function returns a score for each sample, whose mean is then the metric.
+    "set" if it returns one number. None finds this out by a trial call of the function; for
+    structured targets it means "sample".
 
-    A function per sample is called on the workers with batches of samples. A function per set is
-    called on the coordinator, once for each set (the central test set, a client, a domain), with
-    all samples of the set.
+    With "sample", workers call the function with batches of samples. With "set", the coordinator
+    calls it with all samples of a set: the central test set, a client or a domain.
     """
 
     function: MetricFunction
@@ -183,10 +182,7 @@ def _errors_with_shapes(name: str, outputs: Tensor, labels: Tensor, advice: str)
 
 
 class SetRows:
-    """Outputs and labels of samples, collected batch by batch for metrics that need a whole set.
-
-    `array` returns them as a structured NumPy array [n] with the fields "outputs" and "labels".
-    """
+    """The outputs and labels of a set of samples, collected batch by batch."""
 
     def __init__(self) -> None:
         self._outputs: list[Tensor] = []
@@ -211,20 +207,17 @@ class SetRows:
 
 
 def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] | None]:
-    """Return the functions `MetricRule.rows` of some metrics, without repetitions.
+    """Return the functions `MetricRule.rows` of some metrics, each function once.
 
-    Workers call each of these functions once for a batch, even if several metrics use the same one.
-    None in the list means that a metric needs the outputs and labels themselves.
+    An entry None stands for metrics that are computed from all outputs and labels of a set.
     """
     return list(dict.fromkeys(metric.rows for metric in metrics))
 
 
 class ScoresOfRows:
-    """The values of samples from which metrics are computed, collected batch by batch.
+    """The scores of a set of samples, collected batch by batch.
 
-    Each function of `row_functions(metrics)` computes such values from outputs and labels.
-
-    metrics: the metrics that will be computed.
+    metrics: the metrics, whose functions `rows` compute the scores of each sample.
     """
 
     def __init__(self, metrics: Sequence[MetricRule]) -> None:
@@ -244,9 +237,9 @@ class ScoresOfRows:
                 parts.append(function(outputs, labels))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return the values of all samples: an array for each function of `row_functions(metrics)`.
+        """Return one array [n, ...] for each function of `row_functions(metrics)`.
 
-        An array has the shape [n, ...] for n samples.
+        An entry of an array is the function's score of one of the n samples.
         """
         return tuple(
             parts.array() if isinstance(parts, SetRows) else torch.cat(parts).cpu().numpy()

@@ -22,10 +22,10 @@ def mean(values: np.ndarray) -> float:
 
 
 def mean_loss(losses: np.ndarray) -> float:
-    """Return the mean loss of a `ScoringReport`: over samples [n], or over labels [n, 2].
+    """Return the mean of the losses in a `ScoringReport`.
 
-    A row of [n, 2] has the sum of the losses of a sample's labels and the number of its labels. The
-    mean is nan if there are no labels.
+    losses: [n], a loss for each sample. For a mean over labels: [n, 2], the sum of the losses of a
+    sample's labels, and their number. The result is nan if there are no labels.
     """
     return mean(losses) if losses.ndim == 1 else ratio_of_sums(losses)
 
@@ -55,12 +55,12 @@ class Objective:
 
     loss: a function from outputs [B, C] and labels to the mean loss of the batch.
     losses: a function from outputs and labels to a loss for each sample [B].
-    metrics: the possible metrics; the first one is the main metric by default.
+    metrics: all metrics of this kind of task; the first one is the main metric by default.
     has_ignored: True if labels may be `IGNORED`; means then leave out ignored labels.
-    usual_metrics: the number of metrics that are computed by default: the first ones of `metrics`.
-    parts: None if the loss of a set is a mean over its samples. If it is a mean over labels, such
-    as tokens: a function from outputs and labels to two numbers for each sample, [B, 2]. They are
-    the sum of the losses of the sample's labels, and the number of its labels that are not ignored.
+    usual_metrics: how many metrics are computed by default, counted from the first one.
+    parts: a function for losses that are means over labels instead of samples, such as tokens. It
+    returns [B, 2] from outputs and labels: the sum of the losses of a sample's labels, and their
+    number. None for means over samples.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -98,13 +98,12 @@ class Objective:
 
 # ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of a batch, without ignored labels.
+    """Return the mean of a batch's losses; labels with the value `IGNORED` do not count.
 
-    Losses of labels, in the shape of `labels`, are averaged over the labels that are not ignored.
-    Losses of samples, [B] or [B, ...], are averaged over the samples with a label that is not
-    ignored. The result is 0 if all labels are ignored.
-    values: the losses.
-    labels: [B, ...]; an ignored label has the value `IGNORED`.
+    A loss counts if its label counts. The loss of a sample counts if at least one of its labels
+    counts. The result is 0 if no label counts.
+    values: a loss for each label, with the shape of `labels`, or for each sample, [B] or [B, ...].
+    labels: [B, ...].
     """
     is_counted = labels != IGNORED
     if values.shape != labels.shape:
@@ -114,13 +113,12 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of each sample, [B], without ignored labels.
+    """Return each sample's mean loss, [B]; labels with the value `IGNORED` do not count.
 
-    Losses of labels, in the shape of `labels`, are averaged over a sample's labels that are not
-    ignored. The mean is 0 if all of them are ignored. Losses of samples, [B] or [B, ...], are
-    averaged over all values of a sample.
-    values: the losses.
-    labels: [B, ...]; an ignored label has the value `IGNORED`.
+    The mean is 0 for a sample without a label that counts.
+    values: a loss for each label, with the shape of `labels`. Or one or more losses for each
+    sample, [B] or [B, ...], all of which count.
+    labels: [B, ...].
     """
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)
@@ -130,11 +128,12 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample the sum of its losses and the number of its labels, [B, 2].
+    """Return the sum of each sample's losses and the number of its labels, [B, 2].
 
-    Ignored labels do not count. A loss of a sample counts once for each label of the sample.
-    values: the losses of labels, in the shape of `labels`, or the losses of samples, [B].
-    labels: [B, ...]; an ignored label has the value `IGNORED`.
+    Labels with the value `IGNORED` do not count.
+    values: a loss for each label, with the shape of `labels`. Or a loss for each sample [B], which
+    is multiplied by the number of labels.
+    labels: [B, ...].
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
     return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)
@@ -202,10 +201,11 @@ def perplexity(parts: np.ndarray) -> float:
 
 
 def class_counts(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Count positions, such as pixels, of each sample by class: int64 [B, 3, C].
+    """Count three kinds of positions, such as pixels, for each sample and class: int64 [B, 3, C].
 
-    The three counts of class c are: positions where label and prediction are c; positions where the
-    prediction is c; positions where the label is c. Ignored positions are not counted.
+    For each class, the first number counts the positions with this label that are predicted
+    correctly. The second number counts all positions with this prediction, and the third one all
+    positions with this label. Positions with the label `IGNORED` are not counted.
 
     outputs: [B, C, ...], the logits at each position.
     labels: [B, ...], the class at each position.
@@ -383,8 +383,9 @@ def macro_f1(codes: np.ndarray) -> float:
 def f1_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
     """Return the F1 score [B] of each sample over its labels; 0 for a sample without labels.
 
-    The mean is scikit-learn's `f1_score(average="samples")` with the default of `zero_division`.
-    outputs, labels: [B, L]; a positive output predicts a label, a positive entry is a label.
+    The mean of the result equals scikit-learn's `f1_score(average="samples")`.
+    outputs: [B, L]; a label is predicted if its output is positive.
+    labels: [B, L]; a sample has a label if the entry is positive.
     """
     predicted = outputs > 0
     present = labels > 0
@@ -394,9 +395,11 @@ def f1_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def share_right(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample [B] the share of labels whose presence is predicted correctly.
+    """Return for each sample [B] the share of the L labels that are predicted correctly.
 
-    outputs, labels: [B, L]; a positive output predicts a label, a positive entry is a label.
+    If the sample does not have a label, it is correct that the label is not predicted.
+    outputs: [B, L]; a label is predicted if its output is positive.
+    labels: [B, L]; a sample has a label if the entry is positive.
     """
     return ((outputs > 0) == (labels > 0)).float().mean(1)
 

@@ -81,6 +81,10 @@ def draw_weighted(
 class SelectionView:
     """The argument of a selection rule: the clients that can be dispatched now, with facts.
 
+    The property `clients` has the idle, available clients. Other properties, such as `samples` and
+    `loss`, have a value for each of these clients. Only raysim uses the fields `make_generator`,
+    `measure_losses`, `estimate_seconds` and `estimate_sending`.
+
     count: the largest number of clients to choose.
     pool: the number of the pool to choose from; -1 if the clients are not divided into pools.
     now: the virtual time in seconds.
@@ -90,10 +94,6 @@ class SelectionView:
     is_idle: bool [clients of the run], True for clients that are idle, available and in the pool.
     state: the arrays that the rule remembers, by name. The rule may replace and change them, and
     checkpoints contain them.
-
-    The property `clients` has the idle, available clients. Other properties, such as `samples` and
-    `loss`, have a value for each of these clients. The last four fields are for raysim: rules use
-    `generator`, `measure`, `expected_seconds` and `sending_seconds` instead.
     """
 
     count: int
@@ -231,7 +231,7 @@ class Selection:
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """The reports that the rule needs, "loss" and "norm", see the class.
+        """The results of training that the rule needs: "loss", "norm", both, or none of them.
 
         A subclass may set a class attribute instead: `reports = ("loss",)`.
         """

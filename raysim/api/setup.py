@@ -336,9 +336,10 @@ class Setup:
         )
 
     def warn_of_second_correction(self, other: str) -> None:
-        """Warn if the list also has the method `other`, whose correction this method makes as well.
+        """Warn if the run also uses the method `other`, which corrects the same bias.
 
         The bias between the clients would then be corrected twice.
+        other: the name of that method.
         """
         if other in self.methods:
             self.warn(
@@ -495,11 +496,11 @@ class Setup:
         The server reads the tensors of all clients with `aggregation.uploads(name)`.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
-        planned: None if the tensor has the size `floats` in every job. A function allows any size:
-        `planned(received)` returns the expected size before the training, in floats. Its argument
-        is the size of what the client receives from this method in tensors that are sent with
-        `varies=True`. Virtual time uses the expected size, or `floats` for jobs from version 0.
-        Traffic counts the real size when the update is aggregated.
+        planned: for a tensor whose size is known only after training: a function that returns the
+        expected size in floats. Virtual time uses the expected size, and traffic counts the real
+        one. The function's argument is the number of floats that the job receives from this method
+        in tensors sent with `varies=True`. In version 0, `floats` is the expected size. None: the
+        size is always `floats`.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -533,11 +534,11 @@ class Setup:
         self.declared.compressor = compressor
 
     def zeros(self, at: int | ServerView = 0) -> Tensor:
-        """Return zeros [layout.trained]: pass `run.zeros` as `initial` of client or server state.
+        """Return zeros [layout.trained], for use as the argument `initial`: `initial=run.zeros`.
 
-        at: raysim passes the argument of `initial`. For client state this is a number of samples,
-        and the zeros are on the CPU. For server state it is the server, and the zeros have the
-        device and the dtype of its parameters.
+        raysim calls this function for client state and server state.
+        at: for client state, a number of samples: the zeros are then on the CPU. For server state,
+        the server: the zeros then have the device and the dtype of its parameters.
         """
         if isinstance(at, int):
             return torch.zeros(self.layout.trained)

@@ -386,12 +386,12 @@ def components(mixing: Mixing) -> list[list[int]]:
 def connection_warnings(
     mixing: Mixing, key: str, replicas: Set[int] | None = None
 ) -> tuple[str, ...]:
-    """Return a warning if some replicas never exchange with each other, not even through others.
+    """Return a warning if exchanges do not connect all replicas; else an empty tuple.
 
     The warning lists the groups of replicas that are connected by exchanges.
     mixing: the weights of all replicas in an exchange.
     key: the setting that connects the replicas, for the warning.
-    replicas: only groups with one of these replicas are considered; None considers all groups.
+    replicas: groups without any of these replicas are ignored; None ignores no group.
     """
     parts = components(mixing)
     if replicas is not None:

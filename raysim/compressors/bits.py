@@ -162,11 +162,12 @@ def words_of_positions(count: int, length: int) -> int:
 def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
     """Pack ascending positions below `length` into words; return uint32 [words].
 
-    This is the code of Elias (1974) and Fano (1971). With l from `_low_bits`, position p_i is
-    stored in two parts. Its l low bits are stored unchanged. For its high bits h_i = floor(p_i /
-    2^l), bit h_i + i is set in a second string of bits. A position takes about 2 + log2(length /
-    count) bits, where count is the number of positions. The size depends only on `length` and
-    count.
+    This is the code of Elias (1974) and Fano (1971). It takes about 2 + log2(length / n) bits for
+    each of the n positions. The size depends only on `length` and n.
+
+    The l lowest bits of each position are stored unchanged, with l from `_low_bits`. The higher
+    bits of position number i, from 0, are a number h. They are stored by setting bit h + i in a
+    second string of bits.
     """
     count, low = len(positions), _low_bits(len(positions), length)
     lowest = pack(positions & ((1 << low) - 1), low)

@@ -123,7 +123,10 @@ class PowerSGD(Compressor):
         return total
 
     def initial(self, layout: Layout) -> Tensor:
-        """Return the first Q of all matrices, one after another; the entries are normal numbers."""
+        """Return the Q that each matrix has before the first message, one after another.
+
+        The entries are normal random numbers, the same for all clients.
+        """
         count = sum(piece.rank * piece.columns for piece in self._pieces(layout))
         numbers = stream(0, "powersgd").standard_normal(count, dtype=np.float32)
         return torch.from_numpy(numbers)

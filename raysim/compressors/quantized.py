@@ -60,16 +60,8 @@ def _round_randomly(
 
         s + sign(v) floor(s |v| / c + u)
 
-    The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position. All
-    variables of the hash have 32 bits, so that the CPU computes several entries with one
-    instruction. Numba uses 64 bits for a loop's index and for an argument that is a number. The
-    entries of arrays keep their 32 bits, so `key` and `steps` are arrays.
-
-    With error feedback (if `received` is not empty), fill `received` with the values that the
-    receiver has, and replace `values` by the next memory. Entries are processed in chunks, because
-    a chunk fits into the fastest cache. Products and sums are computed in separate loops. In one
-    loop the compiler could fuse a product and a sum, which are then rounded once. Here each of them
-    is rounded, as in `Compressor.exchange`, and the results have the same bits.
+    The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position. With
+    error feedback, this function also fills `received`, and replaces `values` by the next memory.
 
     values: float32 [entries].
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
@@ -78,16 +70,21 @@ def _round_randomly(
     key: the low and the high word of the message's random number, uint32 [2].
     steps: the numbers 0 GOLDEN, 1 GOLDEN, 2 GOLDEN, ..., uint32 [CHUNK].
     digits: [entries], the array to fill.
-    received: float32 [entries], or empty without error feedback.
+    received: the array for the values that the receiver gets, float32 [entries]; empty without
+    error feedback.
     memory: float32 [entries], the last memory with ef21; empty with ef14.
-    contraction: float32, the factor for decoded values.
+    contraction: float32, the number by which decoded values are multiplied.
     """
+    # All variables of the hash have 32 bits, so that the CPU computes several entries with one
+    # instruction. Numba uses 64 bits for a loop's index and for an argument that is a number, but
+    # not for entries of arrays: so `key` and `steps` are arrays.
     low, high = key[0], key[1]
     most = np.float32(levels)
     for bucket in range(len(starts) - 1):
         scale = scales[bucket]
         factor = most / scale if scale > 0 else np.float32(0)
         unit = scale / most
+        # A chunk of `len(steps)` entries fits into the fastest cache.
         for first in range(starts[bucket], starts[bucket + 1], len(steps)):
             stop = min(first + len(steps), starts[bucket + 1])
             part, out = values[first:stop], digits[first:stop]
@@ -106,6 +103,8 @@ def _round_randomly(
             if not len(received):
                 continue
             to = received[first:stop]
+            # Products and sums have separate loops. In one loop the compiler could fuse a product
+            # and a sum, and round only once. `Compressor.exchange` rounds both.
             for index in range(len(part)):
                 decoded = np.float32(np.int32(np.int32(out[index]) - np.int32(levels))) * unit
                 to[index] = decoded * contraction
@@ -313,9 +312,8 @@ class QSGD(_Quantizer):
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), the factor for decoded values under error feedback.
 
-        The variance of the decoded vector is at most omega |v|^2, where v is the encoded vector.
-        Lemma 3.1 of the paper gives omega = min(b / s^2, sqrt(b) / s) for s levels and buckets of b
-        entries.
+        For buckets of b entries and s levels, omega is min(b / s^2, sqrt(b) / s). This is the bound
+        of Lemma 3.1: the variance of the decoded vector is at most omega |v|^2 for every vector v.
         """
         size = min(self.bucket or layout.trained, layout.trained)
         omega = min(size / self.levels**2, math.sqrt(size) / self.levels)
@@ -363,12 +361,10 @@ class TernGrad(_Quantizer):
         return np.asarray(np.minimum(largest, bounds), np.float32)
 
     def contraction(self, layout: Layout) -> float:
-        """Return 1 / (1 + omega), the factor for decoded values under error feedback.
+        """Return 2 / (1 + sqrt(b)), the factor for decoded values under error feedback.
 
-        The variance of the decoded vector C(v) is at most omega |v|^2, where v is the encoded
-        vector. Let b be the number of entries of the largest tensor. In a tensor, the mean of
-        |C(v)|^2 is max|v_i| sum|v_i|, which is at most (1 + sqrt(b)) / 2 |v|^2. So 1 + omega is
-        (1 + sqrt(b)) / 2.
+        b is the number of entries of the largest tensor. The mean of |C(v)|^2 is at most (1 +
+        sqrt(b)) / 2 |v|^2 for every vector v, where C(v) is the decoded vector.
         """
         largest = int(np.diff(self.starts(layout)).max())
         return 2 / (1 + math.sqrt(largest))

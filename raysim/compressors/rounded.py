@@ -1,12 +1,13 @@
 """Numbers of fewer bits: float16, or int8 and fp8 in blocks that each have a scale.
 
-Source of the formats: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), E4M3 with a
-largest value of 448; blocks with a common scale as in Dettmers, Lewis, Shleifer and Zettlemoyer,
-"8-bit Optimizers via Block-wise Quantization" (ICLR 2022), with uniform levels for int8.
-
-    float16  the nearest number of 16 bits; beyond 65504 the largest one
+    float16  C(v)_i = the nearest number of 16 bits; a number beyond 65504 becomes 65504
     int8     C(v)_i = scale round(v_i / scale), scale = max |v| of the block / 127
     fp8      C(v)_i = scale e4m3(v_i / scale), scale = max |v| of the block / 448
+
+Sources: for fp8, the format E4M3 of Micikevicius et al., "FP8 Formats for Deep Learning" (2022),
+with a largest value of 448. For blocks with a common scale, Dettmers, Lewis, Shleifer and
+Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (ICLR 2022). The levels of int8 are
+uniform here.
 """
 
 from __future__ import annotations
@@ -87,12 +88,10 @@ def _scale_blocks(
     """Compute the scale of each block, and divide the block's values by this scale.
 
     The scale is max|v| / `largest`, where max|v| is the largest absolute value of the block.
-    Without the sign bit, the bits of floats have the same order as their absolute values. So the
-    maximum is found by comparing integers, which is faster.
     values: float32 [entries].
     bits: the same memory as `values`, as int32 [entries].
     block: the number of entries in a block.
-    largest: the absolute value that the largest entry of a block gets by the division.
+    largest: the largest absolute value that the result may have, such as 127.
     scales: the array to fill with the scales, float32 [blocks].
     scale_bits: the same memory as `scales`, as int32 [blocks].
     out: the array to fill with the quotients, [entries]; of integers if `is_rounded`, else floats.
@@ -101,6 +100,8 @@ def _scale_blocks(
     for place in range(len(scales)):
         part = values[place * block : (place + 1) * block]
         to = out[place * block : (place + 1) * block]
+        # Without the sign bit, the bits of floats have the same order as their absolute values. So
+        # the maximum is found by comparing integers, which is faster.
         longest = np.int32(0)
         for number in bits[place * block : (place + 1) * block]:
             longest = max(longest, np.int32(number & np.int32(0x7FFFFFFF)))

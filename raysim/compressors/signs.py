@@ -1,18 +1,21 @@
 """Signs: signSGD with majority vote, and signs with a scale.
 
-Sources: Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed Optimisation for
-Non-Convex Problems" (ICML 2018), Algorithm 3; Karimireddy, Rebjock, Stich and Jaggi, "Error
-Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML 2019), Algorithm 1, for the
-scale:
+A vector v of d entries is decoded as
 
-    C(v) = size sign(v), or (|v|_1 / d) sign(v) if size is None, for v with d entries
+    C(v) = size sign(v)           with a number `size`
+    C(v) = (|v|_1 / d) sign(v)    with size=None
 
-A fixed `size` with compression in both directions is majority vote. Clients send signs, and each
+For majority vote, set `size` and compress in both directions. Clients then send signs, and each
 parameter moves by `size` in the direction for which most clients voted.
 
-Choices where the papers are silent
+Sources: Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed Optimisation for
+Non-Convex Problems" (ICML 2018), Algorithm 3. For size=None: Karimireddy, Rebjock, Stich and Jaggi,
+"Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML 2019), Algorithm 1.
+
+Choices that the papers leave open
 - sign(0) is 1.
-- Votes have the weights of the updates. For one vote each, as in the paper, set weighting=uniform.
+- Votes have the weights of the updates. To give each client one vote, as in the paper, set
+  weighting=uniform.
 """
 
 from __future__ import annotations

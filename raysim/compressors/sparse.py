@@ -1,18 +1,19 @@
 """Sparse messages: the largest entries, or random ones.
 
-Sources: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017), and
-Alistarh et al., "The Convergence of Sparsified Gradient Methods" (NeurIPS 2018), for the largest
-entries; Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), for both.
+With k of d entries sent, entry v_i of the vector is decoded as
 
-With k of d entries sent:
+    topk   v_i for the k entries of the largest |v_i|, else 0
+    randk  (d / k) v_i for k random entries, else 0; with error feedback v_i in place of (d / k) v_i
 
-    topk   C(v)_i = v_i for the k entries of the largest |v_i|, else 0
-    randk  C(v)_i = (d / k) v_i for k random entries, else 0; under error feedback without d / k
+Sources: for topk, Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP
+2017), and Alistarh et al., "The Convergence of Sparsified Gradient Methods" (NeurIPS 2018). For
+topk and randk, Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018).
 
-Choices where the papers are silent
-- If entries have equal |v_i|, the ones with the lowest positions are sent.
-- k is share * d, rounded up; entries are chosen among all parameters together, not by layer.
-- The positions of randk follow from a seed of 64 bits, which is in the message.
+Choices that the papers leave open
+- k is share * d, rounded up. The k entries are chosen among all parameters together, and not in
+  each layer.
+- If entries have equal |v_i|, topk sends those with the lowest positions.
+- A message of randk has a seed of 64 bits, from which the positions are drawn.
 """
 
 from __future__ import annotations
@@ -49,18 +50,17 @@ def _collect(
 ) -> int:
     """Find the large entries of values - memory; return their number.
 
-    The magnitude of an entry is its absolute value. An entry is large if its magnitude is at least
-    `threshold`. A chunk of entries is compared first, and each entry gets a byte: 1 if it is large,
-    else 0. Then 8 of these bytes are read as one word. Most words are 0, so the loop over large
-    entries is short.
-    Return len(positions) + 1 if there may be more entries than fit into `positions`.
+    An entry is large if its absolute value is at least `threshold`. Return len(positions) + 1 if
+    there may be more large entries than fit into `positions`.
     values: float32 [d], finite.
     memory: float32 [d], finite; empty for zeros.
-    flags: space for the bytes of a chunk, uint8 [CHUNK].
+    flags: working memory, uint8 [CHUNK].
     words: the same memory as `flags`, uint64 [CHUNK / 8].
     positions: the array to fill with the positions of the entries, in ascending order.
-    magnitudes: the array to fill with the magnitudes of the entries, as long as `positions`.
+    magnitudes: the array to fill with the absolute values of the entries, as long as `positions`.
     """
+    # A chunk of entries is compared first: each entry gets a byte, 1 if it is large, else 0. Then 8
+    # of these bytes are read as one word. Most words are 0, so the loop over bits is short.
     count, room = 0, len(positions) - 8
     for start in range(0, len(values), len(flags)):
         part = values[start : start + len(flags)]
@@ -89,7 +89,7 @@ def _collect(
 
 
 def _copy_twice(memory: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-    """Copy `memory` to two arrays; all are float32 [d]. -0 becomes 0, as in a sum with 0."""
+    """Copy `memory` to two arrays, and replace -0 by 0; all arrays are float32 [d]."""
     for index in range(len(memory)):
         value = memory[index] + np.float32(0)
         first[index] = value
@@ -97,10 +97,10 @@ def _copy_twice(memory: np.ndarray, first: np.ndarray, second: np.ndarray) -> No
 
 
 def largest_positions(values: np.ndarray, count: int, memory: np.ndarray = NOTHING) -> np.ndarray:
-    """Return the positions of the `count` entries of values - memory with the largest magnitudes.
+    """Return the positions of the `count` largest entries of values - memory, ascending.
 
-    The magnitude of an entry is its absolute value. The positions are ascending. Of equal entries
-    the first ones are taken.
+    Entries are compared by their absolute values. Of two equal ones, the one with the lower
+    position is taken.
     values: float32 [d], finite.
     memory: float32 [d], finite; empty for zeros.
     """
@@ -125,11 +125,9 @@ def _candidates(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return positions and magnitudes of some entries, among them the `count` largest ones.
 
-    A threshold for the magnitude is estimated from a sample of the entries. The result has all
-    entries whose magnitude is at least the threshold, in the order of their positions. The
-    arguments are those of `largest_positions`.
-    Return None if the vector is short or `count` is large. Also return None if the threshold would
-    select too few or too many entries. The caller then compares all entries.
+    A sample of the entries gives a threshold, and all entries above it are returned in the order of
+    their positions. The arguments are those of `largest_positions`.
+    Return None if this way is not faster, or if the sample gave a bad threshold.
     """
     length = len(values)
     if length <= SMALL or 4 * count >= length:
@@ -194,7 +192,7 @@ class TopK(_Sparse):
     def _encode(
         self, values: np.ndarray, layout: Layout, memory: np.ndarray = NOTHING
     ) -> np.ndarray:
-        """Return the message for values - memory, which is not computed for all entries.
+        """Return the message for the vector `values` - `memory`.
 
         memory: float32 [layout.trained]; empty for zeros.
         """
@@ -215,9 +213,8 @@ class TopK(_Sparse):
     ) -> tuple[np.ndarray, Tensor]:
         """Send `values` with error feedback; return the message and the sender's next memory.
 
-        The receiver decodes the sent entries exactly, and 0 elsewhere. So with ef14 the next memory
-        is the encoded vector without the sent entries. With ef21 it is the last memory plus these
-        entries.
+        The result is that of `Compressor.exchange`, in less time. The docstring of that function
+        explains the arguments.
         """
         is_direct = values.device.type == "cpu" and values.dtype == torch.float32
         if self.feedback == "ef14":

@@ -1,7 +1,7 @@
 """Check that the results of a run do not depend on how it is executed.
 
-They must be the same on one worker and on two, without and with an interruption, and without and
-with recorded steps.
+Each check executes a run in several ways: on one or two workers, with or without an interruption,
+with or without recorded steps.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def check_workers(
     """Check that a run has the same bits and history on one worker and on several.
 
     make: function that returns the run. Each call makes new method objects.
-    schedule, fleet: the schedule and the fleet of the run; with None, the fleet is `Lognormal`.
-    runtime: the runtime with several workers; None for two workers in this process.
+    schedule: the schedule of the run.
+    fleet: the fleet of the run; None uses `Lognormal`.
+    runtime: the runtime with several workers; None uses two workers in this process.
     """
     single = run(make(), schedule, fleet)
     several = run_to_end(
@@ -49,12 +50,13 @@ def check_workers(
 
 
 def check_resumed(make: Make, schedule: Schedule, fleet: Fleet | None = None) -> None:
-    """Check that checkpoints and resuming change nothing in a run of five rounds.
+    """Check that writing a checkpoint and resuming from it do not change a run's results.
 
-    Three runs must be bit-identical and have the same history. One has no checkpoints, one writes a
-    checkpoint after round 3, and one continues from this checkpoint.
+    A run of five rounds is executed without checkpoints, then with a checkpoint after round 3, and
+    then resumed from this checkpoint. All three must be bit-identical and have the same history.
     make: function that returns the run. Each call makes new method objects.
-    schedule, fleet: the schedule and the fleet of the run; with None, the fleet is `Lognormal`.
+    schedule: the schedule of the run.
+    fleet: the fleet of the run; None uses `Lognormal`.
     """
     straight = run(make(), schedule, fleet, rounds=5)
     with tempfile.TemporaryDirectory() as folder:
@@ -74,12 +76,9 @@ def check_recorded(make: Make, **settings: Any) -> None:
     """Check that a run has the same results with and without recorded steps.
 
     A recorded step (`runtime.graph`) is a training step that a GPU captures once and replays.
-    Without a GPU, the replay is simulated: the step is computed again from its inputs. The check
-    fails if the step reads the value of a tensor, which a GPU could not replay.
-
-    The run with recorded steps trains 3 clients at a time (lanes), so results may differ by
-    rounding errors of float64. The check passes if raysim refuses to record the steps of this run
-    (`LanesError`).
+    Without a GPU, the replay is simulated. The check fails if code of the step reads the value of a
+    tensor, as `.item()` does. Differences by rounding errors of float64 are allowed. The check
+    passes if raysim refuses to record the steps of this run.
     make: function that returns the run, in float64. Each call makes new method objects.
     settings: settings to change in the run, such as rounds=3; `runs.with_settings` lists them.
     """
@@ -117,9 +116,8 @@ def _check_close(row: Row, expected: Row) -> None:
 def check_same(one: FinishedRun, other: FinishedRun, executions: str) -> None:
     """Check that two finished runs are bit-identical and have the same history.
 
-    one, other: the runs.
-    executions: text for errors that says how the two runs were executed, such as "on one worker and
-    on two".
+    one, other: the two runs.
+    executions: the difference between the two runs, for errors, such as "on one worker and on two".
     """
     for run_ in (one, other):
         assert not run_.failures, run_.failures[0].error

@@ -112,8 +112,8 @@ class WatchedRun:
     spy: the runtime of the run, which has stored the messages.
     uploads: the names of the tensors that clients send next to the update.
     personal: the names of the networks' tensors that stay on the clients.
-    secrets: name and bytes of each client state that is not declared as an upload. States with too
-    few different bytes are left out, because a message may contain such bytes by chance.
+    secrets: client states that no message may contain, as pairs of name and bytes. Short or uniform
+    states are left out, because a message may contain the same bytes by chance.
     """
 
     run: FinishedRun
@@ -130,8 +130,9 @@ def check_messages(
 
     The run has five rounds.
     make: function that returns the run. Each call makes new method objects.
-    schedule, fleet: the schedule and the fleet of the run; with None, the fleet is `Lognormal`.
-    settings: further settings to change in the run; `runs.with_settings` lists them.
+    schedule: the schedule of the run.
+    fleet: the fleet of the run; None uses `Lognormal`.
+    settings: other settings to change in the run; `runs.with_settings` lists them.
     """
     seen = _watch(make, schedule, fleet, **settings)
     methods = make().methods
@@ -210,8 +211,7 @@ def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
     """Return the name of the field that contains one of the secrets, such as "`report`".
 
-    The fields are those of the updates and failures in the training result, and "sums". If no
-    single field contains a whole secret, return "a part", so that the error can still be worded.
+    Return "a part" if no field contains a whole secret.
     result: a worker's message with the updates of several jobs.
     secrets: the bytes of client states that must not be sent.
     """
@@ -286,10 +286,9 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return an object that counts the floats of compressed steps; None without compressed steps.
+    """Return an object that counts the floats of the server's steps that clients receive.
 
-    A server that compresses its steps does not send the whole model: it sends a client the steps
-    since the version that the client has.
+    Return None if the server sends the whole model, because no method compresses its steps.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:

@@ -218,8 +218,9 @@ def coordinate(
     """Return a coordinator of a run in this process.
 
     spec: the run.
-    schedule, fleet: the schedule and the fleet; with None, the fleet is `Lognormal`.
-    runtime: the runtime; None for one worker in this process.
+    schedule: the schedule of the run.
+    fleet: the fleet of the run; None uses `Lognormal`.
+    runtime: the runtime; None uses one worker in this process.
     folder: the folder for checkpoints; "" for a run that writes none.
     resume: the folder of the checkpoint to continue from; "" for a new run.
     settings: settings to change in `spec`, such as rounds=3; `with_settings` lists them.
@@ -254,9 +255,10 @@ def run(
     """Execute a run in this process to its end.
 
     spec: the run.
-    schedule, fleet: the schedule and the fleet; with None, the fleet is `Lognormal`.
-    settings: the other arguments of `coordinate`: runtime, folder, resume, and settings to change
-    in `spec`.
+    schedule: the schedule of the run.
+    fleet: the fleet of the run; None uses `Lognormal`.
+    settings: other arguments of `coordinate`: runtime, folder, resume, and settings to change in
+    `spec`.
     """
     return run_to_end(coordinate(spec, schedule, fleet, **settings))
 

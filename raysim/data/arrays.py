@@ -187,12 +187,11 @@ def _read_half(
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
     """Return the inputs, the labels and, if there are any, the users of one half of the data.
 
-    part: one half of the data from Python: the training data or the test data.
+    Also append to `fields` a description of each input; () if samples have only one input.
+    part: the training data or the test data, as the user passed them.
     name: "train" or "test", for errors.
-    kind: `data.kind`; it decides whether lists of equal length are lists of labels or rows of an
-    array.
-    fields: a second result is appended to this list: the descriptions of a sample's inputs if it
-    has several, else ().
+    kind: `data.kind`, which decides what lists of labels mean; None if the user did not set it.
+    fields: the list to append to.
     """
     if isinstance(part, TensorDataset):
         part = part.tensors
@@ -308,17 +307,17 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return labels that are lists or dictionaries as a list with an entry for each sample.
+    """Return labels that are dictionaries or lists of labels, one entry for each sample.
 
-    Return None for labels that the caller must make an array of: numbers, text, and lists of
-    numbers that are rows of an array. Lists are rows of an array in these cases:
+    Return None for all other labels: numbers, text, and lists that are the rows of an array. Lists
+    are rows in these cases:
     - `kind` is "positions".
     - The lists contain a value that is neither an integer nor text.
-    - Each list has one item, or all lists are lists of integers of the same length. With `kind`
+    - Each list has one item, or all are lists of integers of the same length. With `kind`
       "multilabel" all integers must also be 0 or 1.
 
     column: the labels that were passed from Python.
-    kind: `data.kind`.
+    kind: `data.kind`; None if the user did not set it.
     """
     if kind == "positions":
         return None

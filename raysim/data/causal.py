@@ -159,9 +159,11 @@ def hugging_face_vocabulary(name: str) -> Vocabulary:
 
 
 def text_vocabulary(tokenizer: str | None, texts: Iterable[str]) -> Vocabulary:
-    """Return the vocabulary that `data.tokenizer` names; None means bytes.
+    """Return the vocabulary that `data.tokenizer` names.
 
-    texts: all texts of the data; for `CHARACTERS`, their sorted characters are the vocabulary.
+    tokenizer: `BYTES`, `CHARACTERS`, or a folder or name of a Hugging Face tokenizer; None means
+    bytes.
+    texts: all texts of the data; with `CHARACTERS`, each character in them is a token.
     """
     if tokenizer in (None, BYTES):
         return byte_vocabulary()

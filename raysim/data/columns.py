@@ -68,11 +68,10 @@ def find_label(names: Sequence[str], place: str) -> str:
 def label_column(names: Sequence[str], label: str | None, usual: str, place: str) -> str:
     """Return the name of the column of labels.
 
-    The user can name it with the setting `data.label` or, if that is not set, `data.label_column`.
     names: the columns of the table.
-    label: `data.label`; None if the user did not set it.
-    usual: `data.label_column`, by default "label". If the table has no column "label", this default
-    stands for a column with another usual name (`LABEL_NAMES`).
+    label: `data.label`, the name of the column; None if the user did not set it.
+    usual: `data.label_column`, the name of the column if `label` is None. If it is "label" and
+    there is no such column, a column with another usual name is taken, such as "y".
     place: the name of the table in errors.
     Raise ValueError if there is no such column.
     """
@@ -94,15 +93,15 @@ def find_inputs(
     place: str,
     are_separate: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Return the columns that are the input, and the columns that are left out.
+    """Return the columns that are the input, and the columns that are not used at all.
 
-    columns: `data.columns`; None takes all columns but the columns in `known`, columns that number
-    the rows, and columns with a usual name for users.
+    columns: `data.columns`, the columns that the user chose, which are returned. None takes all
+    columns except `known`, row numbers, and columns with a usual name for users.
     types: the types of all columns, by name.
     known: the columns of labels, users and domains.
     place: the name of the table in errors.
     are_separate: True if each column is a separate input.
-    Raise ValueError if `columns` is None and no column is left, or if the columns that are left
+    Raise ValueError if `columns` is None and there is no column for the input, or if the columns
     cannot be one input together.
     """
     if columns is not None:
@@ -367,9 +366,8 @@ def read_label_column(
 ) -> LabelSet:
     """Convert the values of a column to labels that can be stored.
 
-    Dictionaries become structured targets (`pack_targets`). `read_labels` converts all other
-    values.
-    values: the result of `label_values` or `structure_values`.
+    values: the labels of all rows, which `label_values` or `structure_values` returned.
+    Dictionaries become structured targets.
     kind: `data.kind`; None lets the values decide.
     names: the names of the classes or outputs; None if the source does not give them.
     place: the name of the table in errors.
@@ -470,13 +468,12 @@ def group_values(
 
 
 def are_compatible(one: pa.DataType, other: pa.DataType, separate_floats: bool) -> bool:
-    """Return True if columns of labels of these types can be joined to one column.
+    """Return True if labels of two files can be concatenated, to judge by the columns' types.
 
-    A column of lists cannot be joined with a column of single values, and text cannot be joined
-    with numbers.
-    one, other: the types of two columns.
-    separate_floats: True if integers cannot be joined with floats, because integers are numbers of
-    classes and floats are values.
+    Lists cannot follow single values, and text cannot follow numbers.
+    one, other: the type of the column of labels in each file.
+    separate_floats: True if floats cannot follow integers, because integers are numbers of classes
+    and floats are values.
     """
     if _is_list(one) != _is_list(other):
         return False

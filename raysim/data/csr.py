@@ -66,15 +66,15 @@ class CSR:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The training, test and validation rows of each client; all parts have the same clients.
+    """The training, test and validation rows of each client.
 
-    train: rows that clients train on; unseen clients have none.
-    test: held-out rows for testing.
-    validation: held-out rows for choosing settings or rounds; None if there are none.
+    train: the rows that clients train on; unseen clients have none here.
+    test: the rows for testing.
+    validation: the rows for choosing settings or rounds; None if there are none.
     spare: training rows that `partition.fraction` left out; None if it left out none.
     unseen: the numbers of the clients that are never trained, ascending; None if all are trained.
-    with_unseen: the training rows of all clients, including unseen ones; None if there are no
-    unseen clients, so that `train` has all rows.
+    with_unseen: the training rows of all clients, including unseen ones. None if there are no
+    unseen clients.
     """
 
     train: CSR

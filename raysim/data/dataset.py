@@ -300,9 +300,10 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
 
 
 def _verification_record(path: Path) -> tuple[Path, str]:
-    """Return the path of a small file that records that a data set was verified, and its content.
+    """Return the path and the content of the record that this machine verified a data set.
 
-    Each machine has a file of its own. The content changes when the data set's file changes.
+    The record is a small file. It is out of date if its content differs from the returned one,
+    which changes when the data set's file changes.
     path: the file of the data set.
     """
     stat = path.stat()

@@ -64,14 +64,13 @@ def pack_fields(
 def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     """Return structured targets as a `LabelSet`: one row of floats for each sample, [n, floats].
 
-    The `LabelSet` also describes the arrays of which a row consists. A row has all arrays of a
-    sample, one after another. Each array is stored as the length of its first axis, then its
-    values. Zeros fill it up to the size of the longest array of the same name.
+    A row has all arrays of a sample, one after another. Each array begins with the length of its
+    first axis, and ends with zeros if another sample has a longer one. `unpack_targets` restores
+    the arrays.
     targets: for each of n samples, a dictionary of arrays by name, such as "boxes" [k, 4]. Only the
     length of the first axis, here k, may differ between samples.
     place: the name of the data in errors.
-    Raise ValueError if samples have different names, or shapes that differ in another axis than the
-    first one.
+    Raise ValueError if samples have different names, or shapes that differ in another axis.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}

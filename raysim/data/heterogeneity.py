@@ -20,11 +20,9 @@ SCALES = {  # the measures of `heterogeneity`, each with its meaning
 def heterogeneity(counts: Ints) -> dict[str, float]:
     """Return measures of how much clients differ in labels and sizes, by name.
 
-    The constant `SCALES` describes each measure. "size_variation" is computed over all clients, the
-    other measures over the clients that have samples. "label_entropy_std" is a standard deviation
-    over clients. The measures with other names are means over clients.
-    "divergence" is 0 if all clients have the same shares of the classes. It is close to 1 if there
-    are many clients and no two of them have samples of the same class.
+    The constant `SCALES` describes each measure. "divergence" is 0 if all clients have the same
+    shares of the classes. It is close to 1 if there are many clients and no two of them have
+    samples of the same class. Clients without samples count only in "size_variation".
     counts: [N, C], the number of training samples of each of N clients in each of C classes.
     """
     sizes = counts.sum(axis=1)

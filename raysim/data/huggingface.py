@@ -39,13 +39,13 @@ class HuggingFace(TableSource):
 
     root: a folder that `save_to_disk` wrote; None if `name` is set.
     name, config: the name of a data set on the hub and of its configuration, for a download.
-    label_column: the column of labels.
-    domain_column: the column of users; each user is a domain.
-    label, user: other names of `label_column` and `domain_column`, as data=csv has them. If neither
-    `label` nor `label_column` is set, a column with a usual name is used, such as "label" or "y".
-    The same holds for users, such as "user" or "client".
-    test_fraction: if there is no split `test`, the share of each class of each user that is for
-    testing.
+    label: the column of labels. If it is None, the column is `label_column`, or a column with a
+    usual name such as "y".
+    user: the column of users; each user is a domain. If it is None, the column is `domain_column`,
+    or a column with a usual name such as "client".
+    label_column, domain_column: other settings for the columns of labels and of users.
+    test_fraction: the share of samples that is for testing if there is no split `test`. It is taken
+    from each class of each user.
     """
 
     root: str | None = None

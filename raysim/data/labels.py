@@ -95,9 +95,8 @@ def streams_error(place: str) -> ValueError:
 def infer_kind(values: Any) -> Kind:
     """Return the kind of task that the type and the shape of n samples' labels suggest.
 
-    - "classification": integers or text [n]. Also floats [n] that look like class numbers: all are
-    whole numbers from 0 to n - 1, at most 100 of them are different, and each occurs at least twice
-    on average.
+    - "classification": integers or text [n]; also floats [n] that look like class numbers: a few
+      different whole numbers, each of which occurs several times.
     - "regression": all other floats.
     - "multilabel": integers [n, labels] that are all 0 or 1, or a list of labels for each sample.
     - "positions": all other integers or text with several axes, a class for each position.

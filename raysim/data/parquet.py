@@ -61,19 +61,19 @@ class ParquetColumns(NamedTuple):
 class Parquet(TableSource):
     """A source that reads folders with train.parquet and test.parquet.
 
-    Instead of one file, a split may consist of several: train-*.parquet or test-*.parquet.
+    A split may also be several files: train-*.parquet or test-*.parquet.
 
     root: one such folder, a list of such folders, or a folder that contains them. If there are
     several folders, each one is a domain with the name of the folder.
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
     Face stores them. With `columns` it is not read.
-    label_column: the column of labels.
-    domain_column: the column of users; each user is a domain.
-    label, user: other names of `label_column` and `domain_column`, as data=csv has them. If neither
-    `label` nor `label_column` is set, a column with a usual name is used, such as "label" or "y".
-    The same holds for users, such as "user" or "client".
-    test_fraction: the share of each class of each domain that is for testing, in folders without
-    test.parquet. None means that every folder must have test.parquet.
+    label: the column of labels. If it is None, the column is `label_column`, or a column with a
+    usual name such as "y".
+    user: the column of users; each user is a domain. If it is None, the column is `domain_column`,
+    or a column with a usual name such as "client".
+    label_column, domain_column: other settings for the columns of labels and of users.
+    test_fraction: the share of samples that is for testing, in folders without test.parquet. It is
+    taken from each class of each domain. None means that every folder must have test.parquet.
     """
 
     root: str | list[str] | None = None
@@ -193,7 +193,7 @@ class Parquet(TableSource):
     def _find_columns(self, path: Path) -> ParquetColumns:
         """Choose the columns of the inputs, the label and the user.
 
-        A setting chooses them first. Without it, they are chosen by the columns' names and types.
+        Columns that the settings do not name are chosen by their names and types.
         path: the first file; all files must have its columns.
         Raise ValueError if a column is missing, or if no column can be the input.
         """

@@ -294,12 +294,12 @@ def _largest_difference(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[ResultRow]:
-    """Compare a method's results with a reference; yield a row for each execution mode.
+    """Compare a method's results with a reference; yield a row for each mode and each dtype.
 
-    The reference is raysim's mode without lanes and graphs (`LOOP`) on the CPU. "distance" is the
-    largest difference to the reference, divided by the largest change of a parameter in the run.
-    "allowed" is the largest distance that is allowed. A model that draws random numbers in its
-    steps draws different ones on another device, so its reference is computed on the same device.
+    The reference is the same run on the CPU, one client at a time and without CUDA graphs. If the
+    model draws random numbers in its steps, this run is on the device itself. In a row, "distance"
+    is the largest difference from the reference, divided by the largest change of a parameter in
+    the run. "allowed" is the largest distance that is allowed.
 
     name: the method's name.
     make: the class of the method; None stands for FedAvg.

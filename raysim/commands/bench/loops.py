@@ -1,11 +1,11 @@
-"""Measure raysim's speed against bare PyTorch loops with equal clients, models and data.
+"""Measure raysim's speed against plain PyTorch loops that do the same training.
 
-`raysim bench` alternates blocks of rounds of raysim and of the usual PyTorch loop, which calls
-`torch.optim.SGD`. With `--floor` it also measures a tuned loop. The tuned loop has no optimizer
-object and no accumulated gradient, and updates one flat vector in a single operation. All of them
-use equally many processes. The result is the median of the ratios, so that a slow drift of the
-machine's speed has little effect. Evaluation and the first rounds of a block are left out. Results
-are also written to a JSON file.
+`raysim bench` runs a few rounds of raysim, then a few rounds of a usual PyTorch loop with
+`torch.optim.SGD`, and so on. The result is the median ratio of the two times, so that slow changes
+of the machine's speed have little effect. With `--floor` it also measures a tuned loop, which has
+no optimizer object and updates one flat vector in a single operation. raysim and the loops use the
+same number of processes. Evaluation and warm-up rounds are not measured. Results are also written
+to a JSON file.
 """
 
 from __future__ import annotations
@@ -96,17 +96,17 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The speed of a workload, in raysim and in bare PyTorch loops that do the same training.
+    """The speed of a workload, in raysim and in plain PyTorch loops that do the same training.
 
-    The usual loop uses `torch.optim.SGD`. The tuned loop has no optimizer object and updates one
-    flat vector in a single operation.
+    A block is a few rounds that are measured together. The usual loop uses `torch.optim.SGD`. The
+    tuned loop has no optimizer object and updates one flat vector in a single operation.
 
     workload: the name of the workload.
     lanes: the number of clients that raysim trained at once in a process.
     raysim: raysim's seconds per round, the median over blocks.
     bare: the usual loop's seconds per round, the median over blocks.
     ratios: for each block, raysim's seconds divided by the usual loop's seconds.
-    limit: the largest ratio that raysim promises.
+    limit: the largest allowed median of `ratios`.
     floor: the tuned loop's seconds per round, the median over blocks; None if not measured.
     to_floor: for each block, raysim's seconds divided by the tuned loop's seconds.
     """

@@ -79,7 +79,8 @@ class StepCost:
     """The time of a method's local step, compared with its reference, usually FedAvg.
 
     method: the name of the method.
-    seconds: the seconds of one local step, the median over blocks; for FedBSS, of all its jobs.
+    seconds: the seconds of one local step, the median over blocks. For FedBSS, it is instead the
+    time of all jobs of a measured run.
     ratio: the median of `ratios`.
     ratios: for each block, the method's seconds divided by those of the reference.
     limit: the largest ratio that raysim promises; None if it promises none.

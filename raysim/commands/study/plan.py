@@ -84,9 +84,10 @@ class StudyPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """Return each warning once, with the first run that it is about.
+        """Return each warning once, with the name of the first run that has it.
 
-        A warning about all runs names no run.
+        If several runs have the warning, the text also has the number of further runs. If all runs
+        have it, the text names no run.
         """
         names_of: dict[str, list[str]] = {}
         for run in self.runs:
@@ -139,7 +140,10 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
 
 
 def move(study: StudyPlan, folder: Path) -> StudyPlan:
-    """Return the study with another folder for it and its runs; move no files."""
+    """Return a copy of the plan with another folder; no files are moved.
+
+    folder: the new folder of the study.
+    """
     return _with_runs(replace(study, folder=folder))
 
 
@@ -214,9 +218,8 @@ def _seed(override: str) -> int:
 def _combinations(study: StudyPlan) -> Iterator[tuple[dict[str, str], Node]]:
     """Yield the settings and the configuration of each combination of values, without seeds.
 
-    An override applies only to combinations whose options have its key: method.fedprox.mu applies
-    only to those with method=fedprox. Combinations that differ only in overrides that do not apply
-    are one combination.
+    An override is left out of combinations that do not have its key: method.fedprox.mu is used only
+    with method=fedprox. Each configuration is yielded once.
     """
     overrides = {key: texts for key, texts in study.overrides.items() if key != "seed"}
     group_names = find_groups([Path(root) for root in study.conf]).files

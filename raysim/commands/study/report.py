@@ -280,8 +280,8 @@ def _format_number(
 
     metric: the name of the metric, which decides the number of decimals.
     sign: "+" shows the sign of positive numbers.
-    like: if the number is part of a text "mean ± deviation", the mean; it decides the number of
-    decimals. None for all other numbers.
+    like: a number whose size decides the number of decimals; None uses `value`. With the mean as
+    `like`, a deviation has as many decimals as its mean.
     """
     if value is None:
         return MISSING
@@ -308,9 +308,7 @@ def settings_table(
 ) -> list[Column]:
     """Return a table of settings: the number of runs, and mean ± deviation of each metric.
 
-    The deviation is the sample standard deviation over the seeds. Rows with the same values of
-    `_other_keys` form a group. The best setting of a group is marked if the difference between its
-    mean and the second-best mean is larger than each of their two deviations.
+    The deviation is the standard deviation over the seeds.
 
     comparisons: maps each metric to its comparisons with the reference, so that significant
     differences are marked. With None no difference is marked.

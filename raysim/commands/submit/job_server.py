@@ -243,8 +243,8 @@ class ConnectionToJob:
 def wait_for_end(connection: ConnectionToJob) -> tuple[int, str]:
     """Wait for a job's end; return its exit status, and a sentence that says why it ended.
 
-    The sentence is "" if the job ended by itself. If signal n ended the job, the status is 128 + n,
-    as in a shell. If the user stopped the job, the status is 130; if it could not start, 1.
+    The sentence is "" if the command of the job exited. If signal n ended the job, the status is
+    128 + n. The status is 130 if the user stopped the job, and 1 if the job could not start.
     """
     job, details = connection.job, connection.details()
     while not details.status.is_terminal():

@@ -126,8 +126,8 @@ class SweepOptions:
 class SweepPlan:
     """A checked sweep with the configurations of its runs, as plain data.
 
-    A draft is the configuration for one combination of the options that the sweep searches, such as
-    method=fedprox with partition=iid. The name of a draft is this combination as JSON text.
+    If the sweep searches options, such as method=fedavg,fedprox, each combination of options has a
+    configuration of its own, called a draft. The name of a draft is its combination as JSON text.
 
     options: the settings `sweep.*`.
     space: the values to search, for each searched key.

@@ -305,8 +305,7 @@ def _title(records: TrialRecords) -> str:
 def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, float, float]:
     """Return a colour map, and the range of scores (lowest, highest) that it covers.
 
-    The range is that of the trials that the scheduler did not stop; if it stopped all of them, of
-    all trials. The highest score gets the colour with the most contrast to the page.
+    The range leaves out trials that the scheduler stopped, unless it stopped all trials.
     records: the trials with a score.
     dark: True for a picture on a dark page.
     """

@@ -79,11 +79,9 @@ class Trial:
         return self.rounds_done == self.rounds
 
     def write_due_checkpoint(self) -> None:
-        """Write the checkpoint of the last reported round, if `checkpoint.every` requests one.
-
-        A run reports a round before it writes the checkpoint of this round. This function therefore
-        lets each run of the trial go on until the checkpoint exists.
-        """
+        """Write the checkpoint of the last reported round, if `checkpoint.every` requests one."""
+        # A run reports a round before it writes the checkpoint of this round, so each run goes on
+        # until the checkpoint exists.
         for run in self.runs:
             run.write_due_checkpoint(self.rounds_done)
 

@@ -1,9 +1,11 @@
 """Search with Ray Tune; each trial is a process.
 
-Tune decides when a trial starts, stops or takes over the state of another trial. The process of the
-sweep keeps the results; Tune's own files are never read again. If a sweep is continued, Tune gets
-the same trials again. Trials that had ended repeat their reports, so that searcher and scheduler
-learn from them. All other trials continue from their checkpoints.
+Tune decides when a trial starts, stops, or continues from the checkpoint of another trial. The
+process of the sweep keeps the results, and does not read Tune's own files again.
+
+If a sweep is continued, Tune gets all trials again. Trials that had ended report their stored
+results once more, so that the search algorithm and the scheduler know them. All other trials
+continue from their checkpoints.
 """
 
 from __future__ import annotations
