@@ -116,7 +116,7 @@ class LaneLoop(ABC, Generic[L]):
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return the positions of jobs in `numbers`, in the order in which the jobs will begin.
 
-        The order is exact if all jobs make equally many steps.
+        The order is an estimate, because jobs may make different numbers of steps.
         numbers: the numbers of the jobs.
         """
         order: list[int] = []

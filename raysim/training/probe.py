@@ -99,9 +99,9 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the sum of the probabilities of the seen classes, averaged over the unseen rows.
 
-    A class is seen if the client's training data has samples of it. The unseen rows are the rows of
-    the other classes, so the whole sum is wrong. A larger value means a stronger bias to seen
-    classes. Return None if there are no unseen rows.
+    A class is seen if the client's training data has samples of it. An unseen row has a true class
+    that is not seen. A larger result means a stronger bias to seen classes. Return None if there
+    are no unseen rows.
     probabilities: [rows, classes], the outputs of the local model after softmax.
     labels: [rows], the true class of each row.
     seen: bool [classes], True for a class in the client's training data.

@@ -13,8 +13,9 @@ PARTS = ("body", "head", "adapters")
 def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[float]:
     """Return for each parameter the factor by which its learning rate is multiplied.
 
-    The factor is 1 for parameters of no part in `rates`. If a parameter belongs to several parts,
-    the longest name of a module counts, then "adapters", then "head", then "body".
+    The factor is 1 for parameters that belong to no part in `rates`. If a parameter belongs to
+    several parts, only one of them counts: the part with the longest module name, else "adapters",
+    else "head".
 
     entries: the parameters.
     rates: the factor of each part: "head", "body", "adapters", or the full name of a module, such

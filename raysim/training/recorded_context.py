@@ -1,10 +1,10 @@
 """Give hooks the context of a job in a recorded step, and note which values they read.
 
 With `runtime.graph=true` the operations of a training step are recorded once, on a GPU as a CUDA
-graph. A replay repeats them on the same tensors, at fixed addresses, without running Python code.
-Therefore each tensor that a step reads from its client is an input of the recording. Before a
-replay, the client's values are copied into it. A Python value that a step reads is fixed in the
-recording. Therefore a recording is replayed only for steps in which this value is the same.
+graph. A replay repeats them on the same tensors without running Python code. Before a replay, each
+tensor that the step reads gets the values of the current client. Python values that the step reads
+cannot be replaced in this way. A recording is therefore replayed only for steps with the same
+Python values.
 """
 
 from __future__ import annotations
@@ -185,8 +185,10 @@ class RecordedContext(Context):
     tables: the tensors that the step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
     reads: the object to which the names of read tensors and Python values are added.
-    frozen_vector: a function from the name of a set of frozen networks to its vector.
-    iteration: an exit stack that the caller closes at the end of the step.
+    frozen_vector: function that returns the vector of a set of frozen networks. Its argument is the
+    name of the set.
+    iteration: an exit stack that is closed at the end of the step; it then undoes what `frozen` has
+    changed.
     """
 
     __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")

@@ -1,14 +1,13 @@
-"""Record `Step` once for each lane and kind of step, and replay it from then on.
+"""Record a training step as a CUDA graph, once for each lane and kind of step, and replay it.
 
 Two steps are of the same kind if one recording fits both. They have the same stages, batch size and
-train or eval modes. From their clients they read tensors of equal shapes and dtypes, and equal
-Python values.
+train or eval modes. The tensors that they read from their clients have equal shapes and dtypes. The
+Python values that they read are equal.
 
-If the jobs of all lanes are at the same kind of step, one recording has a branch for each lane, and
-a GPU computes the branches in parallel. Otherwise each lane has its own recording. A lane's vector,
-the buffers of its optimizers and the inputs of its step are tensors at fixed addresses. Before a
-replay, changed values are copied into the inputs. After the replay, the losses and the tensors that
-hooks have changed are copied out.
+If the next steps of all lanes are of the same kind, one recording contains a step of each lane. A
+GPU computes these steps in parallel. Otherwise each lane has its own recording. Before a replay,
+changed values are copied into the inputs of the recording. After the replay, the losses and the
+tensors that hooks have changed are copied out.
 
 The first step of a kind is computed without a recording, because libraries then choose kernels and
 allocate memory. It also shows which values the step reads from its client.
@@ -113,10 +112,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self.set_modes(lane.modes)
 
     def prepare(self, lane: RecordedLane) -> None:
-        """Give a lane's job the optimizers that its next step is the first one to use.
+        """Give a lane's job the optimizers that it needs for its next step and does not have yet.
 
-        The lane has an optimizer for each stage (a stage is one of the optimizer steps on a batch).
-        The buffers of an optimizer get the values from an earlier job of the client, or 0.
+        There is an optimizer for each stage of a step. Its buffers get the values from an earlier
+        job of the client, or 0.
         """
         step, ctx = self.trainer.step, lane.ctx
         ctx.step = lane.step
@@ -330,8 +329,8 @@ class Recording:
     def _compute(self) -> Sequence[Tensor]:
         """Compute the step of each lane in a separate branch.
 
-        Return for each lane its loss, if it has one, followed by the tensors that its hooks have
-        changed. All of them are in one list, whose content `_outputs` describes.
+        Return one list of tensors: for each lane its loss, if it has one, and the tensors that its
+        hooks have changed. `_outputs` describes this list.
         """
         loop, outputs = self.loop, list[Tensor]()
         self._outputs = []

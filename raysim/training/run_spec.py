@@ -127,14 +127,17 @@ class StateBudget:
 class RunSettings:
     """The settings of a run, named like the keys of the configuration.
 
-    Coordinator and workers read this object.
-
     seed: the seed of all random numbers of the run.
     rounds: the number of aggregations.
     weighting: the weights of updates: "samples" or "uniform"; None weighs by samples, unless a
     method asks for uniform weights.
-    local: the settings of local training. The other attributes are the groups of the same names:
-    `evaluate`, `checkpoint`, `faults`, `attack`, `state` and `init`.
+    local: the settings of local training.
+    evaluate: the settings of scores.
+    checkpoint: the settings of checkpoints.
+    faults: when a job has failed, and how many failures a run tolerates.
+    attack: the settings of attackers.
+    state: the limits of memory for client states and replicas.
+    init: the settings of the initial weights.
     """
 
     seed: int = 0
@@ -293,8 +296,8 @@ def declare_run(spec: RunSpec) -> Declarations:
     """Return what the methods of a run declare, with the run's networks.
 
     The result is the same in every process. If the model has adapters, its frozen weights are
-    stored in the type `model.lora.base`. If `spec.frozen` is set, the networks use its arrays as
-    frozen weights. All processes of a node share these arrays.
+    converted to the type `model.lora.base`. If `spec.frozen` is set, the networks use the arrays of
+    `spec.frozen` as frozen weights, without copies.
     """
     declarations = declare_as_drawn(spec)
     store_base(declarations.networks["model"], spec.model.lora, spec.dtype)

@@ -34,9 +34,10 @@ class Scorer:
 
     It uses no random stream of training, and does not change BatchNorm's statistics.
 
-    In its functions, a task names the client whose model is scored, or the shared model, and the
-    rows of the samples. The argument `sent` is the client's state if this state is on another
-    worker. It is None if the state is on this worker, or if the task scores the shared model.
+    Two arguments of its functions mean:
+    task: the samples to score, and the client whose model is scored, or the shared model.
+    sent: the client's state if it is on another worker. None if it is on this worker, or if the
+    shared model is scored.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):
@@ -55,11 +56,11 @@ class Scorer:
     ) -> list[ScoringReport | SetReport]:
         """Return a report for each task: the scores and losses of its samples.
 
-        If a method declares `run.evaluate`, a report has this method's metrics of the task's
-        samples instead.
+        If a method declares `run.evaluate`, a report has this method's scores of the task's samples
+        instead.
         published: the version to score.
-        states: the client state of each task, or None if the worker has this state; empty if it has
-        all of them.
+        states: the client state of each task; None for a state that is on this worker. An empty
+        sequence means that all states are on this worker.
         """
         broadcast = self.receiver.receive(published)
         self.trainer.set_training(False)

@@ -27,9 +27,10 @@ from raysim.vectors.optimizer import OptimizerKind, OptimizerSettings
 class OptimizedPart:
     """The parameters of a `ParameterGroup` that one optimizer changes.
 
-    With Muon or `local.rates`, a group may have several parts; otherwise it is one part.
-    name: with Muon or `local.rates`, the kind of the optimizer and the factor, such as "muon*1";
-    otherwise "". An optimizer is called "STAGE.NAME", or "STAGE" if `name` is "".
+    A group usually has one such part. With Muon or `local.rates`, it may have several.
+    name: the kind of the optimizer and the factor on the learning rate, such as "muon*1". It is ""
+    without Muon and `local.rates`. The optimizer is called "STAGE.NAME", or "STAGE" if `name` is
+    "".
     settings: the settings of the optimizer.
     factor: the factor on the learning rate (`local.rates`).
     indices: the indices of the part's parameters in `ParameterGroup.params`.
@@ -47,10 +48,10 @@ class OptimizedPart:
 class ParameterGroup:
     """The parameters that a stage trains.
 
-    params: the parameters, as the networks hold them. Gradients are computed for them.
+    params: the parameters of the networks, for which gradients are computed.
     views: for each parameter a view of its slice of the vector. The optimizer changes these views.
     runs: the contiguous slices of the vector that the parameters cover.
-    shared: those slices of `runs` that contain shared parameters.
+    shared: the slices in `runs` that contain shared parameters.
     parts: the parameters of each optimizer of the stage; usually there is one.
     """
 
@@ -261,8 +262,8 @@ class Step:
     ) -> None:
         """Make a step with each optimizer of a group of parameters.
 
-        grads: with Muon or `local.rates`, the gradient of each parameter in `group.params`.
-        Otherwise the gradient of each tensor that `optimized_tensors` returns.
+        grads: the gradient of each tensor that `optimized_tensors` returns. With Muon or
+        `local.rates`, the gradient of each parameter in `group.params`.
         """
         rate = ctx.rate * stage.rate * ctx.step_factor
         first = group.parts[0]
@@ -310,10 +311,10 @@ class Step:
         return torch.cat([grad.reshape(-1) for grad in grads], out=self._flat_gradients[key])
 
     def optimized_tensors(self, group: ParameterGroup) -> list[Tensor]:
-        """Return the tensors that the optimizer of a group changes; they are views of the vector.
+        """Return the views of the vector that the optimizer of a group changes.
 
-        If gradients are flat tensors (`is_flat`), each contiguous slice of the vector in
-        `group.runs` is one tensor. Otherwise each parameter is one tensor.
+        They are one view for each slice in `group.runs` if gradients are flat tensors (`is_flat`).
+        Otherwise they are one view for each parameter.
         """
         if self.is_flat:
             return [self.vector.data[run] for run in group.runs]

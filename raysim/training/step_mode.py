@@ -95,10 +95,11 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
 def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -> int:
     """Return the number of lanes of a worker if `runtime.lanes` is not set.
 
-    The number is the fastest one in measurements. With recorded steps, a GPU uses several lanes,
-    except for large models. Without recorded steps, a CPU uses several lanes for small networks of
-    linear layers, if the clients have enough full batches. Batched products then save most of the
-    time of Python and autograd. In all other cases, the number is 1.
+    Several lanes are used where they are faster:
+    - with recorded steps on a GPU, except for large models;
+    - without recorded steps on a CPU, for small networks of linear layers, if the clients have
+      enough full batches.
+    In all other cases, the number is 1.
     concurrency: the number of clients in flight.
     """
     if _unbatched_steps(spec.settings.local):

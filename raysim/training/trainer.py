@@ -191,9 +191,10 @@ class Trainer:
 
     # --- one job -----------------------------------------------------------------------------
     def train(self, *received: Any) -> Context:
-        """Train one job from begin to end; return its context, which has its results.
+        """Train one job; return its context, which has its results.
 
-        The trained model is then in `vector`. The arguments are those of `begin`.
+        The trained model is then in `vector`.
+        received: the arguments of `begin`.
         """
         running = self.begin(*received)
         self.steps(running)
@@ -303,10 +304,10 @@ class Trainer:
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
         """Fine-tune the model in the vector with the task loss alone, on separate random streams.
 
+        Do nothing if there are no rows, or one row and the model cannot train on one row.
         client, version: the client and the scored version; they decide the random numbers.
+        rows: the rows of the data set to train on.
         settings: the epochs, and whether only the head is trained (`evaluate.finetune`).
-        rows: the rows of the data set to train on. Without rows, or with one row if the model
-        cannot train on one row, nothing happens.
         """
         samples = len(rows)
         if not samples or (samples == 1 and self.needs_two_rows and not settings.head):
@@ -383,10 +384,9 @@ class Trainer:
         ctx.draws = draws
 
     def _draws_on_device(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Copy a job's draws of one tensor to the device now, so that no step waits for a copy.
+        """Copy a job's random values of one kind to the device, so that no step waits for a copy.
 
-        values: the drawn tensor of each step. If one of them is no tensor, all are returned
-        unchanged.
+        values: the value for each step. If one of them is not a tensor, all are returned unchanged.
         """
         device = self.vector.data.device
         is_tensors = all(isinstance(value, Tensor) for value in values)

@@ -32,8 +32,8 @@ _NO_COUNTERS = np.empty(0, np.int64)
 class NotFiniteError(FloatingPointError):
     """The error of a client whose update or state has values that are nan or infinite.
 
-    entry: the full name of the upload that is not finite, "method.name". It is "method." for values
-    that a method's own training has made, and "" for other parameters or losses.
+    entry: the full name of the tensor that is not finite, "method.name". "method." means a value
+    from a method's own training, and "" means parameters, buffers or losses.
     """
 
     def __init__(self, text: str, entry: str = ""):

@@ -169,16 +169,17 @@ class Worker(SeparateSums):
     ) -> TrainingResult | tuple[TrainingResult | StateHandle, ...]:
         """Train jobs, and sum their updates where this is possible.
 
-        Jobs that start from an earlier version are trained first. Returns a `TrainingResult`, whose
-        updates are in the order of `jobs`. If clients have states, returns a tuple of the
+        Jobs that start from an earlier version are trained first. Return a `TrainingResult`, whose
+        updates are in the order of `jobs`. If clients have states, return a tuple of the
         `TrainingResult` and the final client state of each job. A failed job ends with the client
         state from which it started.
 
-        groups: each has the numbers of jobs whose deltas (changes of the parameters) are summed on
-        this worker. The result then has the sum and no single deltas of these jobs.
-        versions: the number of published versions from which the jobs start.
-        values: first these versions. If clients have states, an entry for each job follows: the
-        client state from which it starts, or None if this worker has this state.
+        groups: each is a tuple with the numbers of some jobs. This worker sums the deltas (changes
+        of the parameters) of these jobs. The result then has the sum in place of the single deltas.
+        versions: how many published versions are in `values`.
+        values: first the published versions from which the jobs start. If clients have states, an
+        entry for each job follows: the client state from which the job starts, or None if this
+        worker has this state.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
@@ -267,14 +268,14 @@ _JobResult = tuple[Update | Failure, StateHandle | None]
 
 
 class _TrainingCall:
-    """Jobs of one call of `Worker.train`, for the loop that trains them together.
+    """Jobs of one call of `Worker.train` that are trained together.
 
     All jobs start from versions with the same number of earlier aggregations, so they have the same
     learning rate. If the topology has several replicas, these versions may be different vectors.
 
     published: the versions that the jobs start from, by number.
-    sent: for each job the client state that was sent with the call, or None if it is on this
-    worker. `sent` itself is None in a run without client state.
+    sent: the client state of each job that was sent with the call; None for a state that is on this
+    worker. In a run without client states, None takes the place of the sequence.
     sums: the sums to which the jobs' deltas are added.
     """
 
@@ -368,10 +369,9 @@ class _TrainingCall:
         self._settle(position, update, worker.vector.shared if is_summed else None, left)
 
     def fail(self, position: int, error: BaseException) -> None:
-        """Record that a job has failed. The client's state stays as the job received it.
+        """Record that a job has failed; the client's state does not change.
 
-        If the job had not yet received its client state and its version, raise the error again.
-        Then other jobs would fail in the same way.
+        Raise the error again if the job had not yet received its client state and its version.
         """
         if position not in self._begun:
             raise error

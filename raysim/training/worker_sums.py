@@ -59,14 +59,15 @@ class WorkerSums:
 class GroupSum:
     """The sum of one part of the summation tree, whose leaves may be added in any order.
 
-    If they are added in order, at most `num_levels(count) + 1` vectors exist at the same time.
     count: the number of leaves.
     total: the sum, after the last leaf; None if all leaves are missing.
     """
 
     def __init__(self, count: int):
         self._count = count
-        self._waiting: dict[tuple[int, int], Tensor | None] = {}  # by level and index
+        # By level and index. If leaves are added in order, at most `num_levels(count) + 1` vectors
+        # exist at the same time.
+        self._waiting: dict[tuple[int, int], Tensor | None] = {}
         self.total: Tensor | None = None
 
     def add(self, position: int, delta: Tensor | None, weight: float) -> None:
@@ -138,10 +139,11 @@ class SeparateSums:
     def train_apart(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], *values: Any
     ) -> tuple[Any, ...]:
-        """Train as `train` does; return its values, then the sum of each group.
+        """Train jobs as `train` does, but return the sums separately.
 
-        A sum is None if all jobs of the group failed.
-        groups: each has the numbers of the jobs whose updates are summed.
+        The result has the values that `train` returns, followed by the sum of each group. A sum is
+        None if all jobs of the group failed.
+        groups: each is a tuple with the numbers of the jobs whose updates are summed.
         """
         trained = self.train(jobs, groups, *values)
         result: TrainingResult

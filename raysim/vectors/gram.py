@@ -29,20 +29,16 @@ _ROWS = 8
 def gram_matrix(rows: Sequence[Tensor]) -> Tensor:
     """Return the inner products of m vectors [d] of one dtype: symmetric, float64 [m, m].
 
-    The CPU computes them. Parts of float32 vectors are multiplied in float32 and added in
-    float64. The error of the product of vectors g_i and g_j is about 1e-8 |g_i| |g_j|, at most 1e-6
-    |g_i| |g_j|. Computing everything in float64 takes twice as long. The last d mod 8192 entries of
-    each vector are multiplied in float64.
+    The CPU computes them. Pieces of float32 vectors are multiplied in float32 and added in float64.
+    The error of the product of vectors g_i and g_j is about 1e-8 |g_i| |g_j|, at most 1e-6 |g_i|
+    |g_j|.
     """
+    # Computing everything in float64 takes twice as long. Only the last entries, fewer than _EXACT,
+    # are multiplied in float64.
     arrays = [row.numpy() for row in rows]
     count, whole = len(rows), len(rows[0]) // _EXACT * _EXACT
 
-    def products(columns: slice) -> np.ndarray:
-        """Return the inner products of the vectors over a slice of their entries.
-
-        Entries of the result above the diagonal may be 0.
-        columns: the slice.
-        """
+    def products(columns: slice) -> np.ndarray:  # entries above the diagonal may be 0
         sums = np.zeros((count, count))
         buffer = np.empty(count * _BLOCK, arrays[0].dtype)
         for start in range(columns.start, columns.stop, _BLOCK):

@@ -3,9 +3,10 @@
 The order is: shared parameters, shared buffers, personal parameters, personal buffers. The first
 `layout.shared` entries travel between server and clients. The first `layout.trained` entries are
 the shared parameters; a step of the server may scale them, but not the buffers. Integer buffers
-have a separate vector. Frozen parameters (requires_grad False) are not in the vector, because every
-process builds the same ones from the seed. Neither are buffers that are not part of a network's
-state (persistent=False), such as the angles of rotary embeddings: they are constants.
+have a separate vector.
+
+Constants are not in the vector: frozen parameters (requires_grad False), and buffers that are not
+part of a network's state (persistent=False). Every process builds the same constants.
 """
 
 from __future__ import annotations
@@ -183,9 +184,9 @@ _Holder: TypeAlias = tuple[dict[str, Tensor], str]
 
 
 def _holders(networks: Iterable[nn.Module]) -> dict[int, list[_Holder]]:
-    """Map the id of each tensor to the attributes of modules that are this tensor.
+    """Map the id of each tensor to the places in the modules that hold this tensor.
 
-    An attribute is a pair of a module's dictionary of parameters or buffers, and a key in it.
+    A place is a pair: a module's dictionary of parameters or buffers, and a key in it.
     """
     holders: dict[int, list[_Holder]] = {}
     for network in networks:

@@ -237,8 +237,9 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 class StackedOptimizer(LocalOptimizer):
-    """The optimizers of K clients, one per row of tensors [K, ...]; each row counts its steps.
+    """The optimizers of K clients: row k of tensors [K, ...] belongs to the optimizer of client k.
 
+    Each row has its own number of steps.
     like: the parameters [K, ...], or tensors of the same shapes.
     """
 

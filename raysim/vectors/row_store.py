@@ -1,10 +1,9 @@
 """Cache one vector per client on the server, as rows of a tensor on disk or in memory.
 
-The space for all rows is reserved at the start. A cache is a tensor of the rows in use: a view of
-the reserved space. So a cache can be an entry of `server.state`, and a checkpoint saves only the
-rows in use. After a restart, `rows_with_room` copies the rows into newly reserved space. Rows on
-disk use no memory except the page cache. Their file has no name, so it is deleted when the process
-ends.
+Space for all rows is reserved at the start. A cache is a tensor that has only the rows in use, at
+the beginning of this space. It can be an entry of `server.state`, and a checkpoint then saves only
+the rows in use. After a restart, `rows_with_room` copies the rows into newly reserved space. The
+file of rows on disk is deleted when the process ends.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
     """Return an empty cache [0, ...] with reserved space for `shape`.
 
     shape: the shape of a full cache, [rows, ...].
-    place: "disk" makes a file in the folder for temporary files. The file has its full size from
-    the start. "memory" reserves addresses; a row occupies memory only after it was first written.
+    place: "disk" makes a file of the full size in the folder for temporary files. With "memory", a
+    row occupies memory only after it was first written.
     Raises ValueError if the disk is too small.
     """
     if place == "memory" or not math.prod(shape):

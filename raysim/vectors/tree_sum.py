@@ -48,8 +48,7 @@ def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
     possible, in ascending order.
 
     positions: positions of leaves, in any order.
-    count: the number of positions of the tree. The last node of each level may have fewer positions
-    than the others, because the tree ends there.
+    count: the number of positions of the tree.
     """
     ranges: list[range] = []
     start = stop = -1  # consecutive positions, from start to stop - 1
@@ -177,10 +176,10 @@ class _Plan:
         self.example = np.empty(0)  # any of the vectors, after one was added
 
     def add(self, part: range, buffer: int) -> int | np.ndarray | None:
-        """Add the instructions that sum a part of the tree; return where its sum will be.
+        """Add the instructions that sum a part of the tree; return where the sum will be.
 
-        The result is the index of a buffer. It is a vector if this vector is already the sum. It is
-        None if the part has no vectors.
+        The result is the index of a buffer. If the sum is already known, the result is the sum
+        itself. It is None if the part has no vectors.
 
         part: the positions of the part.
         buffer: the index of the first buffer that the instructions may change.
