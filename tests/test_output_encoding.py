@@ -28,7 +28,7 @@ RUN = Path("runs-of-all/first")
 
 
 def strict(encoding: str) -> io.TextIOWrapper:
-    """Return a stream that raises an error for what its encoding lacks."""
+    """Return a stream that raises an error for characters that its encoding lacks."""
     return io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", write_through=True)
 
 

@@ -34,7 +34,7 @@ OWN_OBJECTS = {"self", "_waiting", "records"}
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
-    """Map the names that a file imports from other packages to where they come from."""
+    """Map each name that a file imports from another package to its dotted path in that package."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -158,7 +158,10 @@ class Scopes:
             self._enter(child, scopes)
 
     def origin(self, node: ast.AST) -> str:
-        """Return the dotted path in another package that a chain of attributes means, else ""."""
+        """Return the dotted path of an object in another package, such as "numpy.linalg.norm".
+
+        node: the expression that names the object. The result is "" for other expressions.
+        """
         name, _, rest = dotted(node).partition(".")
         if not name:
             return ""

@@ -525,10 +525,10 @@ SUMMED = with_settings(run_spec(model=LARGE, data=equal_clients(16, 320)), round
 
 
 def _run_with_and_without_sums() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
-    """Run twice; only in the first run do nodes add up the updates of their workers.
+    """Make two runs. Nodes add up the updates of their workers in the first run only.
 
-    Return a pair for each run. The first entry has the sha256 of model and state. The second maps
-    the name of each remote call to the nodes that received this call.
+    Return a pair for each run: the sha256 of model and state, and a mapping. The mapping has the
+    nodes that received each remote call, by the name of the call.
     """
     from raysim.runtime import ray as on_ray
 
@@ -764,12 +764,12 @@ WHOLE = Mlp((20,))
 
 
 def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
-    """Run four runs that share their worker processes; the fourth run fails.
+    """Make four runs with the same worker processes; the fourth run fails.
 
     The first two runs have two workers, the last two have one.
     Return the sha256 pairs (model, state) of the first three runs, and a list of five dictionaries.
-    Dictionary k has the living actors after run k, as name and id. The last dictionary is empty if
-    nothing remains after all runs.
+    The first four map the names of the actors that live after each run to their ids. The last one
+    is empty if no actor and no placement group remains.
     """
     from raysim.runtime import ray as on_ray
 
@@ -817,7 +817,7 @@ def test_processes_are_reused_by_equal_runs_until_a_failure(
 
 # --- inside a search ------------------------------------------------------------------------------
 def _run_as_trial() -> tuple[tuple[str, str], list[str], Size]:
-    """Run in bundle 0 of the current placement group, as a trial of a Ray Tune sweep does.
+    """Make a run in the placement group of this process, as in a trial of Ray Tune.
 
     Return three things: the sha256 pair (model, state), the names of all placement groups, and the
     number and resources of the workers that raysim planned.

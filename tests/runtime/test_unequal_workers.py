@@ -61,8 +61,9 @@ def _stop_cluster() -> None:
 
 
 def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
-    """Yield a function that calls a function in another process, which is the driver on two nodes.
+    """Yield a function that calls functions in the driver of a Ray cluster of two nodes.
 
+    The driver is another process.
     environment: environment variables that only the second node has.
     folder: the working folder of the driver.
     """

@@ -66,10 +66,10 @@ WORKS = st.lists(st.integers(1, 9), min_size=1, max_size=30)
 
 
 def parts_of(jobs: Sequence[Job], count: int) -> int:
-    """Return the number of sums that a worker returns for its jobs.
+    """Return the number of sums of updates that a worker returns for an aggregation.
 
-    Each sum is that of one part of the summation tree.
-    count: the number of all jobs of the aggregation.
+    jobs: the worker's jobs.
+    count: the number of jobs on all workers.
     """
     return len(covered_ranges([job.number for job in jobs], count))
 

@@ -1,7 +1,4 @@
-"""Test when clients are available, and how runs wait for clients that are not.
-
-The tests compare with times by hand, check properties of random cases, and check statistics.
-"""
+"""Test when clients are available, and how runs wait for clients that are not available."""
 
 from __future__ import annotations
 
@@ -327,10 +324,9 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
 
 
 def test_markov_availability_of_many_clients_equals_that_of_each_client() -> None:
-    """Asking for many clients at once gives the same answers as asking for each client.
+    """A query for many clients gives the same answers as a query for each client.
 
-    In each step the test asks for the clients next to two limits. One limit separates the clients
-    that become available, the other those that become unavailable.
+    In each step, the test asks for the clients next to the limits of the drawn ranges.
     """
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)

@@ -53,7 +53,7 @@ def study(*methods: Method, validation: float = 0.2) -> RunSpec:
 def weights_by_round(
     spec: RunSpec, schedule: Schedule, folder: Path, **settings: Any
 ) -> tuple[FinishedRun, dict[int, Any]]:
-    """Run eight rounds. Return the finished run, and the scored model of each round by version.
+    """Run eight rounds; return the finished run, and the scored model of each version.
 
     settings: further arguments of `tiny_runs.coordinate`.
     """
@@ -72,7 +72,10 @@ def weights_by_round(
 
 
 def best_round(finished_run: FinishedRun, column: str, higher: bool) -> int:
-    """Return the first round of the best value, from the history alone."""
+    """Return the first round in which a column of the history has its best value.
+
+    higher: True if higher values are better.
+    """
     rows = [row for row in finished_run.rows if row.get(column) is not None]
     values = [row[column] for row in rows]
     place = int(np.argmax(values) if higher else np.argmin(values))  # type: ignore[arg-type]

@@ -527,9 +527,10 @@ ERRORS = {"pickle.UnpicklingError", "pickle.PickleError"}  # catching one reads 
 
 
 def pickle_functions(text: str) -> list[str]:
-    """Return the names in a Python source text of functions that read or write pickles.
+    """Return the names of functions in a Python source that read or write pickles.
 
-    Functions that check which classes a pickle names are not in the result.
+    Functions that only check the classes in a pickle are left out.
+    text: the source.
     """
     result = []
     tree = ast.parse(text)
@@ -558,7 +559,6 @@ def pickle_functions(text: str) -> list[str]:
 
 
 def _forbids_pickles(call: ast.Call) -> bool:
-    """Return whether a call to read a file forbids pickles."""
     said = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
     return said.get("allow_pickle") is False or said.get("weights_only") is True
 

@@ -272,7 +272,7 @@ class Stopped(Mortal):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the clock that measures silent workers.
+    """Replace the clock by which raysim measures how long a worker does not answer.
 
     The new clock advances only while no worker answers.
     """
@@ -406,7 +406,7 @@ def test_death_of_a_worker_at_any_call_changes_no_bits(name: str, schedule: str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_jobs_are_trained_again_if_the_sum_of_updates_is_lost(schedule: str) -> None:
     class Unreachable(Mortal):
-        """Workers on two nodes. Every second call that leaves its sums on a node loses them."""
+        """Workers on two nodes. The sums of every second call of `train_apart` are lost."""
 
         separate = 0  # sums
 

@@ -91,7 +91,7 @@ def run_on_nodes(
 
     nodes: for each worker, the number of its node.
     schedule: the schedule of the run.
-    least: nodes add up updates of models with at least so many parameters.
+    least: the smallest number of model parameters for which nodes add up updates.
     """
     runtime = Nodes(spec, nodes, least)
     return run_to_end(coordinate(spec, schedule, Ideal(), runtime)), runtime
@@ -108,10 +108,10 @@ def test_sums_computed_on_nodes_have_the_bits_of_one_worker(methods: tuple[Metho
 
 
 def test_coordinator_gets_few_vectors_from_nodes() -> None:
-    """Each node adds up its updates, so the coordinator receives few vectors in each of two rounds.
+    """Each node adds up its updates, so the coordinator receives few vectors in a round.
 
-    With three nodes and 12 clients it receives 2 vectors a round. With two nodes of two workers and
-    8 clients it receives 3, and with eight nodes and 16 clients 4.
+    It receives 2 vectors from three nodes with 12 clients. It receives 3 from two nodes of two
+    workers with 8 clients, and 4 from eight nodes with 16 clients.
     """
     _, runtime = run_on_nodes(study(), (0, 1, 2), Synchronous(12))
     assert sum(runtime.vectors) == 2 * 2, "one of node 0, and one of both others"
@@ -126,7 +126,7 @@ def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], le
     """No node adds up updates if the model is small, or if all workers are on one node.
 
     nodes: for each worker, the number of its node.
-    least: nodes add up updates of models with at least so many parameters.
+    least: the smallest number of model parameters for which nodes add up updates.
     """
     result, runtime = run_on_nodes(study(), nodes, Synchronous(6), least)
     assert result.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits

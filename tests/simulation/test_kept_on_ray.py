@@ -1,4 +1,7 @@
-"""Test that workers in other processes give the same unseen scores, best model and weights."""
+"""Test that a run with workers in other processes has the results of a run in one process.
+
+These are the scores of unseen clients, the best model and the weights.
+"""
 
 from __future__ import annotations
 

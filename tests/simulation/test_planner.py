@@ -95,8 +95,8 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
 def test_schedule_is_told_the_number_of_idle_clients() -> None:
     """A schedule is told the right number of idle clients.
 
-    Six clients, of which one has no samples and never counts. At most four have a job in flight,
-    and three after the first arrival.
+    One of the six clients has no samples, so it is never idle. At most four clients have a job in
+    flight, and three after the first arrival.
     """
     seen = list[tuple[int, int]]()
 

@@ -66,9 +66,11 @@ def whole(validation: float = 0.0) -> FederatedData:
 
 
 def study(*methods: Method, share: float = 0.25, validation: float = 0.0, **others: Any) -> RunSpec:
-    """Return a run in which the share `share` of the clients, two clients, is unseen.
+    """Return a run in which some clients are unseen.
 
+    share: the fraction of clients that are unseen. By default two clients are unseen.
     validation: the share of each client's samples that are validation samples.
+    others: further arguments of `run_spec`.
     """
     data = hold_out_clients(whole(validation), share, SEED)
     return run_spec(*methods, model=NORMED_MLP, data=data, **others)

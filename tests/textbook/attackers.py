@@ -38,10 +38,10 @@ def attacked(
     sigma: float = 1.0,
     z: float | None = None,
 ) -> Book:
-    """Run FedAvg, in which attackers send other updates than those that they trained.
+    """Run FedAvg, in which attackers send other vectors in place of their trained updates.
 
     kind: "sign_flip", "scaled", "gaussian" or "alie".
-    share: the share of the clients with samples that are attackers.
+    share: the fraction of attackers among the clients that have samples.
     scale: the factor of an attacker's own update, for "sign_flip" and "scaled".
     sigma: the standard deviation of the noise that "gaussian" sends.
     z: the number of standard deviations for "alie"; None: `z_max`.

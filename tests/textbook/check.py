@@ -43,8 +43,7 @@ class Row:
     study: arguments of `tiny_runs.run_spec`.
     run: arguments of `tiny_runs.coordinate`.
     drawn: `World.drawn`, or a function that returns it for the run's worker.
-    skips: maps the name of an entry of client or server state that the textbook lacks to the
-    reason.
+    skips: names of state tensors and columns that the textbook lacks, each with the reason.
     """
 
     book: Callable[[World], Book]
@@ -255,7 +254,11 @@ def _assert_equal_columns(
     book: Book,
     skips: Mapping[str, str],
 ) -> None:
-    """Assert that the textbook has all columns of the methods, with the history's values."""
+    """Assert that the textbook's columns have the values of raysim's history.
+
+    The textbook must have all columns of the methods, except for those in `skips`.
+    rows: the history.
+    """
     prefixes = tuple(f"{method.name}." for method in methods)
     method_columns = {name for name in rows[-1] if prefixes and name.startswith(prefixes)}
     missing = method_columns - book.columns.keys() - skips.keys()

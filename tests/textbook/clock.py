@@ -1,8 +1,7 @@
-"""The virtual clock by hand: who is dispatched when, who arrives, and what is aggregated.
+"""The virtual clock by hand: which clients are dispatched when, and which updates are aggregated.
 
 The schedule is synchronous rounds, or a buffer of `size` updates with `concurrency` clients in
-flight (Nguyen et al. 2022, Algorithm 1). The program has no heap and looks at all clients at each
-event.
+flight (Nguyen et al. 2022, Algorithm 1).
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ def timetable(
     seconds(client): the duration of a job of the client.
     concurrency: the largest number of jobs in flight.
     size: the number of updates in an aggregation.
-    synchronous: True: clients are only drawn, and updates only aggregated, while no job is in
-    flight.
+    synchronous: True: no clients are drawn and no updates are aggregated while a job is in flight.
     """
     able = [client for client, count in enumerate(counts) if count]
     running, waiting = list[FlyingJob](), list[FlyingJob]()

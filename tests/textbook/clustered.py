@@ -61,11 +61,9 @@ def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
 def cfl(world: World, mean_norm: float, max_norm: float, most: int, gamma: float) -> Clusters:
     """Average the models of each cluster's clients, and split a cluster whose clients disagree.
 
-    A cluster of three or more clients may be split if its mean update is short and its longest
-    update is long. It is split if gamma < sqrt((1 - c) / 2), where c is the value from
-    `best_bipartition`. All clients train in each round, as in the paper.
-    mean_norm, max_norm: the mean update must be shorter than the first, the longest update longer
-    than the second.
+    A cluster of three or more clients is split under three conditions. Its mean update is shorter
+    than `mean_norm`. Its longest update is longer than `max_norm`. gamma is less than sqrt((1 - c)
+    / 2), with c from `best_bipartition`. All clients train in each round, as in the paper.
     most: the largest number of clusters.
     """
     models, members = [detach(world.start)], [list(range(world.clients))]

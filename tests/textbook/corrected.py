@@ -53,9 +53,9 @@ def by_round(world: World, reported: Iterable[RowMean]) -> list[float]:
 def _steps(world: World, count: int) -> float:
     """Return K', by which SCAFFOLD divides the change of the parameters after `count` steps.
 
-    With momentum rho, the gradient of a step also moves the parameters in all later steps. If n
-    steps remain, its own included, its total weight is 1 + rho + ... + rho^(n - 1). K' is the sum
-    of these weights over all steps. Without momentum it is `count`.
+    Without momentum, K' is `count`. With momentum rho, the gradient of a step also moves the
+    parameters in all later steps. A step that n - 1 steps follow then counts as 1 + rho + ... +
+    rho^(n - 1).
     """
     rho = world.local.momentum
     return sum((1 - rho ** (count - k)) / (1 - rho) for k in range(count))

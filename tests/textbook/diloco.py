@@ -104,9 +104,10 @@ def diloco(world: World, lr: float, momentum: float) -> Book:
 def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
     """Run the delayed Nesterov update. Its gradient g is the received minus the trained parameters.
 
+    Each step of the server uses g / every and the momentum. The momentum is only updated in each
+    `every`-th step.
     lr, momentum: the settings of the server's optimizer.
-    every: the momentum is updated only in each `every`-th step. Each step moves along g / every.
-    c: the paper's weight of the momentum in the other steps.
+    c: the paper's weight of the momentum in steps that do not update it.
     """
     names = trainable(world.start)
     m = torch.zeros_like(flatten(world.start, names))

@@ -28,8 +28,7 @@ def dp_fedavg(
     """Clip each update to the norm c, add Gaussian noise to the sum, and divide by m.
 
     m: the number of clients in a round.
-    z: the noise multiplier: the standard deviation of the noise, divided by c, if the bound is
-    fixed.
+    z: the noise multiplier. With a fixed bound c, the noise has the standard deviation z c.
     c: the first clipping bound.
     gamma: the share of updates that the adapted bound should leave unclipped; None: the bound stays
     c.

@@ -3,8 +3,8 @@
 Symbols: phi, the extractor; omega, the classifier; theta, the projector. z, features of the batch;
 z_p, features of the pseudo-data; z_g, features of the pseudo-data from the received extractor.
 
-Paper and code differ in the temperatures: the code multiplies similarities by them, eqs. 5-6
-divide. A setting chooses between both. The textbook also makes these choices:
+In the paper (eqs. 5-6), similarities are divided by the temperatures. In the code, they are
+multiplied by them. `temperature_mode` chooses. The textbook also makes these choices:
 Row j of the pseudo-data is compared with row j of the batch, modulo the length of the batch.
 The received extractor is in eval mode.
 Pseudo-data do not change BatchNorm's statistics.
@@ -186,7 +186,8 @@ def fedbr(
 
     The max step changes theta to increase L_con, which is `contrast`. The min step changes phi and
     omega to decrease CE + lam CE(pseudo-data) + mu L_con.
-    pseudo: "rsm", "mixture", or "fresh" for FedBR's fresh=True.
+    pseudo: the function that makes pseudo-data: "rsm" (`drawn`), "fresh" (`fresh`) or "mixture"
+    (`proxies`).
     mixup: True: Mixup changes the batches.
     rounds: the function of the module `textbook.corrected` that runs the rounds.
     All other arguments are settings of the class `FedBR`.

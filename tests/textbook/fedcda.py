@@ -1,14 +1,14 @@
 """FedCDA: Wang et al. 2024, Algorithm 1, by trying all combinations of models.
 
-Symbols (eqs. 3, 7, 8): K, the number of the last models of a client that its cache holds; F_n, the
-mean batch loss of a model in the last epoch of its job; L, the smoothness. J, the objective, is the
-mean F_n of the chosen models plus L / 2 times their mean squared distance from their mean. If a job
-has a number of steps instead of epochs, F_n is over the last tenth of the steps.
+Symbols (eqs. 3, 7, 8): K, the size of a client's cache, which has the last K models of the client.
+F_n, a model's mean batch loss in the last epoch of its job. If the job has no epochs, it is the
+mean over the last tenth of the steps. L, the smoothness. J, the objective: the mean F_n of the
+chosen models, plus L / 2 times their mean squared distance from their mean.
 
 x is the uniform mean of one model of every client that has taken part. The clients of an
 aggregation are put in random order and divided into batches. The batches have equal sizes, or the
-first ones have one client more. A client that arrives twice in a buffer is one participant with two
-more models.
+first ones have one client more. A client with two updates in an aggregation counts once, and both
+models enter its cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
 Symbols: D, the mean update; p_i, the normalised weight of client i's update D_i; eta, the step size
-of the server; M, the number of clients in the round. The central scores are those of the mean of
-the x of the last two versions, with the buffers of the newest one. After the first round, they are
-those of the newest x.
+of the server; M, the number of clients in the round. The model that is scored on the central test
+set is the mean of the last two x, with the newest buffers. After the first round it is the newest
+x.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def fedlc(
     """Run FedAvg with the loss `calibrated`.
 
     tau, others: arguments of `calibrated`.
-    floor: a smaller number n_c of samples of a class is replaced by this number.
+    floor: the smallest n_c that the loss uses; smaller numbers n_c are replaced by it.
     mixed: the parameter alpha of Mixup, or None. With Mixup, the loss is the weighted mean over
     both labels of a sample.
     """

@@ -24,7 +24,10 @@ Pairs = tuple[Tensor, Tensor]  # mean inputs [R, ...], mean labels [R, C]
 
 
 def means(world: World, client: int, rows: np.ndarray) -> Pairs:
-    """Return the mean inputs and labels of a client's samples, for each row of positions."""
+    """Return the mean inputs and mean labels of some sets of a client's samples.
+
+    rows: [sets, samples], the positions of the samples of each set.
+    """
     x, y = world.data[client]
     one_hot = torch.eye(world.classes, dtype=x.dtype)[y]
     return torch.stack([x[row].mean(0) for row in rows]), torch.stack(

@@ -4,8 +4,9 @@ The textbook solves FedPAC's quadratic program exactly. For every subset of the 
 computes the best weights that are 0 outside of the subset, and it takes the best subset.
 
 Symbols: z, features; h_i, a client's class means of z, times its class frequencies, [C, D]; V_i,
-the variance term (mean |z|^2 - |h_i|^2) / n_i; a, the weights of all participants' heads in the
-next head of client i; P, the matrix with P_jk = <h_i - h_j, h_i - h_k>, plus V_j on its diagonal.
+the variance term (mean |z|^2 - |h_i|^2) / n_i; P, the matrix with P_jk = <h_i - h_j, h_i - h_k>,
+plus V_j on its diagonal. Client i's next head is the mean of all participants' heads with the
+weights a.
 
 A job has two stages: the first trains the head, the second the extractor. Each stage has its own
 optimizer. While the head is trained, the extractor is in eval mode.

@@ -1,8 +1,8 @@
 """FedSAM: Qu et al. 2022, Algorithm 1; FedASAM: Caldarola et al. 2022; MoFedSAM: FedSAM with FedCM.
 
 Symbols: F, the loss of a batch; p, the parameters; g, the gradient at p. A step uses the gradient
-at p + e, where the loss is higher. The computation of g updates BatchNorm's statistics. The second
-gradient does not, because it uses a copy of them.
+at p + e, where the loss is higher. BatchNorm's statistics are updated when g is computed, but not
+when the gradient at p + e is computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
     g: the gradient at p. eta=None (FedSAM): e = rho g / |g|. A number eta (FedASAM): e = rho T^2 g
     / |T g| with T = |p| + eta.
     x, y: inputs and labels of the batch.
-    rho: the length of e, or of e / T.
     """
     names = trainable(p)
     g = gradients(cross_entropy(p, 0, x, y), p, names)

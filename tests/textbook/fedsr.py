@@ -2,12 +2,12 @@
 
 Symbols: z = mean + std eps, the random representation of an input; eps, normal noise from torch's
 generator, which is seeded for each job. Each class has a reference, a learned normal distribution
-of z. KL is the divergence between two distributions: that of z, multiplied by a learned scale, and
-the reference of its class.
+of z. A learned number s scales z. KL is the divergence of the distribution of s z from the
+reference of the input's class.
 
-The penalty is |z|, as in the code, and not its square. The score of a class is the log of its mean
-probability over some draws of eps, which are the same for all inputs. References stay on clients,
-as in the code, unless they are averaged.
+The penalty is the norm |z|, as in the code. The score of a class is the log of its mean probability
+over some draws of eps, which are the same for all inputs. References stay on clients, as in the
+code, unless they are averaged.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
 
 
 def first_reference(world: World) -> Params:
-    """Return the initial references of all classes: means 0, and deviations before softplus 1.
+    """Return the initial references of all classes, and the initial scale 1 of z in KL.
 
-    The factor of z in KL is 1.
+    The means are 0. The standard deviations are softplus(1).
     """
     size = world.classes, world.start["model.head.weight"].shape[1]
     values = {"mean": torch.zeros(size), "std": torch.ones(size), "scale": torch.ones(())}

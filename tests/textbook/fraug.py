@@ -14,13 +14,13 @@ Without RTNet, a synthetic embedding is (1 - rho) v + rho G. Without the generat
 noise.
 A batch of one sample is left out.
 
-A step draws five noise arrays. The first two are for the classifier's step: for real embeddings,
-then for prototypes. The third is for the generator. The last two are for RTNet's step: for
-prototypes, then for real embeddings.
+A step draws five noise arrays, in this order:
+1 and 2, for the classifier: for real embeddings, then for prototypes.
+3, for the generator.
+4 and 5, for RTNet: for prototypes, then for real embeddings.
 
-The history has columns about embeddings. Their values are from before the classifier's step, and
-are means over the batch, the steps of a job and the jobs. The column of the generator is nan if
-there is no generator, and with beta = 0 all these columns are nan.
+The history has columns about the embeddings of the classifier's step, before its update. Each is a
+mean over the batch, the steps and the jobs, or nan if there is no such embedding.
 """
 
 from __future__ import annotations

@@ -141,11 +141,10 @@ def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
 def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
     """Average factors of several ranks, weighted by |B_i A_i|, and prune ranks (Cho et al. 2024).
 
-    Factors of a smaller rank are filled with zeros. The loss of a client of rank r has a term for
-    the ranks after the first gamma r: the product of the norms of these parts of A and B. If a job
+    Factors of a smaller rank are filled with zeros. The loss of a client of rank r has the term lam
+    |B'| |A'|. A' and B' are the parts of A and B for the ranks after the first gamma r. If a job
     makes this term smaller, the client's rank becomes gamma r, rounded down, at least 1.
     ranks: the ranks that clients may start with.
-    lam: the weight of the loss term.
     """
     x, start = dict(world.start), drawn_ranks(world, ranks)
     rank: dict[int, int] = {}

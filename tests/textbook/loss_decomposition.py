@@ -24,12 +24,10 @@ NAMES = ("global_loss", "local_loss", "distribution_shift", "aggregation")
 
 
 def loss_decomposition(world: World, most: int = 1000) -> Book:
-    """Run FedAvg or FedBN; return the parts of the loss in each round as columns.
+    """Run FedAvg or FedBN; return the decomposition of the loss in each round as columns.
 
-    `global_loss` is the loss of the next shared model. It is the sum of the other three columns.
-    `local_loss` is the mean loss of the clients' trained models on their own samples.
-    `distribution_shift` is added to it if each trained model is scored on all clients' samples.
-    `aggregation` is added if the shared model replaces the trained models.
+    The docstring of this module has the formulas. `global_loss` is the sum of the three parts: the
+    loss of the next shared model.
     most: the largest number of samples of a client on which losses are computed. They are drawn at
     random.
     """

@@ -1,9 +1,9 @@
 """MOON: Li et al. 2021, eqs. (3) and (4), Algorithm 1.
 
 The contrast is the loss l_con of eq. (3). It compares features with those of the received model and
-of the client's earlier models, which are all in eval mode. Before the client's first model, it is
-0. The projection is part of the network that classifies: its extractor is then (encoder, linear,
-ReLU, linear).
+of the client's earlier models, which are all in eval mode. In a client's first job it is 0, because
+there is no earlier model. If there is a projection, the extractor consists of the encoder and the
+projection (linear, ReLU, linear).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """PartialFed: Sun et al. 2021, fixed masks, and a reconstruction of the adaptive policy.
 
 A layer is a module that has tensors. At the start of a job, each layer is loaded from the received
-model or from the client's last model. The policy learns which of both, with the network in eval
-mode. It mixes BatchNorm's statistics as it mixes parameters. Its noise and its batches have
-separate random streams. Each pass over the samples shuffles them again.
+model or from the client's last model. A fixed mask or a learned policy chooses between these two
+models. While the policy is trained, the network is in eval mode, and BatchNorm's statistics are
+mixed like parameters. The policy's noise and batches have separate random streams. Each pass over
+the samples shuffles them again.
 """
 
 from __future__ import annotations

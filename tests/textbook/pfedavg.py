@@ -1,4 +1,6 @@
-"""pFedAvg: FedAvg, with clients scored on what they trained last, or on a fine-tuned shared model.
+"""pFedAvg: FedAvg, in which each client is scored with a model of its own.
+
+This is the model that the client trained last, or a fine-tuned copy of the shared model.
 
 Fine-tuning is local training with a new optimizer, at the learning rate of the scored version. Its
 batches are parts of permutations from the stream "finetune". If only the head is fine-tuned, the
@@ -29,7 +31,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def after_local(world: World) -> Book:
-    """Run FedAvg; score each client with its last trained model, or else with the shared one."""
+    """Run FedAvg, and score each client with the model that it trained last.
+
+    A client that never trained is scored with the shared model.
+    """
     x, last = dict(world.start), dict[int, Params]()
     for jobs in world.rounds:
         models = [detach(train(world, job, x)) for job in jobs]

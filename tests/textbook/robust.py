@@ -49,7 +49,7 @@ def trimmed_mean(world: World, share: float) -> Book:
 
 
 def krum(world: World, f: int, selected: int | None = 1) -> Book:
-    """Add the mean of those updates to x that have the smallest s(i).
+    """Add to x the mean of the updates that have the smallest scores s(i).
 
     s(i) is the sum of |g_i - g_j|^2 over the n - f - 2 updates j that are nearest to i, at least
     one.

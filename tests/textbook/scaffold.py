@@ -1,7 +1,8 @@
 """SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with a divisor K' for momentum.
 
-Symbols: g, a gradient; c_i, the control variate of client i; c, that of the server; K', the sum
-over the steps of a job of the weight that the step's gradient has in the change of the parameters.
+Symbols: g, a gradient; c_i, the control variate of client i; c, that of the server. K' is the
+number of a job's steps. With momentum rho, a step that n - 1 steps follow counts as 1 + rho + ... +
+rho^(n - 1).
 
 Models are averaged with equal weights, as in the paper, unless the run weighs clients by samples.
 Changes of c_i are always averaged with equal weights. A client with a stale model uses x and c as

@@ -52,9 +52,10 @@ class OortByHand:
     """Oort's rounds, one after another.
 
     Settings:
-    exploration: the share of a round's clients that never reported a loss.
+    exploration: the fraction of a round's clients that are chosen among the clients without a
+    reported loss.
     decay, least: the factor of `exploration` in each round, and its lower bound.
-    cutoff: to choose n known clients, they are drawn from those whose score is at least `cutoff`
+    cutoff: n clients with a reported loss are drawn from those whose score is at least `cutoff`
     times the n-th largest score.
     clip: the quantile of utilities above which a utility is cut.
     preferred: the percentile of durations up to which a client is not penalised.

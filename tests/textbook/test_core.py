@@ -38,9 +38,9 @@ STEPS = replace(LOCAL, epochs=None, steps=5)
 
 
 def trained(normed: bool = False, **local: Any) -> dict[str, Any]:
-    """Return the arguments `local` and, if it is not the usual one, `model` of a run.
+    """Return the arguments `local` and `model` of `tiny_runs.run_spec`.
 
-    normed: True for a network with BatchNorm.
+    normed: True: `model` is a network with BatchNorm. False: `model` is left out.
     local: the settings of local training that differ from `LOCAL`.
     """
     return {"local": replace(LOCAL, **local)} | ({"model": NORMED_MLP} if normed else {})

@@ -122,8 +122,9 @@ class Witness(Method):
 
     @staticmethod
     def _weight(vector: Tensor, server: ServerView) -> Tensor:
-        """Return the weight of the layer with its adapter, without the part that never changes.
+        """Return the layer's weight plus the product of its adapter's factors.
 
+        A frozen weight counts as 0.
         vector: the shared vector.
         """
         tensors = {

@@ -94,7 +94,8 @@ def vhl(
     virtual: the number of virtual images.
     temperature: the temperature of both supervised contrastive losses.
     extra: True: the head has C more outputs, one for the virtual images of each class.
-    align_epochs: the number of first epochs of a job that have the supervised contrastive losses.
+    align_epochs: the supervised contrastive losses are used in the first `align_epochs` epochs of a
+    job.
     mixup: True: Mixup changes the real images.
     """
     images, classes = virtual_set(world, virtual)

@@ -6,9 +6,9 @@
                                                 on Ray: driver, coordinator, workers, raylet and GCS
     uv run python tests/tools/faults.py --cost 5      # cost of a killed worker, 5 pairs of runs
 
-Each case starts a run, and causes a fault at a random moment. Faults are a signal to one of the
-run's processes, a refused file size, and a locked, deleted or overwritten database of MLflow. Then
-the case continues the run with resume=latest until it is finished.
+Each case starts a run and disturbs it at a random moment. It sends a signal to a process of the
+run, limits the size of the run's files, or locks, deletes or overwrites MLflow's database. Then the
+case continues the run with resume=latest until it is finished.
 The run must have the model_sha256, the state_sha256 and the history of the undisturbed run. No
 unfinished file may be in the folder, no process may be left, and no traceback may have been shown.
 Moments are counted in the CPU time of the run, so that they are the same on a busy machine.
@@ -351,10 +351,10 @@ UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
 
 
 def undisturbed(case: Case) -> Undisturbed:
-    """Return the results of the undisturbed run of a case. Run it only for the first such case.
+    """Return the results of a case's undisturbed run, which is made once for each command line.
 
-    If the fault needs no moment, a run in process takes the place of a run on Ray: it has the same
-    results.
+    If the case has the moment 0, the run uses runtime=inprocess, which gives the same results as
+    Ray.
     """
     if not case.moment:
         case = replace(case, runtime="inprocess")

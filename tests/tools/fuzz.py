@@ -285,8 +285,8 @@ NODES = st.recursive(
 def keys() -> list[str]:
     """Return the configuration keys that cases change.
 
-    These are the keys of a run with three methods and the names of configuration groups. Some
-    other keys do not exist, or have no single value.
+    These are the keys of a run with three methods, the names of configuration groups, and a few
+    wrong keys. A wrong key does not exist, or a mapping is its value.
     """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]

@@ -5,19 +5,14 @@
     # some of them again, with all tests:
     uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0
 
-It is not part of CI. First every test file runs once under `coverage`, which shows the tests that
-run each line (--map reuses an earlier result). A mutant is the source with one change. Each mutant
-is written into a copy of the working tree, and the tests that run its line are started. They run in
-two portions. The first has a few quick tests from the files that are closest to the changed file.
-The second has others for at most --cap seconds (0: all). Each portion runs in a process forked from
-one that has already imported the packages, so that it need not import them again.
+A mutant is the source with one change. First every test file runs once under `coverage`, which
+shows the tests that run each line (--map reuses an earlier result). Then each mutant is written
+into a copy of the working tree, and the tests that run its line are started. A few quick tests come
+first, from the files that are closest to the changed file. Others follow for at most --cap seconds
+(0: all).
 
 Ids of mutants stay the same for the same source, --seed, --count and --only. A mutant that no test
 can notice is listed with the reason in equivalent_mutants.toml.
-
-Published tools do not fit. cosmic-ray starts the whole test command again for each mutant, which
-here costs ten seconds of imports. mutmut 3 puts functions behind trampolines, which numba cannot
-compile, and leaves out module level and properties.
 """
 
 from __future__ import annotations
@@ -243,10 +238,10 @@ class Map:
         )
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run a mutant's line, and those that are named after its file.
+        """Return the tests that run a mutant's line, then the tests that are named after its file.
 
-        Coverage does not see lines that run at import. For such a line, the first list has the
-        tests of the function, class or file that contains it.
+        Coverage does not see lines that run at import. For such a line, the tests of the enclosing
+        function, class or file are returned.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
@@ -272,10 +267,9 @@ class Map:
     def portions(self, mutant: Mutant, cap: float) -> list[list[str]]:
         """Return the tests to run for a mutant, in one or two lists.
 
-        The first list has quick tests from the files that are closest to the mutant's file. The
-        second has others for at most `cap` seconds (0: all). First come the tests of files named
-        after the mutant's file, then tests of the declarations of all methods. The quickest tests
-        of each other file follow in turn.
+        The first list has a few quick tests from the files that are closest to the mutant's file.
+        The second list has others for at most `cap` seconds (0: all). It begins with the tests that
+        are named after the mutant's file or check the declarations of all methods.
         """
         own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
         close = (own, *CLOSE)

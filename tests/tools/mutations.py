@@ -1,9 +1,8 @@
 """Make mutants of a Python source, for the command `mutants`.
 
 A mutant is a copy of the source with one change. The change is in a sign, an operator, a
-comparison, a constant, a name or the order of statements or arguments. These parts of a source are
-not changed: the text of messages; annotations, imports, decorators, assertions and `__repr__`;
-arguments that only matter after another error; the order of statements where it cannot matter.
+comparison, a constant, a name or the order of statements or arguments. Some parts of a source are
+never changed, such as messages, annotations, imports, decorators and assertions.
 """
 
 from __future__ import annotations

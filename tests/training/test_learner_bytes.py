@@ -238,7 +238,7 @@ class Growing(Weights):
 def _words(size: int) -> int:
     """Return the number of float32 values that a message of `size` bytes takes.
 
-    The first value is the length, and each further one has four of the bytes.
+    The first value is the length of the message. Each other value has four bytes of the message.
     """
     return 1 + -(-size // 4)
 

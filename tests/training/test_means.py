@@ -1,4 +1,7 @@
-"""Test that the training loss is a mean over rows, by hand, at a model that does not change."""
+"""Test that the training loss is a mean over rows. The expected mean is computed by hand.
+
+The learning rate is so small that the model does not change.
+"""
 
 from __future__ import annotations
 

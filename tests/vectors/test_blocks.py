@@ -1,4 +1,4 @@
-"""Test that blocks cover a vector once, in order, whatever threads share them.
+"""Test that blocks cover a vector once and in order, with any number of threads.
 
 An error in one block is raised to the caller.
 """
@@ -138,7 +138,7 @@ def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
 
 
 def result(made: Any) -> tuple[float, int]:
-    """Call a compiled rule on 3.
+    """Call a compiled rule with the number 3.
 
     Return the result, and how often the machine code came from the cache.
     made: the rule, which writes its result into its first argument.

@@ -65,8 +65,8 @@ def gradient(step: int) -> torch.Tensor:
 def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, LocalOptimizer]:
     """Step an optimizer on a single row; return the row [3] and the optimizer.
 
-    The gradients are those of the second of several rows. The tests compare with an optimizer that
-    steps all rows together.
+    The gradients are row 1 of the function `gradient`. The tests compare the result with row 1 of
+    an optimizer that steps all rows together.
     """
     single, row = LocalOptimizer(settings), torch.ones(3, dtype=torch.float64)
     for step in range(steps):

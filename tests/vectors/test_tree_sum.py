@@ -1,4 +1,4 @@
-"""Test sums in a fixed binary tree: the same bits however the positions are split."""
+"""Test sums in a fixed binary tree, whose bits do not depend on how processes divide the leaves."""
 
 from __future__ import annotations
 
