@@ -1,1 +1,1 @@
-"""Hold programs for a checkout of the repository; they are not in the installed package."""
+"""Programs for a checkout of the repository, which are not in the installed package."""

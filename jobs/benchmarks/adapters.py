@@ -4,14 +4,14 @@
     uv run python -m jobs.benchmarks.adapters memory    frozen weights of all processes, on local Ray
 
 `steps` trains a GPT of 3.3 million parameters with adapters of rank 8. raysim and a plain loop
-train a job of 20 steps in turn. A row has the median CPU seconds of a job for both, and the median
-of raysim's time divided by that of the plain loop. This ratio should be at most 1.05. The program
-prints the limit, but does not fail above it.
+train a job of 20 steps in turn. A line has the median CPU seconds of a job for both. It also has
+the median of raysim's time divided by that of the plain loop, which should be at most 1.05. The
+program prints this limit, but does not fail above it.
 
-`memory` runs raysim with different numbers of workers and clients. A row has the largest memory
-that Ray's workers hold at one time. From this, the memory in the first row with the same number
-format is subtracted, and the result is divided by the size of the frozen weights. A memory page
-that several processes share is counted once.
+`memory` runs raysim with different numbers of workers and clients. A line has the largest memory
+that all workers together use at one time. It also has the increase over a run with 1 worker and 4
+clients, as a multiple of the size of the frozen weights in float32. A memory page that several
+processes share is counted once.
 """
 
 from __future__ import annotations

@@ -220,8 +220,9 @@ class Stopwatch:
         owner: the object that has the method.
         name: the name of the method.
         part: the part of a round that the method does, such as "add up".
-        outer: the part whose watched method calls this one. The seconds of this method are
-        subtracted from `seconds[outer]`, so that they count once. "" if there is none.
+        outer: if a watched method of another part calls this method, the name of that part; else
+        "". The seconds of this method are then subtracted from `seconds[outer]`, so that they count
+        once.
         """
         inner = getattr(owner, name)
 

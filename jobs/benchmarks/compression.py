@@ -5,14 +5,10 @@
 W1 trains a CNN on 600 samples of each client. W3 trains an MLP with two hidden layers of 2,700
 units on 32 samples of each client. Both are in `WORKLOADS` in `raysim/commands/bench/loops.py`.
 
-One process trains several rounds without compression, then as many with a compressor, and repeats
-this. A line has the median CPU time of a round without and with the compressor, and the time that
-the compressor adds as a share of a round (median). It also has the number of floats that a client
-sends, as a share of the model's parameters. The added time should be at most 5 % of a round of W1
-and 30 % of a round of W3.
-
-With error feedback, a client adds the error of its last message to the next one. All clients take
-part in each round, so all measured jobs have such an error.
+One process measures runs without compression and runs with a compressor in turn. A line has the
+median CPU time of a round without and with the compressor. It also has the increase in percent
+(median), and the number of floats that a client sends as a share of the model's parameters. The
+compressor should add at most 5 % to a round of W1 and 30 % to a round of W3.
 """
 
 from __future__ import annotations

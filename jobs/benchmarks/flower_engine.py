@@ -3,13 +3,13 @@
     python -m venv flower && flower/bin/pip install "flwr[simulation]" torch "pyarrow<20"
     uv run python -m jobs.benchmarks.flower_engine --engine flower/bin/python W2 W1
 
-Flower's engine needs another version of Ray than raysim, and therefore an environment of its own.
-That version of Ray needs NumPy below 2. pyarrow 20 and later do not run with such a NumPy.
+Flower's engine needs a separate Python environment, because it needs another version of Ray than
+raysim. This version of Ray does not work with pyarrow 20 or later.
 
 The names W1 and W2 stand for workloads of `raysim bench`. raysim and Flower's engine run them in
-turn, as the app `jobs/benchmarks/flower_app`, with two processes of one thread. A turn gives the
-median time of a round, without the first round, in which processes start. The result is the median
-over the turns of raysim's time divided by the engine's time.
+turn, with two processes of one thread. Flower's engine runs the app `jobs/benchmarks/flower_app`. A
+turn gives the median time of a round, without the first round, in which processes start. The result
+is the median over the turns of raysim's time divided by the engine's time.
 
     git clone https://github.com/adap/flower checkout
     uv run --with PACKAGES python -m jobs.benchmarks.flower_engine --engine flower/bin/python \\

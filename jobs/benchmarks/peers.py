@@ -5,11 +5,12 @@
     uv run python -m jobs.benchmarks.peers --pfl pfl/bin/python --fedjax fedjax/bin/python
 
 All three train the workloads of `raysim bench` with FedAvg, from the same parameters and samples.
-raysim and pfl-research have two processes of one thread. FedJAX has one process of two threads and
-two ways to use the threads; it runs once with each, and the faster one counts. The simulators run
-in turn. Each turn of a simulator gives the median time of a round; the first rounds are left out.
-The result is the median over the turns of raysim's time divided by the other simulator's time.
-`jobs.benchmarks.flower_engine` does the same with Flower.
+raysim and pfl-research have two processes of one thread. FedJAX has one process of two threads. It
+runs with each of its two backends, and its result is that of the faster backend.
+
+The simulators run in turn. Each turn of a simulator gives the median time of a round; the first
+rounds are left out. The result is the median over the turns of raysim's time divided by the other
+simulator's time. `jobs.benchmarks.flower_engine` makes the same comparison with Flower.
 """
 
 from __future__ import annotations

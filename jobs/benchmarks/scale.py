@@ -49,7 +49,8 @@ SMALL, LARGE = (16,), (900, 1024)  # widths: 1,210 and 991,374 floats
 class Case:
     """A setting to measure.
 
-    clients: the number of clients in a cohort. If `alone`, the number of clients in flight.
+    clients: the number of clients that train at the same time: a cohort, or the clients in flight
+    if `alone` is True.
     widths: the widths of the model's hidden layers.
     fleet: the option of the group `fleet`, "ideal" or "lognormal".
     ray: True makes the workers Ray actors; False makes them objects in this process.
@@ -87,7 +88,8 @@ class AggregationCost:
 
 
 def cases() -> list[Case]:
-    """Return all cases, in ascending order of memory, so that each peak belongs to its case."""
+    """Return all cases, those with less memory first."""
+    # A measured peak is that of the whole process so far. In this order, it belongs to its case.
     cohorts = (1_000, 10_000, 100_000)
     cases = []
     for clients in cohorts:
@@ -220,9 +222,9 @@ def spec_of(case: Case, settings: RunSettings) -> RunSpec:
 def measure(case: Case, rounds: int) -> AggregationCost:
     """Measure a case; return the median cost of an aggregation over `rounds` aggregations.
 
-    A time is that from one aggregation to the next. The first aggregation is left out, and the last
-    one, too, because nothing is dispatched after it. If the case is `alone`, the times are means
-    over 100 * `rounds` aggregations instead. A case on Ray needs a connected Ray.
+    The time of an aggregation is the time since the previous one. The first and the last
+    aggregation of the run are left out. If the case is `alone`, the times are means over 100 *
+    `rounds` aggregations instead. A case on Ray needs a connected Ray.
     """
     evaluate = Evaluation(every=10**9)
     rounds *= 100 if case.alone else 1

@@ -4,12 +4,13 @@
 
 The benchmark has three parts:
 
-1. It writes checkpoints of workload W1. It also writes checkpoints of 10,000 clients that have
-   SCAFFOLD's states for W2's model; 0 to 10,000 of these states changed since the last checkpoint.
+1. It writes checkpoints of workload W1. It also writes checkpoints of a run in which 10,000 clients
+   have a state of SCAFFOLD for W2's model. Between two of these checkpoints, a given number of
+   states changes.
 2. It trains 1,000 clients with SCAFFOLD on W2's model, first with all states in memory. Then a
    tenth of the states is in memory, and the others are on disk.
-3. It trains `--clients` clients in the same way, with at most 1 GiB of states in memory. The other
-   states need disk space: 18 GB for 100,000 clients.
+3. It trains `--clients` clients with SCAFFOLD on W2's model, with at most 1 GiB of states in
+   memory. The other states need disk space: 18 GB for 100,000 clients.
 """
 
 from __future__ import annotations

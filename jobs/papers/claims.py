@@ -6,8 +6,9 @@ both methods ran on the same seeds gives a verdict. The verdict follows from the
 
     supported      the interval lies on the claimed side of 0
     contradicted   the interval lies on the wrong side of 0
-    undecided      the interval contains 0, or the methods share too few seeds, or the other method
-                   reaches less than the share `TRAINED` of its accuracy in the paper
+    undecided      the interval contains 0, or the methods share too few seeds, or our runs of the
+                   other method are not trained enough: their accuracy is less than `TRAINED` times
+                   the accuracy in the paper
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class Entry:
     command: the command of a run at the paper's setting.
     score: the score of our runs that is compared with the printed number.
     matches: our runs for this number.
-    variant: a text about the differences from the paper in the methods' settings, the same for all
-    runs of this entry. "" if there are none, or if the runs have several variants.
+    variant: how the methods' settings of all these runs differ from the paper's, as text. "" if
+    they do not differ, or if the runs differ among each other.
     """
 
     cell: Cell
@@ -137,7 +137,7 @@ class Entry:
         return {match.setting for match in self.matches if replace(self, matches=[match]).values}
 
     def at(self, setting: str) -> list[Entry]:
-        """Return an entry for each variant of this entry's runs at one setting.
+        """Return the runs at one setting, as an entry for each variant (see `Match.variant`).
 
         If there is no run at the setting, return one entry without runs.
         setting: a text as in `Match.setting`; "" is the paper's setting.
@@ -154,7 +154,10 @@ class Entry:
         ]
 
     def add_stored(self, matches: Sequence[Match]) -> None:
-        """Add stored runs for those settings and variants for which this entry has no run."""
+        """Add stored runs to this entry.
+
+        A stored run is left out if the entry already has a run with the same setting and variant.
+        """
         taken = {(match.setting, match.variant) for match in self.matches}
         added = [match for match in matches if (match.setting, match.variant) not in taken]
         self.matches += [replace(match, is_stored=True) for match in added]
@@ -229,11 +232,11 @@ def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
 def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
     """Choose for each data set of a table the setting whose runs are shown first.
 
-    This is the setting at which most cells have a run of the user. If several settings are equal,
-    these rules decide, one after another:
-    1. most cells have a run of the user or a run that is stored with raysim;
-    2. it is the paper's setting;
-    3. it has most runs.
+    The setting with the largest number of cells that have a run of the user is chosen. If several
+    settings have the same number, these rules decide, one after another:
+    1. the largest number of cells that have a run of the user or a run that is stored with raysim;
+    2. the paper's setting;
+    3. the largest number of runs.
 
     A setting whose runs have other data than the paper's is never chosen. Return the setting (see
     `Match`) of each data set, by its name; "" stands for the paper's setting.
@@ -366,12 +369,13 @@ def _different(
 ) -> dict[str, str]:
     """Map each key in which a run differs from a command to a text about the difference.
 
-    Keys that only the run or only the command has are left out: they follow from the choice of
-    another option, which is a difference itself. But the result has each row key that the run
-    lacks, because such a run does not belong to the row.
+    Only keys that both have are compared. In addition, the result has each key of `row_keys` that
+    the run lacks.
     preset: the values of the command's preset, methods and options, by key.
     row_keys: the keys whose values differ between the rows of the paper's tables.
     """
+    # A key that only one of the two has follows from the choice of another option, which is a
+    # difference itself. A run without a row key does not belong to the row.
     present = _flat(run.config)
     expected = {**preset, **{key: str(value) for key, value in command.overrides.items()}}
     different = {}
@@ -409,8 +413,9 @@ def is_equal(one: str, other: str) -> bool:
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield lines about a run: its rows in the table, and its differences from the paper.
 
-    labels: maps a text about the run's differences from the paper, "" for none, to the labels of
-    the rows for which the run has them. It is empty if the run belongs to no row.
+    labels: maps a text about differences from the paper to the labels of the rows for which the run
+    has them. The text is "" if there are no differences. The mapping is empty if the run belongs to
+    no row.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
@@ -481,9 +486,9 @@ def _round(run: Run, name: str, threshold: float) -> int | None:
 def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None:
     """Return the accuracy that a run must reach, between 0 and 1.
 
-    key: a key of `Cell.rounds_to`. It is the accuracy as text, such as "0.80", or begins with
-    `FEDAVG_FINAL`, which stands for the mean final accuracy of our FedAvg runs. Return None if
-    there are no such runs.
+    Return None if the accuracy of FedAvg is needed, but no run of FedAvg exists.
+    key: a key of `Cell.rounds_to`: an accuracy as text, such as "0.80", or a text that begins with
+    `FEDAVG_FINAL`. The latter stands for the mean final accuracy of our FedAvg runs.
     entry: the cell with this key.
     entries: the cells among which FedAvg's runs are searched.
     """

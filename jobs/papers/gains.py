@@ -44,10 +44,7 @@ class PairedSetting:
 
     @property
     def has_different_splits(self) -> bool:
-        """Return True if the seeds have different splits of the data.
-
-        Different splits have different label entropies, which order the seeds.
-        """
+        """Return True if the split of the data is not the same for all seeds."""
         return len({label_entropy(run) for run in self.fedavg.values()}) > 1
 
     @property

@@ -168,13 +168,10 @@ FEDBR_ADDITIONAL_COLUMNS = {
 
 
 def fedbr_score(table: Table, cell: Cell) -> Score:
-    """Return the score for a cell of FedBR's tables; `FEDBR_SCORE_EXPLANATION` explains it.
-
-    The paper's numbers of sent parameters are compared with the parameters that a client of ours
-    receives. In the paper, FedCM has twice the number of FedAvg. FedCM sends more only to clients,
-    so the paper counts what clients receive.
-    """
+    """Return the score for a cell of FedBR's tables; `FEDBR_SCORE_EXPLANATION` explains it."""
     if cell.unit == "million parameters":
+        # In the paper, FedCM has twice the number of FedAvg. FedCM sends more only to clients, so the
+        # paper counts what clients receive.
         return Score("floats_down", total_per_job, 1e-6)
     if cell.unit == "seconds":
         return Score("worker_seconds", per_job)

@@ -111,7 +111,7 @@ def store_run(folder: Path) -> Path:
 
 
 def command(config: Mapping[str, object]) -> str:
-    """Return the command of a run: the preset, the methods, and the settings that differ from it.
+    """Return the command of a run: preset, methods, and the settings that differ from their values.
 
     config: the configuration in the run's folder.
     """

@@ -362,7 +362,10 @@ class Own(Method):
 
 
 def plan_with_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> StudyPlan:
-    """Return the plan of a run of FedAvg and a run of a method of `ABSORB`, at the same time."""
+    """Return the plan of two runs at the same time: one of FedAvg, one of a method of `ABSORB`.
+
+    name: the key of the method in `ABSORB`.
+    """
     Path(f"{name}.py").write_text(OWN_METHOD.format(name=name, absorb=ABSORB[name]))
     Path("own/method").mkdir(parents=True)
     Path(f"own/method/{name}.yaml").write_text(f"{name}: {{_target_: {name}.Own}}\n")

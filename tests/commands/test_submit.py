@@ -469,12 +469,12 @@ class UnstableClient:
 class Cluster:
     """A head node that these tests start, with a token.
 
-    process: a process with this token, in which the commands run. A process for each of them would
-    import PyTorch and Ray each time.
+    process: a process with this token that runs all commands.
     """
 
     url: str
     env: dict[str, str]
+    # One process for all commands, because importing PyTorch and Ray each time would take long.
     process: ProcessPoolExecutor
 
     def raysim(self, *words: str) -> subprocess.CompletedProcess[str]:

@@ -3,8 +3,10 @@
     python fedjax_app.py FOLDER ROUNDS
 
 `jobs.benchmarks.peers` writes FOLDER and starts this file with a Python that has FedJAX. FedJAX
-runs in one process. The environment variable FEDJAX_BACKEND chooses "jit" (one client at a time; an
-operation uses all threads) or "pmap" (two devices of one thread, with one client on each).
+runs in one process. The environment variable FEDJAX_BACKEND chooses how this process works:
+
+    jit     trains one client at a time, with all threads
+    pmap    trains two clients at a time, each on a device with one thread
 """
 
 from __future__ import annotations
