@@ -46,6 +46,7 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Save the code `data` for the argument types `sig`, while no other process saves code."""
+        # Two processes that save at the same time would give the same name to their code.
         folder = Path(self.cache_path)
         with contextlib.suppress(Exception), wait_for_folder(folder, "NUMBA_CACHE_DIR"):
             super().save_overload(sig, data)

@@ -67,6 +67,7 @@ def memory_state() -> MemoryState:
 
 def release_free_memory() -> None:
     """Give memory that was freed back to the system, if the C library is glibc."""
+    # Large arrays that are freed one by one leave holes in the heap.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

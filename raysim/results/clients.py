@@ -4,9 +4,9 @@ split.parquet has a row for each client and each class of its training samples. 
 client, label (the number of the class) and samples (the number of samples).
 
 clients.parquet has a row for each client. The columns are the number of training samples, the
-number of test samples, and the accuracies in the last evaluation. The column `unseen` is 1 for
-clients that are never trained (`evaluate.unseen`). There are columns for the name of the client's
-user and for the replica (model of the server) that serves the client, if the run has these.
+number of test samples, and the accuracies in the last evaluation. The column `unseen` is true for
+clients that are never trained (`evaluate.unseen`). If the run has them, the name of the client's
+user and the number of the server's model (replica) are stored, too.
 
 client_scores.parquet is a folder of Parquet files. They have a row for each round and each client
 that was scored in this round.

@@ -420,6 +420,7 @@ def _leave_margins(figure: Figure, rows: int, title_lines: int, legend_rows: int
     rows: the number of rows of panels.
     title_lines, legend_rows: the number of lines of the title, and of the legend.
     """
+    # Matplotlib's own layout measures every text first, which takes as long as the drawing.
     width, height = figure.get_size_inches()
     label = 0.6  # below each row of panels
     top = height - 0.2 - 0.22 * title_lines

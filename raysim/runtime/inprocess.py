@@ -54,8 +54,8 @@ class InProcess:
         """Return the total of several sums of updates.
 
         node: is ignored, because all workers are in this process.
-        parts: for each sum, the range of the updates in it, in the order of aggregation. A range is
-        one part of the summation tree (`tree_sum`).
+        parts: for each sum, the positions of its updates in the order of aggregation, as a range.
+        The updates of a range are a subtree of the summation tree (`tree_sum`).
         refs: the sums, in the same order; in this process they are the values themselves.
         """
         return add_up(parts, *refs)

@@ -30,21 +30,20 @@ RESOURCE_KEYS = {"CPU": "runtime.cpus", "GPU": "runtime.gpus"}
 class RayOptions:
     """The settings `runtime.*`: the number of workers, their resources, and where they are.
 
-    For most settings None lets raysim choose.
-    workers: the number of workers.
-    cpus, gpus: the CPUs and GPUs that each worker reserves. With cpus=None it reserves a CPU for
-    each of its threads.
+    workers: the number of workers; None lets raysim choose.
+    cpus, gpus: the CPUs and GPUs that each worker reserves. cpus=None reserves a CPU for each of
+    its threads; gpus=None lets raysim choose.
     resources: other resources that each worker reserves, by name.
     address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins a cluster.
     strategy: PACK fills one node after another, SPREAD alternates between nodes, STRICT_PACK uses
     one node only.
     wait: the most seconds to wait for resources: until other runs release them or, if the cluster
     is too small, until nodes join. None waits forever for other runs, and does not wait for nodes.
-    preflight: True measures the memory of one job before the run; False never does. None measures
-    it only if raysim must choose how many workers share a GPU.
-    combine: True lets each node add up the sums of its workers before it sends them, which changes
-    no bit of a result; False never does. None does this for models of at least 262,144 floats
-    (1 MiB of float32).
+    preflight: True measures the memory of one job before the run; False does not measure it. None
+    measures it only if raysim must choose how many workers share a GPU.
+    combine: True lets each node add up the sums of its workers before it sends them to the
+    coordinator; False sends every sum. None means True for models of at least 262,144 floats.
+    Results are bit-identical in all cases.
     mixed: True allows processes with different hardware or software, so that a repetition may not
     be bit-identical.
     """

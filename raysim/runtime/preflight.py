@@ -88,10 +88,11 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
 
 
 def restrict_data(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
-    """Return a copy of the data for a measurement, in which only some clients have samples.
+    """Return a copy of the data for a measurement, with the samples of a single client.
 
-    clients: the numbers of these clients. Each of them gets the samples of the first one.
-    central: the copy has this many samples of the central test set, the first ones.
+    clients: the numbers of the clients that have samples in the copy. All of them get the samples
+    of the first client in `clients`.
+    central: the copy has the first `central` samples of the central test set.
     """
     train = _repeat_samples(data.partition.train, clients)
     partition = Partition(train, _repeat_samples(data.partition.test, clients))

@@ -105,15 +105,15 @@ def assign_groups(
 ) -> list[list[Job]]:
     """Assign groups of jobs to workers; return the jobs of each worker.
 
-    A worker that trains a whole group returns one sum of the group's updates, so groups are split
-    as rarely as possible. They are split in half until no worker's load is above a limit. This is
-    `MAX_SLOWDOWN` times the load of the busiest worker if jobs were assigned one by one.
-    groups: sequences of jobs. The updates of a group are below one part of the summation tree, and
-    its jobs are in the order in which they are aggregated.
+    A worker that trains a whole group returns one sum of the group's updates. Therefore groups are
+    split only if a worker would be too busy. Too busy means that its load is more than
+    `MAX_SLOWDOWN` times the largest load that results from assigning single jobs.
+    groups: sequences of jobs, in the order in which they are aggregated. The updates of a group are
+    a subtree of the summation tree.
     loads: for each worker, the number of samples that it must already train.
     nodes: the number of each worker's node.
-    keeps_nodes: True first divides the groups among nodes, and then those of each node among its
-    workers. Then a node can add up the sums of its workers.
+    keeps_nodes: True assigns groups first to nodes, and then to the workers of the node. Then a
+    node can add up the sums of its workers.
     """
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:
@@ -164,7 +164,8 @@ class _Shares(NamedTuple):
     """A division of jobs among places; a place is a worker or a node.
 
     units: for each place, the units that it trains.
-    loads: for each place, the mean number of samples that each of its workers must then train.
+    loads: for each place, the number of samples that it must train, divided by its workers. This
+    includes samples of earlier jobs.
     """
 
     units: list[list[_Unit]]
@@ -181,7 +182,7 @@ def _distribute(
     """Distribute units over places; a place is a worker or a node.
 
     The unit with the most samples comes first. Each unit goes to the place with the lowest load.
-    loads: for each place, the mean number of samples that each of its workers must already train.
+    loads: for each place, the number of samples of earlier jobs, divided by its workers.
     capacities: the number of workers of each place; 1 if the place is a worker.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
@@ -202,7 +203,7 @@ def _split_until_balanced(
 
     A unit is a set of jobs below one part of the summation tree; a place is a worker or a node.
     Return None if a load is still above the limit after the largest number of splits.
-    loads: for each place, the mean number of samples that each of its workers must already train.
+    loads: for each place, the number of samples of earlier jobs, divided by its workers.
     capacities: the number of workers of each place; 1 if the place is a worker.
     limit: the largest allowed load of a place, in samples for each worker.
     """
@@ -242,9 +243,8 @@ def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
     """Choose which unit of an overloaded place is split next; None if no unit has two jobs.
 
-    A half of the unit will go to another place. Therefore the result is the smallest unit with at
-    least twice `excess` samples. Larger units stay whole, so that fewer sums are made. If no unit
-    has twice `excess` samples, the result is the largest unit.
+    One half of the unit will go to another place. Choose the smallest unit whose half has at least
+    `excess` samples. If no unit is that large, choose the largest one.
     units: the units of the place, a worker or a node.
     excess: the number of samples by which the place is above the limit.
     """

@@ -1,8 +1,6 @@
-"""Availability of clients: a function of seed, client and virtual time.
+"""Availability of clients: at which virtual times each client can be dispatched.
 
-Each class can say whether one client, or each of many clients, is available at a given time. It can
-also list all changes after a given time. If very few clients are available, the planner follows
-this list instead of looking at all clients (see `idle_clients.py`).
+The availability depends only on the seed of the run, the client and the virtual time.
 """
 
 from __future__ import annotations
@@ -85,16 +83,14 @@ class Availability(ABC):
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
         """Yield all changes of these clients after the virtual time `now`, the earliest first.
 
-        The time of each client's next change is stored. Only a block of the earliest times is
-        sorted: a sixteenth of them, but at least 1,024. When the changes of this block have been
-        yielded, the next block is sorted. Therefore one change costs about the same for any number
-        of clients.
         clients: the numbers of the clients, ascending.
         """
         times = np.empty(len(clients))  # float64 [clients], the time of each client's next change
         for place in _blocks(len(clients)):
             block = clients[place]
             times[place] = self.next_changes(block, np.full(len(block), now))
+        # Only the earliest times are sorted, a sixteenth of them but at least 1,024, and then the
+        # next ones. So one change costs about the same for any number of clients.
         several = min(max(1 << 10, len(clients) >> 4), len(clients) - 1)
         while True:
             earliest = np.partition(times, several)[: several + 1]
@@ -113,12 +109,11 @@ class Availability(ABC):
     def _take_changes(
         self, clients: np.ndarray, times: np.ndarray, horizon: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return all changes of availability up to `horizon`: times, and positions in `clients`.
+        """Return changes of availability up to `horizon`: times, and positions in `clients`.
 
-        If a client has more than `_MAX_CHANGES` changes up to `horizon`, only the changes up to an
-        earlier time are returned.
-        times: float64 [clients], the time of each client's next change, changed in place.
-        Afterwards it is the time of the client's first change after the returned ones.
+        Return all changes up to `horizon` or, if these are too many, up to an earlier time.
+        times: float64 [clients], the time of each client's next change. Afterwards it is the time
+        of the client's first change that was not returned.
         horizon: a virtual time in seconds.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
@@ -230,7 +225,8 @@ class Diurnal(Availability):
 class _StepDraw(NamedTuple):
     """The random numbers of one step of `MarkovAvailability`.
 
-    A step puts the clients in a random order, with positions from 0. Modulo a prime:
+    A step puts the clients in a random order, with positions from 0. All numbers are modulo a
+    prime:
 
         position of client c    (c - start) * factor
         client at position k    start + k * inverse
@@ -254,18 +250,13 @@ class MarkovAvailability(Availability):
     """Clients that are in turn available and unavailable, each for a random time.
 
     A client is available for `on` seconds on average, and then unavailable for `off` seconds on
-    average. This is a Markov chain of two states. A step lasts half of the shorter mean, in virtual
-    time. Each step sets a client to available with probability q, sets it to unavailable with
-    probability p, and otherwise does not change its state. Therefore a client's state at any time
-    follows from the last step that set it. This is usually one of the last few steps, so no states
-    are stored, and no simulation from the start is needed.
+    average. This is a Markov chain of two states. Virtual time is divided into steps of half of the
+    shorter mean. Each step makes a client available with probability q, and unavailable with
+    probability p. Otherwise the client's state does not change.
 
-    Each step draws how many clients it sets to available, and how many to unavailable. It also puts
-    all clients in a random order, by an affine map modulo a prime (`_StepDraw`). The first clients
-    of this order are set to available, and the last ones to unavailable. Therefore these clients
-    can be listed without looking at the other clients. The state of a single client can be computed
-    without such a list. Different steps are independent of each other. Within one step, the draws
-    of any two clients are independent.
+    Each step makes a random set of clients available, and another one unavailable (`_StepDraw`).
+    Therefore the clients that change can be listed without looking at all clients. A client's state
+    follows from the last step whose sets contain the client. So no states are stored.
     seed: the seed of the run.
     clients: the number of clients.
     on, off: the mean seconds for which a client is available, and not available.
@@ -303,11 +294,7 @@ class MarkovAvailability(Availability):
         return False if place >= draw.goes else None
 
     def available(self, client: int, now: float) -> bool:
-        """Return True if the client is available.
-
-        Each step decides the availability of some clients. The last step up to `now` that decides
-        it for this client counts.
-        """
+        """Return True if the client is available at the virtual time `now`, in seconds."""
         return self._state(client, _interval(now, self._step_s))
 
     def _state(self, client: int, step: int) -> bool:
@@ -376,9 +363,7 @@ class MarkovAvailability(Availability):
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
         """Yield all changes of these clients after the virtual time `now`, the earliest first.
 
-        There is one `Change` for each step in which the availability of a client changes. The cost
-        of a step depends on the number of clients that are available or become so, and not on the
-        number of all clients.
+        There is one `Change` for each step in which the availability of a client changes.
         """
         step = _interval(now, self._step_s)
         present = self.available_clients(clients, now)

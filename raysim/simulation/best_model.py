@@ -95,8 +95,8 @@ class BestModel:
     def state(self, current: Tensor) -> Mapping[str, np.ndarray]:
         """Return the arrays for a checkpoint, from which `restore` continues.
 
-        current: the vector of the current version. The checkpoint contains this vector anyway. If
-        it is also the best one, the returned arrays do not contain it a second time.
+        current: the vector of the current version, which the checkpoint contains anyway. If it is
+        the best one, the result does not contain it again.
         """
         is_current = self.vector is current
         arrays = {
@@ -111,10 +111,8 @@ class BestModel:
     def restore(self, arrays: Mapping[str, np.ndarray], vector: Tensor, counters: Tensor) -> None:
         """Continue from the arrays that `state` returned.
 
-        arrays: what `state` returned. `is_current` in it is True if the checkpoint's version is the
-        best one; then there are no other weights in it.
         vector, counters: the shared vector and the shared integer buffers of the checkpoint's
-        version.
+        version. They are used if this version is the best one.
         """
         self.round, self.value = int(arrays["round"]), float(arrays["value"])
         if arrays["is_current"]:

@@ -15,9 +15,8 @@ from raysim.data.partition import CSR
 class BestRounds:
     """The round with the best validation score so far, and the test scores of that round.
 
-    Each client has a best round, and so has the shared model. Checkpoints contain the best rounds.
-    The round with the highest validation score is the best, and the first one of equal rounds. For
-    a metric for which lower is better, callers pass scores times -1. For a client without
+    Each client has a best round, and so has the shared model. It is the first round with the
+    highest validation score. If a lower score is better, pass scores times -1. For a client without
     validation samples, the last round is the best one.
     tests: for each client, the rows of the data set that are its test samples.
     """
@@ -42,8 +41,7 @@ class BestRounds:
         nan for a client without validation samples.
         hits: the current scores of these clients' test samples, one entry for each sample. The
         samples of the first client come first, then those of the second one, and so on.
-        Return two arrays like `validation` and `hits`, with the scores of each client's best round
-        in place of the current round.
+        Return `validation` and `hits` of each client's best round, as arrays of the same shapes.
         Raises ValueError if `hits` does not have the shape of the scores in the checkpoint.
         """
         rows = int(self._offsets[-1])

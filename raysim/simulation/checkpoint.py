@@ -1,19 +1,21 @@
 """Checkpoints: the complete state of a run, written atomically and verified when read.
 
-No pickle is used. A checkpoint is a folder such as `round-000050` with four kinds of files:
-`run.json` (numbers), `server.safetensors` (named tensors; several files if there are many or large
-tensors), `index.safetensors` (which file of the log contains which client, see `state_log.py`) and
-`manifest.json`. The folder `log` next to it has files that checkpoints share: client states in
-files such as `states-00000017.safetensors`, and rows of a long history in files such as
-`rows-00000009.json`.
+A checkpoint is a folder such as `round-000050` with these files:
+- `run.json`: numbers
+- `server.safetensors`: named tensors of the server, in several files if they are large
+- `index.safetensors`: for each client, the file of the log with its state (see `state_log.py`)
+- `manifest.json`: the SHA-256 of every file that the checkpoint needs, and of the manifest itself
 
-The manifest has the SHA-256 of every file that the checkpoint needs, and of the manifest's own
-content. It is written last; a folder without a manifest is not a checkpoint. Files are never
+The folder `log` next to it has files that checkpoints share. These are client states
+(`states-00000017.safetensors`) and rows of a long history (`rows-00000009.json`). No file is a
+pickle.
+
+The manifest is written last; a folder without a manifest is not a checkpoint. Files are never
 changed after they are written, and files that no manifest lists are removed.
 
-A local folder is locked while a run writes there (`files.lock_folder`). Storage behind a URL has no
-locks. There the file `writer` names the process that began to write last. Before a process writes
-or removes anything, it reads this file, and it stops if another process is named.
+A local folder is locked while a run writes there. Storage behind a URL has no locks. There the file
+`writer` names the process that began to write last. Before each change, a process reads this file,
+and it stops if another process is named.
 """
 
 from __future__ import annotations
@@ -166,12 +168,10 @@ class Checkpoints:
     def write(self, version: int, snapshot: Snapshot) -> str:
         """Write a checkpoint, remove all but the last few, and return its address.
 
-        If older checkpoints cannot be removed, the attribute `removal_failure` says why, and the
-        next call tries again.
-
-        Checkpoints of versions after `version` are removed as well. They exist if the run was
-        resumed from a checkpoint that is not the last one. If the last written checkpoint has the
-        same version, it is not written again: only an aggregation changes the state of a run.
+        A checkpoint of this version that was written just before is not written again. Checkpoints
+        of later versions are removed. They exist if the run was resumed from a checkpoint that is
+        not the last one. If a checkpoint cannot be removed, the attribute `removal_failure` says
+        why.
         version: the number of the version to write.
         snapshot: the state of the run at this version.
         Raises OSError if the checkpoint cannot be written, or if another process has begun to
@@ -336,9 +336,7 @@ def _is_same_place(one: str, other: str) -> bool:
 def _without_abandoned(log: Mapping[str, str], index: StateIndex) -> dict[str, str]:
     """Return the log files that a checkpoint still needs.
 
-    These are all files with rows of the history, and each file with the current state of at least
-    one client. The other files with client states are left out, because they contain only states
-    that newer ones have replaced.
+    Files with client states are left out if all these states are outdated.
     log: the checksum of each log file, by name. The result is a part of this mapping.
     index: the index that says which file has the current state of each client.
     """

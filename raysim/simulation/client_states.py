@@ -82,11 +82,10 @@ class ClientStates:
 
     # --- the state that a job starts from ---------------------------------------------------------
     def dispatch(self, client: int, number: int) -> int:
-        """Record a client's new job; return the job that made the state from which it starts.
+        """Record a new job of a client; return the number of the job whose state it starts from.
 
-        The result is the number of that job; -1 means that the new job starts from the initial
-        state. Do not call this for a job that will be lost or discarded, because no later job may
-        start from its state.
+        The result -1 means that the new job starts from the initial state. Do not call this for a
+        job that will be lost or discarded, because no later job may start from its state.
         number: the number of the new job.
         """
         if not self.stateful:
@@ -162,12 +161,11 @@ class ClientStates:
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
         """Return references to the states that a call needs, and the bytes read from disk for them.
 
-        There is one reference for each of `uses`. It is None if the state is the initial one, or if
-        the worker already has the state. When the call is answered, pass the bytes to
-        `release_read`.
+        There is one reference for each of `uses`. It is None if the worker has the state, or if the
+        state is the initial one. When the call is answered, pass the bytes to `release_read`.
 
-        If the call makes a client's next state, record that this worker has the client's newest
-        state. If another worker had it, that worker deletes its copy.
+        If the call makes a client's next state, the worker becomes the one with the client's newest
+        state. A worker that had the newest state deletes its copy.
         worker: the number of the worker that gets the call.
         uses: the states that the call needs.
         """
@@ -191,7 +189,7 @@ class ClientStates:
         return sent, read_bytes
 
     def release_read(self, read_bytes: int) -> None:
-        """Subtract bytes that `send` read from disk from the memory in use (`bytes`).
+        """Report that states which `send` has read from disk are no longer in memory.
 
         Call this when the worker has answered the call, and before the call is repeated.
         read_bytes: the number of bytes that `send` returned for the call.

@@ -145,8 +145,7 @@ class Costs:
     def add_pass(self, client: int, work: float, down: int, up: int) -> None:
         """Add the cost of a forward pass, with which a client computes its loss for the selection.
 
-        work: the client's samples times the cost of a forward pass, which is less than 1. Training
-        on a sample costs 1.
+        work: the load of the forward pass, in trained samples.
         down, up: the floats that the client received and sent.
         """
         job = Job(-1, client, 0, 0, work=work, down=down, up=up)

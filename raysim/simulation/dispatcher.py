@@ -163,10 +163,10 @@ class Dispatcher:
         return [nodes[worker] for worker in self._calls.active]
 
     def _adds_on_nodes(self, nodes: Iterable[int]) -> bool:
-        """Return True if, on one of these nodes, the sums of all workers are added up first.
+        """Return True if at least one of these nodes adds up the sums of its workers.
 
-        The node then sends one total to the coordinator. This is so for every node but number 0,
-        the coordinator's. It is so for no node if the model is smaller than `Runtime.combine_from`.
+        Such a node sends one total to the coordinator. Nodes other than the coordinator's (number
+        0) do this, unless the model is smaller than `Runtime.combine_from`.
         nodes: the numbers of the nodes.
         """
         return self._floats >= self._runtime.combine_from and any(nodes)

@@ -21,9 +21,9 @@ class JobRecord(NamedTuple):
     version: the base version.
     start, finish: virtual seconds.
     fate: "aggregated", "failed", "discarded", "lost" or "in flight".
-    round: the number of the aggregation that used the update, or would have used it if the job had
-    not failed. For a lost or discarded job it is the next aggregation after the job's end. For a
-    job in flight it is the number of the last round plus 1.
+    round: the number of the aggregation for which the update was planned. For a lost or discarded
+    job it is the next aggregation after the job's end. For a job in flight it is the number of the
+    last round plus 1.
     staleness: the staleness of an aggregated or failed job; 0 for other jobs.
     energy_wh, money, co2_g: the cost of the job, or 0 if the fleet has no such cost. For a job in
     flight it is what the whole job will cost.
@@ -94,13 +94,12 @@ class Waiting:
 
     worker: the worker that the run waits for.
     clients: the clients that this worker trains, if any.
-    seconds: the time since the worker last answered, got a call while it was idle, or was replaced,
-    whichever was last.
+    seconds: for how long the run has waited for an answer of the worker.
     node: name and address of the worker's node; "" if unknown.
     replaced_after: the seconds without an answer after which another worker replaces this one;
     infinite if the run waits forever.
-    node_timeout: None if the node answers. Otherwise the seconds without an answer after which the
-    node counts as lost.
+    node_timeout: the seconds without an answer after which the worker's node counts as lost; None
+    if the node answers.
     stacks: the call stacks of the threads of the worker's process, as text; "" if unknown.
     """
 
@@ -158,10 +157,8 @@ class Finished:
     model_sha256, state_sha256: checksums of the final model, and of client states and server state.
     peak_memory_bytes: the peak memory of the coordinator's process, in bytes.
     jobs: the jobs that were in flight when the run ended, so that no aggregation used them.
-    best_model: a description of the best round's model, as in summary.json; None if there is no
-    such model. "round" is the number of the round. "by" is the column of the history that decides
-    which round is best. "value" is the value of this column. "sha256" is the checksum of the
-    weights.
+    best_model: the round of the best model, the score that decided it, and a checksum, as in
+    summary.json; None if there is no such model.
     processes: the processes of the run, if there were several.
     """
 

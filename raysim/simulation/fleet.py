@@ -99,7 +99,8 @@ class Fleet:
     on, off: only for "markov": the mean number of seconds for which a client is available, and then
     unavailable.
     dropout: the probability that a job is lost for another reason, at a random moment of the job.
-    patience: the most virtual seconds from the run's start until a client must be available.
+    patience: a run ends with an error if no client is available in this many virtual seconds after
+    its start.
     cost: the power of each device, and what its link costs.
     kwh_price: money for a kilowatt-hour of the devices.
     kwh_co2: grams of CO2 for a kilowatt-hour of the devices.

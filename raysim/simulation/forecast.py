@@ -29,8 +29,8 @@ class Forecast:
     staleness: the staleness of aggregated updates.
     lost, discarded: the shares of the ended jobs that are lost or discarded.
     workers_busy: the share of wall time in which workers work, over all planned aggregations.
-    workers_busy_ahead: the same share for a run that plans all aggregations before the training. It
-    is larger than `workers_busy` if the plan depends on the training.
+    workers_busy_ahead: what `workers_busy` would be if all aggregations were planned before the
+    training. The values are equal if the plan does not depend on training results.
     """
 
     in_flight: float

@@ -1,13 +1,11 @@
 """The sums of updates that workers and nodes make for an aggregation.
 
-The updates of an aggregation are added up in a tree over the order in which they are aggregated
-(`tree_sum`). A group is the set of jobs below one part of this tree. A process that has all updates
-of a group can sum them.
+The updates of an aggregation are added up in a binary tree (`tree_sum`). A group is the set of jobs
+in a subtree of this tree. A process that has all updates of a group can replace them by their sum.
 
-Each call to a worker returns one sum for each of the largest groups among its jobs. On nodes other
-than the coordinator's, these sums stay on the node, until nodes have added them up to larger
-groups. Therefore only a few vectors are sent to the coordinator. The bits of the result do not
-depend on which process made which sum.
+A worker sums the updates that it has. A node other than the coordinator's adds up the sums of its
+workers before it sends them. Therefore only a few vectors are sent to the coordinator. The bits of
+the result do not depend on which process made which sum.
 """
 
 from __future__ import annotations

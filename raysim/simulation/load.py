@@ -51,9 +51,8 @@ class VaryingTensors:
     The keys are the full names of the tensors, "method.name".
     sent: the size in version 0, in floats, of each tensor that clients receive.
     uploaded: the size in version 0, in floats, of each tensor that clients send.
-    planned: for each tensor that clients send, the function that the method gave to
-    `Setup.upload`. From the number of floats that the client received, it computes the number of
-    floats of the tensor.
+    planned: for each tensor that clients send, a function that returns its number of floats. Its
+    argument is the number of floats that the client received.
     """
 
     sent: Mapping[str, int]

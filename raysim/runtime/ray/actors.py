@@ -138,12 +138,10 @@ def identify_process(name: str, packages: Sequence[str] = (), device: str = "") 
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """Return a class of actors, each of which holds an object of the class `kind`.
+    """Return a class of Ray actors, each of which holds an object of the class `kind`.
 
-    The class has the public methods of `kind`; each of them calls the same method of the object. It
-    does not inherit from `kind`, because `profile=true` replaces methods of the object by methods
-    that measure their time. Ray would call the inherited methods instead. The method `become`
-    replaces the object by a new one.
+    An actor has the public methods of `kind`; each of them calls the same method of the object. The
+    method `become` replaces the object by a new one.
     """
 
     def __init__(self: Any, *args: Any) -> None:
@@ -169,9 +167,8 @@ def actor_class(kind: type) -> Any:
         return lambda self, *args: getattr(self.held, name)(*args)
 
     def stack_source(self: Any) -> StackSource | None:
-        """Let processes on this node read which code the threads of this process execute.
+        """Return what other processes on this node need to read this process's call stacks.
 
-        Return a `StackSource`, with which `read_stacks` reads this process in another process.
         Return None if the operating system does not allow it.
         """
         return open_stack_source()
@@ -185,6 +182,8 @@ def actor_class(kind: type) -> Any:
     for name, _ in inspect.getmembers(kind, callable):
         if not name.startswith("_"):
             content[name] = delegate(name)
+    # It does not inherit from `kind`: `profile=true` replaces methods of the object by methods that
+    # measure their time, and Ray would call the inherited methods instead.
     return ray.remote(type(kind.__name__, (), content))
 
 
@@ -194,9 +193,9 @@ class NodeAdder:
     def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
         """Return the total of some sums; None if all sums are None.
 
-        parts: for each sum, the range of the updates in it, in the order of aggregation. A range is
-        one part of the summation tree (`tree_sum`).
-        sums: the sums in the same order; None for a part whose jobs all failed.
+        parts: for each sum, the positions of its updates in the order of aggregation, as a range.
+        The updates of a range are a subtree of the summation tree (`tree_sum`).
+        sums: the sums in the same order; None if all jobs of the range failed.
         """
         return add_up(parts, *sums)
 
@@ -298,12 +297,10 @@ class RayRuntime:
     combine_from: if the model has at least so many floats, each node adds up the sums of its
     workers. Infinity means that nodes never do.
     actors: the running actors of the workers; if it is empty, `start` starts them.
-    participants: the identities of the run's processes. Each worker that becomes ready is compared
-    with the driver, the process that the user has started. An error is raised if the results of the
-    worker and the driver would not be bit-identical. None compares nothing.
-    identify: function that gets the number of a dead worker. It starts a Ray task in the worker's
-    bundle, and returns a reference to the identity of the task's process. It is used if a worker
-    dies before it reports its own identity, for example because of other versions of libraries.
+    participants: the identities of the run's processes, with which a new worker is compared. None
+    compares nothing.
+    identify: function that returns a reference to the identity of a worker's process, given the
+    worker's number. It is called for a worker that died before it reported its identity.
     growth: the facts that decide which workers are started during the run; None starts none.
     """
 
@@ -358,10 +355,10 @@ class RayRuntime:
         return ""
 
     def put(self, value: object) -> object:
-        """Put a value into Ray's object store, where a node has one copy for all its workers.
+        """Put a value into Ray's object store; return a reference to the value.
 
-        Return a reference to the value. A version of a model with at most `MAX_INLINE_BYTES` bytes
-        is not put there. It is returned unchanged, and each call sends it to the worker.
+        All workers of a node share one copy. A version of a small model (at most `MAX_INLINE_BYTES`
+        bytes) is returned unchanged instead, and is sent to the workers with each call.
         """
         if isinstance(value, PublishedVersion) and value.nbytes <= MAX_INLINE_BYTES:
             return value
@@ -386,8 +383,8 @@ class RayRuntime:
         """Let a process of the node add up sums of updates; return a reference to the total.
 
         node: the number of the node.
-        parts: for each sum, the range of the updates in it, in the order of aggregation. A range is
-        one part of the summation tree (`tree_sum`).
+        parts: for each sum, the positions of its updates in the order of aggregation, as a range.
+        The updates of a range are a subtree of the summation tree (`tree_sum`).
         refs: references to the sums, in the same order.
         """
         return self._adder(node).add_up.remote(parts, *refs)
@@ -599,8 +596,8 @@ class RayRuntime:
     def explain_death(self, worker: int, death: WorkerDiedError) -> str:
         """Return why a worker died, as text without a full stop.
 
-        The reason is missing memory if the kernel of the worker's node has ended processes for this
-        reason since the worker started. Otherwise it is the text of the error.
+        The text names missing memory if the kernel of the worker's node has ended a process because
+        memory ran out. Otherwise it is the text of the error.
         death: the error that says that the worker is dead.
         """
         text = str(death).rstrip(".")
@@ -729,10 +726,8 @@ class RayRuntime:
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:
         """Return the identity of a worker's process; None if it cannot be found out.
 
-        An identity is the hardware and software on which the bits of results depend.
-        A worker with another version of raysim or of a library may die before it can answer. In
-        that case a Ray task in the worker's bundle reports the identity. A worker that joined later
-        has no bundle in the run's placement group.
+        An identity is the hardware and software on which the bits of results depend. If the worker
+        dies before it answers, another process in its bundle reports the identity.
         answer: a reference to the identity that the worker itself reports.
         """
         with suppress(ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
@@ -817,8 +812,8 @@ def start_workers_in(
     with the driver's (the process that the user has started). None compares nothing.
     packages: the packages whose versions are part of an identity.
     device: the device of the workers, which is part of an identity; "" means none.
-    most: the most workers that the run may have at a time, with those that start during the run. 0
-    starts none during the run.
+    most: the largest number of workers at a time, if further workers may start during the run; 0 if
+    none may start.
     """
     shared = spec if isinstance(spec, ray.ObjectRef) else ray.put(spec)
     actor = actor_class(kind)

@@ -144,8 +144,7 @@ def has_gpus() -> bool:
 def run_bundles(size: Size) -> list[dict[str, float]]:
     """Return the bundles that a run reserves: first the coordinator's, then one per worker.
 
-    The coordinator's bundle has a tiny amount of the resource that stands for this node
-    (`node:ADDRESS`). Therefore the coordinator runs on this node, which has the run's files.
+    The coordinator's bundle fits only on this node, which has the run's files.
     """
     this_node = next(
         name

@@ -70,10 +70,9 @@ def plan_workers(
 ) -> Size:
     """Choose the number of workers and their resources; wait for nodes if there are too few.
 
-    `plan_now` chooses the number. If it raises NoRoomError, it is called again and again for up to
-    `runtime.wait` seconds. In this time, Ray's autoscaler is told which resources are missing, so
-    that it starts nodes. Without `runtime.wait`, and for a cluster on this machine only, the error
-    is raised at once.
+    If the cluster is too small, wait up to `runtime.wait` seconds until nodes have joined. Ray's
+    autoscaler is asked to start nodes. After this time, raise NoRoomError. A cluster on this
+    machine only never gets nodes, so the error is raised at once.
     options: the settings `runtime.*`.
     spec: the run.
     concurrency: the number of clients in flight.

@@ -119,8 +119,8 @@ def _routed_output(messages: RayMessages) -> AbstractContextManager[Any]:
 def separate_messages() -> Iterator[None]:
     """Keep the messages of Ray's threads away from standard output until the end of the context.
 
-    While a context of `messages_written_to` is open, they go to its file. Messages that never got
-    such a file are printed at the end, on standard error.
+    Use it with `messages_written_to`, which writes the messages to a file. Messages that were not
+    written to a file are printed on standard error at the end.
     """
     global _messages
     _messages = messages = RayMessages()
