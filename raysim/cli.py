@@ -751,10 +751,9 @@ def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> l
 # --- commands -----------------------------------------------------------------------------------
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Make no garbage collections inside `with`, where modules are imported.
+    """Switch garbage collection off inside `with`, where modules are imported.
 
-    All objects that exist at the end are exempt from later collections. Otherwise each full
-    collection would visit the 300,000 objects of torch.
+    Later collections ignore all objects that exist at the end.
     """
     gc.disable()
     try:

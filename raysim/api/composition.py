@@ -219,10 +219,10 @@ def _check_alone(what: str, names: Sequence[str]) -> None:
 
 
 def check_together(all_declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError if two methods of a list cannot be combined.
+    """Raise ValueError if the methods of a list cannot be combined.
 
-    Two methods cannot be combined if one excludes the other. Nor can they if both declare something
-    that only one method of a list may have, such as the stages or the hook `combine`.
+    For example, some declarations and hooks may occur only once in a list, such as stages and
+    `combine`.
 
     all_declared: the declarations of each method of the list.
     """

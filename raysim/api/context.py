@@ -108,9 +108,8 @@ class Batch:
     inputs: [B, ...].
     targets: int64 [B], or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
-    pair: the tuple (y1, y2, weight) if a method mixed two samples into each row (Mixup), else None.
-    y1 are the labels of the first samples, y2 those of the second samples, and weight is the weight
-    of the first samples.
+    pair: for Mixup, which mixes two samples into each row, a tuple (y1, y2, weight); else None. y1
+    and y2 are the labels of the two samples, and weight is the weight of the first one.
     rows: the additional inputs that methods passed to `add_rows`, by the name of the method; None
     if no method added rows.
     """

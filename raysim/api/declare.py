@@ -104,10 +104,9 @@ class Declarations:
 
     @property
     def keeps_client_state(self) -> bool:
-        """True if a method keeps something for each client from one job to the next.
+        """True if the methods of the run declare state that is kept for each client between jobs.
 
-        This may be an entry of `Setup.client_state`, trained parameters that stay on the client, or
-        the optimizer (`Setup.keep_optimizer`). The setting `local.keep_optimizer` does not count.
+        This is client state, trained parameters that stay on the client, or the optimizer's state.
         """
         if any(
             declared.keeps_client_state or declared.keeps_optimizer for declared in self.methods

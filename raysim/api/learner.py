@@ -1,8 +1,8 @@
 """Define learners: models that are not `torch.nn.Module`s, such as those of scikit-learn.
 
-A learner has its parameters in nested dictionaries, lists and tuples of arrays. raysim copies the
-arrays into its flat vector, so that they are averaged, sent, counted and saved like the parameters
-of a network.
+The parameters of a learner are arrays in nested dictionaries, lists and tuples. raysim copies the
+arrays into the flat vector of the run, and treats them as it treats the parameters of a neural
+network.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class LearnerUpdate:
 
     client: the number of the client.
     parameters: the bytes that `fit` returned for this client.
-    weight: the weight of this update in a mean. The weights of all updates of an aggregation sum to
-    1, or to less if a method such as fedbuff lowers the weights of stale updates.
+    weight: the weight of this update in a mean over all updates of the aggregation. The weights sum
+    to 1, or to less if a method lowers the weights of stale updates.
     samples: the number of the client's training samples.
     staleness: the number of aggregations since the version that the client started from.
     """
@@ -122,13 +122,12 @@ class Learner(Method):
     def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
         """Return scores by name for a set of samples, such as {"accuracy": 0.9}.
 
+        A learner may implement this function instead of `predict`. raysim calls it for the
+        test samples of each scored client, for the central test set, and for each domain. One of
+        the names should be the run's main metric (`evaluate.metric`). Return an
+        empty dictionary if there is no score.
         parameters: the parameters of the model that is scored.
         data: the samples; `data.arrays()` returns their inputs and labels.
-
-        This function is optional. A run calls it instead of `predict`: for the test samples of each
-        scored client, for the central test set, and for each domain. The run's metric
-        (`evaluate.metric`, accuracy for classes) should be one of the names, because curves,
-        summaries and best rounds use it. Return an empty dictionary if there is no score.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no function 'evaluate'. Define it, or use 'predict'."

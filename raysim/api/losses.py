@@ -40,11 +40,11 @@ class Smoothed:
 
 @dataclass(frozen=True)
 class Focal:
-    """Cross-entropy times (1 - probability of the label)^gamma (Lin et al., ICCV 2017).
+    """Cross-entropy times (1 - p)^gamma, where p is the predicted probability of the label.
 
-    Samples that are predicted well get a small weight. The number of classes may be two or more.
-    The paper's weights of classes are not used.
-    gamma: the exponent, at least 1; a larger one lowers the weight of well predicted samples more.
+    Samples that are predicted well get a small weight (Lin et al., ICCV 2017). There may be more
+    than two classes. Classes have no weights here, unlike in the paper.
+    gamma: the exponent, at least 1.
     """
 
     kind: ClassVar[Kind] = "classification"

@@ -128,9 +128,7 @@ class Method:
     ) -> Tensor:
         """Return the gradient to use instead of `grad`; only one method of a list may do so.
 
-        Called in stages with the task loss. A stage with a loss of its own, such as the stage of
-        FedBR's projector, uses its plain gradient. Corrections, clipping and the optimizer use the
-        returned gradient.
+        Called in stages with the task loss, before gradients are corrected and clipped.
 
         params: the m parameters that `job.stage` trains, [m]; do not change them.
         grad: their gradient [m]; do not change it.

@@ -380,10 +380,10 @@ def _structured(outputs: Tensor, labels: Tensor) -> np.ndarray:
 
 @functools.cache
 def _torch_classes(kind: Kind, error_start: str) -> dict[str, Any]:
-    """Map the names of torchmetrics' metrics for a kind of task to their classes.
+    """Return the metrics of torchmetrics for a kind of task, as classes by name.
 
-    error_start: the first words of the error that is raised if torchmetrics is not installed, such
-    as "evaluate.metrics=f2 is none of accuracy, f1, and".
+    Raise ValueError if torchmetrics is not installed.
+    error_start: the first words of this error.
     """
     family = "regression" if kind == "regression" else "classification"
     import_optional("torchmetrics", error_start)

@@ -36,10 +36,10 @@ class MetricRule:
 
     name: the name of the metric, such as "accuracy".
     rows: the function that workers call with outputs [B, C] and labels. It returns a value or an
-    array for each sample, [B, ...]. None means that a worker returns outputs and labels, see
-    `SetRows`.
-    summarise: the function that the coordinator calls with the results of `rows` for all samples of
-    the set, at least one, in their order. It returns the score.
+    array for each sample, [B, ...]. None means that workers return the outputs and labels
+    themselves.
+    summarise: a function that returns the score of a set. The coordinator passes it what `rows`
+    returned for all samples of the set, at least one.
     higher: True if a higher score is better.
     """
 
@@ -310,11 +310,11 @@ def class_f1(pairs: np.ndarray) -> float:
 
 
 def class_auroc(rows: np.ndarray) -> float:
-    """Return the mean over the classes of the area under the ROC curve, one class against the rest.
+    """Return the mean over the classes of the area under the ROC curve.
 
+    The curve of a class compares the samples of this class with all other samples. Classes that all
+    samples have or that no sample has are left out. The result is nan if all classes are left out.
     rows: n samples as `SetRows` stores them, with the fields "outputs" [n, C] and "labels" [n].
-    Classes that all samples have or that no sample has are left out, because they have no such
-    area; the result is nan if all are left out.
     """
     outputs = torch.from_numpy(rows["outputs"].astype(np.float64)).softmax(1).numpy()
     is_class = rows["labels"][:, None] == np.arange(outputs.shape[1])
@@ -334,10 +334,8 @@ def label_auroc(rows: np.ndarray) -> float:
 def _mean_area(scores: np.ndarray, is_positive: np.ndarray) -> float:
     """Return the area under the ROC curve, averaged over the columns of `scores`.
 
-    Columns in which all samples are positive, or all negative, are left out. The result is nan if
-    all columns are left out. The area is the share of pairs of a positive and a negative sample in
-    which the positive sample has the higher score. Pairs with equal scores count half (Hanley and
-    McNeil, Radiology 1982).
+    Columns in which all samples are positive or all are negative are left out. The result is nan if
+    all columns are left out.
     scores: [n, C], for n samples.
     is_positive: bool [n, C], True where a sample is positive.
     """
@@ -370,8 +368,7 @@ def macro_f1(codes: np.ndarray) -> float:
     """Return the mean over the labels of F1 = 2 TP / (2 TP + FP + FN).
 
     TP, FP and FN are the numbers of true positives, false positives and false negatives of a label.
-    A label that no sample has and that is never predicted counts as 0, as in scikit-learn's
-    `f1_score(average="macro")` with the default of `zero_division`.
+    F1 is 0 for a label that no sample has and that is never predicted.
 
     codes: [n, L], the result of `label_codes` for n samples and L labels.
     """

@@ -1,8 +1,8 @@
 """Define selection rules, which choose the clients to dispatch, and the data that they see.
 
-A rule has no attributes that change: it remembers only arrays in `SelectionView.state`, which
-checkpoints contain. Its choice depends only on its argument, so a run has the same bits on any
-number of workers, and after it was stopped and resumed.
+A rule may remember arrays in `SelectionView.state`, which checkpoints contain, and nothing else.
+Its choice must depend only on its argument. Then a run has the same bits on any number of workers,
+and if it is resumed.
 """
 
 from __future__ import annotations
@@ -205,12 +205,11 @@ class SelectionView:
     def measure(self, clients: Sequence[int] | np.ndarray, samples: int | None = None) -> Floats:
         """Ask clients for the loss of the current model; return it for each, float64 [clients].
 
-        The rule must set `measures = True`, and may call this once in each call of `select`. Each
-        of these clients receives the model, computes the loss on its training samples, and sends
-        one float. The jobs of the selected clients start when the slowest client has sent its loss.
-        A client that was asked already has the model, so its job does not send the model again.
-        Before a run, raysim estimates the virtual time without training anything; all losses are
-        nan then.
+        The rule must set `measures = True`, and may call this function once in each call of
+        `select`. Each of the clients receives the model, computes the loss on its training samples,
+        and sends one float. The jobs of the selected clients start when the slowest client has sent
+        its loss. All losses are nan while raysim estimates the virtual time before a run.
+        clients: the numbers of the clients.
         samples: the largest number of samples that each client uses, drawn for each call; None uses
         all samples.
         """
@@ -257,9 +256,9 @@ class Selection:
     def select(self, view: SelectionView) -> Sequence[int] | np.ndarray:
         """Return the clients to dispatch: at most `view.count` of `view.clients`, each once.
 
-        It is called when at least one client is idle and available. If it returns fewer than
-        `view.count`, it is called again after the next event. It must return at least one client if
-        no job is in flight.
+        It is called when at least one client is idle and available. It must return at least one
+        client if no job is in flight. If it returns fewer than `view.count` clients, it is called
+        again later.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override select. Define it.")
 

@@ -143,7 +143,8 @@ class ServerView:
     def sample_counts(self) -> np.ndarray:
         """The number of training samples of each client: int64 [clients].
 
-        Clients of other replicas have 0, unless each client stores its own replica, as with gossip.
+        If the topology has several replicas, clients of other replicas have 0 here. All clients
+        are counted if each client stores its own replica, as with gossip.
         """
         return self._server.counts  # type: ignore[no-any-return]
 

@@ -70,10 +70,10 @@ class Send:
     value(server), or as value(client, server) if `to` is "client". If `value` is None, the server
     state of the name `name` is sent.
     floats: the tensor's size in floats: a number, or a function of the layout.
-    to: "all" sends the tensor to each client with each version, "once" with a client's first job
-    only, and "client" sends each client its own tensor.
+    to: "all": each client receives the tensor with each version. "once": each client receives it
+    with its first job only. "client": each client receives a tensor of its own.
     when: a function that is called when a job is dispatched. It returns True if the job's client
-    receives the tensor. Otherwise the tensor adds no traffic and no virtual time.
+    receives the tensor.
     varies: True if the size may differ between versions; `floats` is then the size in version 0.
     """
 
@@ -265,12 +265,12 @@ class Setup:
     def needs(self, *needs: Need) -> None:
         """Declare what the method needs from the data and the model.
 
-        A run whose data or model lack one of the needs raises ValueError before it starts.
+        If one of the needs is not met, the run stops with ValueError before it starts.
 
         needs: any of these:
         - "classes": labels are classes.
         - "features": the model has features in front of a linear head.
-        - "gradients": the method can differentiate the model itself, outside of raysim's steps.
+        - "gradients": the model can be differentiated by PyTorch.
         - "images": inputs are images.
         - "numbers": inputs are numbers that can be added up, and not tokens.
         """
@@ -293,7 +293,7 @@ class Setup:
         self.declared.needs_clients = why
 
     def needs_fixed_clients(self, why: str) -> None:
-        """Declare that the method needs a topology in which each client stays with its model.
+        """Declare that the method needs a topology in which clients never change their replica.
 
         why: the reason in the error, such as "the server has a row for each client".
         """
@@ -646,17 +646,16 @@ class Setup:
     def owns(self, *hooks: Literal["loss", "step"]) -> None:
         """Replace the task loss ("loss") or the server's step ("step"); only one method may do so.
 
-        With "loss", this method's hook `loss` is called before the hooks `loss` of other methods,
-        and gets 0 instead of the usual loss. With "step", its hook `step` is called after the hooks
-        `step` of other methods, and gets the direction that they returned.
+        With "loss", this method's hook `loss` is called first, and gets 0 instead of the usual
+        loss. With "step", this method's hook `step` is called last, and gets the direction that the
+        hooks `step` of other methods returned.
         """
         self.declared.owned.update(hooks)
 
     def adds_rows(self) -> None:
         """Declare that the hook `batch` adds rows to each batch.
 
-        raysim then also trains on batches with a single sample, which BatchNorm could not
-        normalise without the added rows.
+        raysim then also trains BatchNorm networks on batches with a single sample.
         """
         self.declared.adds_rows = True
 
@@ -684,9 +683,8 @@ class Setup:
         self.declared.scored = vector
 
     def read_updates(self) -> None:
-        """Give `absorb` access to single updates, including `update.moves` (`LocalJob.moves`).
+        """Give `absorb` access to each update, including `update.moves` (`LocalJob.moves`).
 
-        Workers then send each update to the coordinator instead of a sum of updates, so that the
-        simulator needs more memory and time.
+        Without this declaration, workers may send sums of updates, which need less memory and time.
         """
         self.declared.reads_updates = True

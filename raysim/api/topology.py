@@ -243,8 +243,8 @@ class Network:
         """Yield the exchanges of replicas after an aggregation, one after another.
 
         An exchange is a list of weighted means; all of them are computed before any replica
-        changes. There is one exchange. With `pairwise`, there is one for each replica in `replicas`
-        that has a neighbour.
+        changes. With `pairwise`, each replica in `replicas` that has a neighbour makes an exchange.
+        Otherwise there is a single exchange.
 
         version: the number of the run's aggregations so far.
         replicas: the replicas with updates in the aggregation, ascending.

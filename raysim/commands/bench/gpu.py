@@ -454,8 +454,8 @@ class UtilizationMonitor(threading.Thread):
 def _device_use(device: str) -> Iterator[ResultRow]:
     """Measure how the code inside `with` uses the device.
 
-    Yield an empty row, which gets its values when the code inside ends. "device_use" is the share
-    of time in which the GPU worked; None means unknown. On a GPU, "peak_bytes" is the peak memory.
+    Yield a row, whose values are set when the code inside `with` ends. "device_use" is the share of
+    time in which the GPU worked; None means unknown. "peak_bytes" is the peak memory of a GPU.
     device: the name of the device in PyTorch, such as "cuda:0".
     """
     row: ResultRow = {}

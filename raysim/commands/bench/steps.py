@@ -1,9 +1,10 @@
 """Measure the time of each method's local step compared with FedAvg: `raysim bench steps`.
 
-The benchmark measures a method and FedAvg alternately in one process, and reports the median of the
-ratios. (FRAug is compared with FedBN instead.) The limit of a method is the cost of its forward and
-backward passes divided by the cost of FedAvg's passes, plus a few percent. A forward pass costs 1,
-and a backward pass 2.
+The benchmark measures a method and FedAvg alternately in one process, and reports the median ratio
+of the two times. For FRAug, FedBN takes the place of FedAvg.
+
+Each method has a limit for this ratio. It is the ratio of the costs of all forward and backward
+passes, plus a few percent. A forward pass costs 1, and a backward pass 2.
 """
 
 from __future__ import annotations

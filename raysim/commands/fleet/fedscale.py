@@ -1,16 +1,16 @@
 """Convert the device data of FedScale (Lai et al., ICML 2022) into a trace.
 
-FedScale has two files. Each is a pickled dictionary from a client to a dictionary of values:
+FedScale has two files. Each is a pickled dictionary, which has a dictionary of values for each
+client:
 
-- `client_device_capacity`: "computation" is the time of one sample's inference in milliseconds, and
-  "communication" the bandwidth in units of 1,024 bits per second, in both directions. Training a
-  sample takes three times as long as inference. This is how FedScale uses the values in
-  `ClientMetadata.get_completion_time` and `model_update_size`.
+- `client_device_capacity`: "computation" is the milliseconds that inference takes for one sample.
+  Training a sample takes three times as long. "communication" is the bandwidth in both directions,
+  in units of 1,024 bits per second.
 - `client_behave_trace`: "active" and "inactive" are lists of seconds. A client is available from
   active[i] to inactive[i], and the times repeat after "finish_time" seconds.
 
-The two files describe different clients. The trace has the clients of `client_behave_trace`. They
-get the devices of `client_device_capacity` in order, which are repeated if there are too few.
+The clients of the two files are not the same. The trace has the clients of `client_behave_trace`.
+Client i of them gets device i of the other file, which starts again at its end.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Write the results of a study: means, paired differences to a reference, page, picture.
 
-study.csv        a row per run
-differences.csv  a row per comparison
-study.json       both, and the means
-study.tex        the means for LaTeX
+study.csv        a row for each run
+differences.csv  a row for each comparison with the reference
+study.json       both tables, and the means
+study.tex        the means as a LaTeX table
 study.png        the differences with their intervals
-report.html      the page; its curves are the means over the seeds
+report.html      a page with all results, and curves of the means over the seeds
 """
 
 from __future__ import annotations
@@ -165,10 +165,10 @@ def _has_scores(summary: Mapping[str, object], columns: Sequence[str]) -> bool:
 def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str | None:
     """Return the highest threshold, such as "0.80", that the scores of all runs have reached.
 
-    summaries: the summaries of the runs. The entry "rounds_to" gives for each threshold the number
-    of rounds until the score reached it: {"0.80": 12, "0.90": None}. None means that it did not.
-    Summaries without this entry are not used.
     Return None if there is no such threshold.
+    summaries: the summaries of the runs. Their entry "rounds_to" has for each threshold the round
+    in which the score reached it, else None: {"0.80": 12, "0.90": None}. Summaries without this
+    entry are not used.
     """
     reached = []
     for summary in summaries:

@@ -137,11 +137,10 @@ class TrialRecords:
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
-        """Return the measurements of a trial of an earlier session, for a sweep that is continued.
+        """Return what an ended trial has measured: the pairs (round, value of the compared column).
 
-        A measurement is a round, and the value of the compared column in this round. Rounds without
-        a value are left out. The list is empty for a trial that had not ended in an earlier
-        session.
+        Rounds without a value are left out. The list is empty if the trial had not ended before the
+        sweep was continued.
         number: the trial's number.
         """
         if number not in self._ended_before:
@@ -243,8 +242,7 @@ class TrialRecords:
     def end(self, number: int) -> None:
         """Record the end of a trial, and print its line.
 
-        A trial that has neither finished nor failed was stopped by the scheduler. If the sweep's
-        time limit ended it, nothing is recorded.
+        Nothing is recorded if the sweep's time limit ended the trial.
         """
         record = self.all[number]
         self._waiting.discard(number)

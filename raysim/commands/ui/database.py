@@ -68,10 +68,10 @@ def find_root(path: str) -> Path:
 
 
 def _stored_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders in `root` whose results are stored in the database of `root`.
+    """Yield the folders of runs and studies whose results are in the database of `root`.
 
-    These are folders of runs and studies. If `root` contains a study among other folders, the runs
-    of this study are left out, because they are in the study's own database.
+    A study has a database of its own. So the runs of a study are yielded only if `root` is the
+    folder of this study.
     """
     is_study = (root / STUDY).is_file()
     for pattern in STUDY_PATTERNS if is_study else RUN_PATTERNS:
