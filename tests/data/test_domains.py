@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Write MNIST as torchvision does, MNIST-M as Parquet, USPS as strips, others as pictures."""
+    """Write four data sets in four formats; return their folder."""
     write_mnist(tmp_path, train=20, test=10)
     for split, count in (("train", 20), ("test", 10)):
         pixels = [picture(32, 32, 3) for _ in range(count)]

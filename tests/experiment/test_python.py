@@ -159,7 +159,7 @@ def test_object_with_storable_arguments_is_stored_by_class(part: object) -> None
 
 @dataclass(frozen=True)
 class Holding(NormedMlp):
-    """A model with an argument that no file can hold."""
+    """A model whose argument cannot be stored in a file."""
 
     what: object = None
 

@@ -19,7 +19,7 @@ from raysim.simulation.runtime import WorkerDiedError  # noqa: E402
 
 
 class Stairs(Fleet):
-    """Client c takes 1 + c seconds for 100 samples."""
+    """A fleet in which client c takes 1 + c seconds for 100 samples."""
 
     def speeds(self, seed, clients, sample_flops):
         network = np.full(clients, np.inf)

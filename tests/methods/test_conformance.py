@@ -875,14 +875,13 @@ def covering(
 ) -> list[list[str]]:
     """Return lists of `least` to `most` names, in which each allowed pair occurs at least once.
 
-    A list begins with the first pair that is missing: allowed, but in no list yet. Then the name is
-    added that has the most missing pairs with the names of the list, and so on. Nothing is drawn at
-    random, so the lists are always the same.
+    The same arguments always give the same lists.
     names: all names.
     allowed: the pairs of names that may be in one list.
     """
     missing, found = set(allowed), list[list[str]]()
     while missing:
+        # A list begins with a missing pair, and gets the names with the most missing pairs.
         chosen = list(next(pair for pair in pairs(names) if frozenset(pair) in missing))
         while len(chosen) < most:
             fits = [new for new in names if all(frozenset((old, new)) in allowed for old in chosen)]

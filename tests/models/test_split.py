@@ -126,7 +126,8 @@ def test_network_that_removes_the_output_dimension_is_rejected() -> None:
 class Scaled(nn.Module):
     """A network that changes the outputs of its last linear layer.
 
-    after: the module that gets these outputs; None multiplies them by a trained factor, at first 1.
+    after: the module that changes the outputs. None: the outputs are multiplied by a trained
+    factor.
     """
 
     def __init__(self, after: nn.Module | None = None):

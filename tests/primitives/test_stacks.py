@@ -33,10 +33,7 @@ wait_for_disk()
 
 
 def read_until(text: str, source: StackSource) -> str:
-    """Read the stacks of a process until they contain a text; return them.
-
-    The process may need some time until it calls the function that the text names.
-    """
+    """Read the stacks of a process again and again until they contain a text; return them."""
     while text not in (stacks := read_stacks(source)):
         pass
     return stacks

@@ -191,7 +191,7 @@ class Vanishing(Mortal):
     number: the number of this call, counted from 1 over all workers.
     is_reachable: True: the node is told to leave, and its values can still be read. False: the node
     is gone, with its values.
-    The lost worker returns in the second round after that, together with an additional worker.
+    Two rounds later, the worker returns together with an additional worker.
     """
 
     def __init__(self, study: RunSpec, workers: int, number: int, is_reachable: bool):

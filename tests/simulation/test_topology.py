@@ -120,8 +120,9 @@ class TestHierarchical:
     def test_hierarchical_run_equals_a_computation_by_hand(self, schedule: Schedule) -> None:
         """Compute HierFAVG by hand: each replica is an edge server with half of the clients.
 
-        An edge server averages its clients by samples. After every two aggregations of all edge
-        servers, their models are averaged by samples.
+        An edge server averages its clients' models with weights in proportion to their samples.
+        After every two aggregations of all edge servers, the models of the edge servers are
+        averaged in the same way.
         """
         topology = Hierarchical(2, every=2)
         spy, finished = spied(topology, schedule, rounds=11)

@@ -1,6 +1,6 @@
 """Centralized training: SGD on the samples of all clients together, in the data set's order.
 
-A round processes as many samples as a round of the federated run.
+A round processes about as many samples as a round of the federated run.
 """
 
 from __future__ import annotations

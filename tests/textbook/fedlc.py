@@ -2,7 +2,7 @@
 
 Symbols: z, logits; y, true classes; n_c, the client's samples of class c; m_c = tau n_c^(-1/4), the
 margin of class c. A class without samples of the client is left out. The paper's sum is over the
-other classes only ("others"). As in public code, the default sum includes the true class ("all").
+classes other than the true one. As in public code, the default sum includes the true class.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def factor_mean(world: World, scaling: float) -> Book:
 
 
 def fedsa(world: World, scaling: float) -> Book:
-    """Average A and the head; the B that a client has trained stays on it (Guo et al. 2025)."""
+    """Average A and the head; each client keeps the B that it has trained (Guo et al. 2025)."""
     loss = adapted_loss(world.drawn, scaling)
     shared = {name: value for name, value in world.start.items() if name != B}
     own: dict[int, Params] = {}
