@@ -238,10 +238,11 @@ class Map:
         )
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run a mutant's line, then the tests that are named after its file.
+        """Return the tests that run a mutant's line, then tests that may see what runs at import.
 
-        Coverage does not see lines that run at import. For such a line, the tests of the enclosing
-        function, class or file are returned.
+        These are the tests that are named after the mutant's file, and test_defaults.py. Coverage
+        does not see lines that run at import. For such a line, the tests of the enclosing function,
+        class or file come first.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
