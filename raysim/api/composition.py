@@ -108,7 +108,6 @@ _RENAMED = {
 
 
 def _check_renamed(method: Method) -> None:
-    """Raise ValueError if a method defines a hook under an old name; the error has the new name."""
     for name in _uncalled_functions(type(method)):
         if name in _RENAMED:
             raise ValueError(
@@ -318,10 +317,10 @@ def parameter_parts(declared: MethodDeclaration) -> list[str]:
 
 
 def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError if a method replaces local training and another one does not allow this.
+    """Raise ValueError if a method does not fit a method that declares `run.train`.
 
-    If a method declares `run.train`, no method may change the training steps or keep the optimizer.
-    If the trained model has no gradients or no parameters, no other method may need them.
+    Methods that change the training steps or keep the optimizer do not fit. If the trained model
+    has no gradients or no parameters, methods that need them do not fit either.
     """
     owner = next((declared for declared in all_declared if declared.train is not None), None)
     if owner is None:

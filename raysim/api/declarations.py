@@ -396,12 +396,10 @@ class Local:
             linear     lr + (final_lr - lr) t / T'
             step       lr drop_factor^floor(version / drop_every)
 
-        Cosine and linear stay at final_lr after version T. The result is multiplied by
-        lr_decay^version and, if version < W, by (version + 1) / (W + 1). The shapes are those of
-        torch.optim.lr_scheduler (CosineAnnealingLR, LinearLR, StepLR).
-
-        With `schedule_over="steps"`, every schedule uses the formula of "constant" here, because
-        `step_factors` then changes the learning rate within the job.
+        The cosine and linear schedules stay at final_lr after version T. The result is multiplied
+        by lr_decay^version and, if version < W, by (version + 1) / (W + 1). With
+        `schedule_over="steps"`, the formula of "constant" is used here, and `step_factors` has the
+        schedule.
         """
         rate = self.lr * self.lr_decay**version
         if self.schedule_over == "rounds":

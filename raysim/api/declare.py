@@ -69,10 +69,10 @@ class Declarations:
         return next(iter(self.hooks_of(hook)), None)
 
     def owner(self, hook: str) -> MethodDeclaration | None:
-        """Return the method that replaces the loss or the server's step; None if no method does.
+        """Return the method that declares `Setup.owns(hook)`; None if no method does.
 
-        hook: "loss" for the task loss, or "step" for the server's step; a method replaces them with
-        `Setup.owns`.
+        hook: "loss" for the method that replaces the task loss, "step" for the method that replaces
+        the server's step.
         """
         return next((declared for declared in self.methods if hook in declared.owned), None)
 

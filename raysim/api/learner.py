@@ -147,8 +147,7 @@ class Learner(Method):
     def upload_bytes(self, task: Task, received: int) -> int:
         """Return how many bytes a job will probably send, if parameters are bytes.
 
-        Virtual time uses this number, because the real number is unknown before training. The
-        traffic in the history is the real number. The default is `received`.
+        The virtual clock needs this number before training. The default is `received`.
         task: the learning task.
         received: the size in bytes of the version that the job starts from, rounded up to a
         multiple of 4.
@@ -306,10 +305,9 @@ class LearnerNetwork(nn.Module):
                 )
 
     def _free_attribute(self, name: str) -> str:
-        """Return a name under which the module has no attribute yet.
+        """Return a name for a new attribute of the module, made from the name of a tensor.
 
-        name: the name of a tensor, such as "layers:0:weight". Each "." in it becomes "_". If the
-        module already has an attribute of this name, "_" is added at the end.
+        name: the name of the tensor, such as "layers:0:weight"; each "." becomes "_".
         """
         attribute = name.replace(".", "_")
         while hasattr(self, attribute):

@@ -1,7 +1,7 @@
 """Losses that a run can use instead of the usual loss of the task (`loss=...`).
 
-A loss returns a value for each sample [B], from outputs [B, C] and labels. A user's own loss is a
-class like these, or a function `loss(outputs, labels)` of plain tensor operations.
+A loss is a function of outputs [B, C] and labels, and returns a value for each sample [B]. Users
+can also pass a loss of their own to `raysim.run(loss=...)`.
 """
 
 from __future__ import annotations

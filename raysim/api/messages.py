@@ -1,9 +1,8 @@
 """Messages between coordinator and workers: immutable objects of numbers and NumPy arrays.
 
-The coordinator dispatches a `Job`, and the worker returns an `Update` or a `Failure`. The
-coordinator sends a `ScoringTask`, one part of an evaluation, and the worker returns a
-`ScoringReport`. These messages never contain client state, which is returned as a separate object
-next to the update.
+The coordinator sends a `Job` to a worker, which returns an `Update` or a `Failure`. To score a
+model on samples, the coordinator sends a `ScoringTask`, and the worker returns a `ScoringReport`.
+These messages never contain client state.
 """
 
 from __future__ import annotations

@@ -307,9 +307,10 @@ def _own_rule(metric: Metric, task: ScoredTask) -> MetricRule:
 
 
 def _find_per(metric: Metric, task: ScoredTask) -> Literal["sample", "set"]:
-    """Return "sample" if a user's metric scores each sample, "set" if it scores the whole set.
+    """Call a user's metric once, to find out whether it scores each sample or a whole set.
 
-    The function is called with random outputs to find out.
+    The metric is called with random outputs. Return "sample" if it returns a score for each sample,
+    and "set" if it returns one number. Raise ValueError for any other result.
     """
     outputs, labels = example_scores(task)
     name = metric.title

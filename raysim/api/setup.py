@@ -111,14 +111,14 @@ class RoundWarning:
 class MethodDeclaration:
     """Everything that one method declared in `setup`.
 
-    A function of `Setup` fills each attribute, and its docstring explains the values. Usually both
-    have almost the same name: `Setup.client_state` fills `client_state`, and `Setup.draw` fills
-    `draws`. These attributes have other names:
+    A function of `Setup` fills each attribute, and its docstring explains the values. For example,
+    `Setup.client_state` fills `client_state`, and `Setup.draw` fills `draws`. Only these attributes
+    have other names than the functions:
 
     method: the name of the method.
     contribute, assemble: the functions `client` and `server` that were passed to `Setup.gather`.
     load: the function that was passed to `Setup.load_model`.
-    correction: what the hook `gradient` does, from `Setup.corrects`.
+    correction: the argument of `Setup.corrects`.
     late_private_parameters: functions that return names of private parameters; they are called when
     all networks are known.
     pools: True if the method trains one model on the data of all clients (`Method.pools`).

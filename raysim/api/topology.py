@@ -280,9 +280,8 @@ def one_replica(clients: int) -> Network:
 def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
     """Return the weighted means of an exchange in which only some replicas take part.
 
-    In each mean, the weights of absent replicas are added to the weight of the target itself. So
-    the weights still sum to 1, and a symmetric matrix stays symmetric. Targets with equal means
-    share one `MixingRow`.
+    The mean of a replica uses only replicas that take part. The weights of all others are added to
+    the weight of the replica itself, so that the sum is still 1.
 
     mixing: the weights of all replicas.
     present: the replicas that take part.
@@ -312,13 +311,13 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
     """Return the weights of an exchange as a sparse matrix.
 
-    weights: row r has the weights of the replicas in the next vector of replica r. It is an array
-    [replicas, replicas] or a sequence of dictionaries. A dictionary is a row: it maps the number of
-    a replica to its weight, and a missing replica has the weight 0.
+    weights: row r has the weights of all replicas whose mean becomes replica r. It is an array
+    [replicas, replicas], or a list with a dictionary for each row. A dictionary maps the number of
+    a replica to its weight; replicas that are not in it have the weight 0.
     key: the name of the setting, for errors.
 
-    Raises ValueError if a weight is negative or not finite, or if the weights of a replica do not
-    sum to 1.
+    Raises ValueError if a weight is negative or not finite, or if the weights of a row do not sum
+    to 1.
     """
     rows: list[Mapping[int, float]] = []
     if isinstance(weights, np.ndarray):

@@ -106,8 +106,7 @@ def _read_count(word: str) -> int:
 def _read_run_config(text: str) -> dict[str, Any]:
     """Return the settings in one value of the flag --run-config, by key.
 
-    A nested key has dots, such as "model.width". `flwr run --run-config` accepts the same texts.
-    text: settings such as "key=value key2='text'", or the path of a TOML file.
+    text: settings such as "key=value model.width='8'", or the path of a TOML file.
     """
     if text.endswith(".toml"):
         file = user_path(text)

@@ -40,10 +40,10 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
 
 
 def _fold(unpacked: np.ndarray, width: int, packed: np.ndarray) -> None:
-    """Pack digits that take a byte each, so that each takes `width` bits.
+    """Pack digits: each digit takes a byte in `unpacked`, and `width` bits in `packed`.
 
     unpacked: uint64 [n], 8 digits in each entry: each byte is a digit below 2^width.
-    width: the number of bits of a digit: 1, 2 or 4.
+    width: the number of bits of a packed digit: 1, 2 or 4.
     packed: the array to fill, [n], unsigned integers of 8 * width bits. Entry i gets the 8 digits
     of `unpacked[i]`.
     """
@@ -78,10 +78,10 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
 
 
 def _unfold(packed: np.ndarray, width: int, unpacked: np.ndarray) -> None:
-    """Unpack digits that `_fold` packed, so that each takes a byte.
+    """Unpack digits: each digit takes `width` bits in `packed`, and a byte in `unpacked`.
 
-    packed: [n], unsigned integers of 8 * width bits, with 8 digits in each entry.
-    width: the number of bits of a digit: 1, 2 or 4.
+    packed: [n], the array that `_fold` filled.
+    width: the number of bits of a packed digit: 1, 2 or 4.
     unpacked: the array to fill, uint64 [n]. Each byte of entry i gets a digit of `packed[i]`.
     """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)

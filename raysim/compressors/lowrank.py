@@ -69,9 +69,9 @@ def _multiply(basis: np.ndarray, query: np.ndarray, matrix: np.ndarray) -> None:
 
 
 class _Piece(NamedTuple):
-    """A part of the vector: a matrix, or entries that are sent unchanged.
+    """A range of the vector: a matrix, or entries that are sent unchanged.
 
-    start, stop: the positions of the part in the vector.
+    start, stop: the first position of the range, and the position after the last one.
     rows, columns: the size of the matrix.
     rank: the rank r of the matrices P and Q; 0 for entries that are sent unchanged.
     """
@@ -179,9 +179,9 @@ class PowerSGD(Compressor):
     def _parts(
         self, message: np.ndarray, layout: Layout
     ) -> Iterator[tuple[_Piece, Tensor, Tensor]]:
-        """Yield (piece, P, Q) for each part of the vector, with P and Q from the message.
+        """Yield what a message has for each range of the vector: (piece, P, Q) for a matrix.
 
-        If the entries of a part are sent unchanged, yield (piece, entries, an empty tensor).
+        For a range that is sent unchanged, yield (piece, entries, an empty tensor).
         """
         floats = torch.from_numpy(message.view(np.float32))
         used = 0

@@ -87,10 +87,9 @@ def check_arguments(method: Method) -> None:
 
 
 def check_declarations(make: Make) -> None:
-    """Check that the method's declarations and the names of its functions are valid.
+    """Check that the method's declarations are valid, and that it overrides a hook.
 
-    The method must override a hook. A public function that nothing calls must not have almost the
-    name of a hook, because it is probably a misspelt hook.
+    The check also fails for a function that is probably a misspelt hook.
     make: function that returns the run, with new methods in each call.
     """
     spec = make()

@@ -260,9 +260,8 @@ def _check_memory(selection: Selection, study: Study) -> None:
 def of_topology(topology: Topology, study: Study) -> Checks:
     """Yield the checks of a topology.
 
-    study: a tiny run; `topology` replaces the topology of this run in all checks. The default
-    schedules of a study are replaced by schedules with two jobs in flight, because a replica may
-    serve only a few clients.
+    study: a tiny run; `topology` replaces the topology of this run in all checks. If the study has
+    the default schedules, schedules with two jobs in flight are used instead.
     """
     study = replace(study, topology=topology)
     if study.schedules == Study().schedules:

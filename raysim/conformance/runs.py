@@ -104,9 +104,9 @@ def with_settings(
 ) -> RunSpec:
     """Return the same run with other settings.
 
-    checkpoint_every, tolerate: the settings `checkpoint.every` and `faults.tolerate`; None does not
-    change them.
-    state_budget: the setting `state.budget`, but in bytes; inf does not change it.
+    checkpoint_every: the setting `checkpoint.every`; None does not change it.
+    tolerate: the setting `faults.tolerate`; None does not change it.
+    state_budget: the setting `state.budget` in bytes instead of GiB; inf does not change it.
     settings: new values for other fields of `RunSettings`, such as rounds=3.
     """
     if checkpoint_every is not None:

@@ -277,8 +277,8 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
 def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]:
     """Return the tuple (input, label[, user]) for an item of a data set that is a dictionary.
 
-    The names of the keys show which value is the label and which is the user. The other values are
-    inputs. A single input is returned alone, and several inputs as a dictionary.
+    The label and the user are the values with a usual key, such as "label" and "user". The input is
+    the only other value, or a dictionary of all other values.
     row: the number of the item, for errors.
     name: "train" or "test", for errors.
     """
@@ -291,10 +291,10 @@ def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]
 
 
 def _join_inputs(inputs: Sequence[Any]) -> Any:
-    """Return the inputs of all items as one column.
+    """Return the inputs of all items as one list.
 
-    If each item is a dictionary or a tuple of several inputs, return a dictionary or a tuple with a
-    column for each input.
+    Items with several inputs are dictionaries or tuples. Then return a dictionary or a tuple with a
+    list or an array for each input.
     """
     first = inputs[0]
     if isinstance(first, Mapping):

@@ -135,8 +135,8 @@ def number_vocabulary(size: int, end: int = 0) -> Vocabulary:
 def hugging_face_vocabulary(name: str) -> Vocabulary:
     """Return the vocabulary of a tokenizer of Hugging Face: a folder, or a name on the hub.
 
-    The tokenizer's end-of-text token ends a document; if it has none, its separator token does; if
-    it has neither, a new token.
+    A document ends with the tokenizer's end-of-text token, else with its separator token, else with
+    a new token.
     Raise ValueError if there is no such tokenizer; the error names the key `data.tokenizer`.
     """
     tokenizer = load_tokenizer(name)
@@ -390,7 +390,7 @@ def check_documents(kind: Kind | None, prompt: str | None, packing: bool | None)
 
 
 def choose_test_documents(users: NDArray[Any] | None, count: int, fraction: float) -> Any:
-    """Choose test documents, a share of each user's documents: bool [count], True for testing.
+    """Return which documents are for testing: bool [count], True for a share of each user's.
 
     The chosen documents are evenly spread over the documents of a user.
     users: the user of each document; None if the documents have no users.

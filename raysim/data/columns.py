@@ -533,10 +533,10 @@ def assemble(
 def spread_test_rows(
     labels: LabelSet, users: NDArray[Any] | None, fraction: float
 ) -> NDArray[np.bool_]:
-    """Choose test samples, a share of each class of each user: bool [n], True for testing.
+    """Return which samples are for testing: bool [n], a share of each class of each user.
 
-    The chosen samples are evenly spread over the samples of a class and user. Samples without a
-    label are never chosen.
+    The chosen samples are evenly spread over the samples of a class and user. If labels are not one
+    class per sample, only users matter. Samples without a class are never chosen.
     labels: the labels of all samples.
     users: the user of each sample; None if the samples have no users.
     fraction: the share of samples that is for testing.

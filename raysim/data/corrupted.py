@@ -107,10 +107,10 @@ def _draw_angles(
 ) -> tuple[Ints, Ints]:
     """Draw an angle for each image of the rotated data set; return (rows, angle numbers).
 
-    Both are int64 [n]. Image i of the rotated data set is the image `rows[i]` of the clean data.
-    Its angle number is a position in `rotation.angles`, or `NO_ANGLE` if no client has the image.
-    If the central test set is repeated at every angle, its rows occur several times.
-    clean: the data without rotation.
+    Both results are int64 [n]. Image i of the rotated data set is image rows[i] of the clean data
+    set, turned by the angle with the number angle_numbers[i]. This number is a position in
+    `rotation.angles`, or `NO_ANGLE` for an image that no client has.
+    clean: the data set without rotation.
     partition: the rows of each client; the angle of an image depends on its client.
     seed: the seed of the run.
     """

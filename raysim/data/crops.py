@@ -68,10 +68,10 @@ def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
 
 
 def _source_coordinates(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
-    """Return where the pixels of stretched crops are in the original images, along one axis.
+    """Return the coordinates in the original images of the pixels of stretched crops.
 
-    The result is [B, size], in the coordinates of `torch.nn.functional.grid_sample`, in which the
-    edges of an image are -1 and 1. All coordinates are inside the crop.
+    Only one axis is considered. The result is [B, size], for `torch.nn.functional.grid_sample`: the
+    edges of an image have the coordinates -1 and 1.
     start, length: [B], the first pixel and the number of pixels of each crop along this axis.
     size: the number of pixels of the image along this axis.
     """

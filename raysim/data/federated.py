@@ -164,13 +164,13 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
 
 
 def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> CSR:
-    """Return for each client its test samples in the central test set, as rows of the data set.
+    """Divide the central test set between the clients; return the test rows of each client.
 
-    source: the source of the data, with the setting `rotation`.
+    source: the source of the data.
     clean: the data set without corruptions.
-    partitioner: the rule that divides the central test set between the clients.
-    Raise ValueError if there is no central test set. Also raise it if `data.rotation` is used,
-    because the central images then have other angles than the client's images.
+    partitioner: the rule that divides the central test set.
+    Raise ValueError if there is no central test set, or if the source rotates images
+    (`data.rotation`).
     """
     if source.rotation.per != "none":
         raise ValueError(
@@ -283,10 +283,9 @@ def _title(settings: Source | Partitioner) -> str:
 
 # ---- changes of federated data -------------------------------------------------------------------
 def drop_single_rows(data: FederatedData) -> FederatedData:
-    """Remove the training row of each client that has only one; such a client does not train.
+    """Remove the training row of clients that have a single one; such a client does not train.
 
-    A network with BatchNorm cannot train on one row. The test and validation rows of these clients
-    do not change.
+    A network with BatchNorm cannot train on one row.
     """
     train = data.partition.train
     counts = np.where(train.counts == 1, 0, train.counts)

@@ -161,9 +161,9 @@ def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, plac
     """Return numeric labels as float32 [n, outputs], with a name for each output.
 
     values: numbers [n] or [n, outputs].
-    kind: the kind of the task, which is the kind of the result.
-    names: the names of the outputs. If it is None or has a wrong length, the names are "value" for
-    a single output, else "0", "1", and so on.
+    kind: the kind of the task.
+    names: the names of the outputs. None, or a list of another length, gives the names "0", "1",
+    and so on; a single output is then called "value".
     place: the file or the argument that has the data, for errors.
     """
     if values.dtype.kind not in "iuf":

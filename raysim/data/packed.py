@@ -22,9 +22,10 @@ SPLITS = ("train", "test")
 class Strips(Source):
     """A source that reads the files of a folder with strips.
 
-    The files are <split>-000.png, -001.png, ..., <split>-labels.npy and meta.json. The splits are
-    train and test; other files are not read. meta.json gives the names of the classes (`classes`)
-    and the height of an image in pixels (`height`); without a height, images are square.
+    The pictures of training are in train-000.png, train-001.png, and so on, and their labels in
+    train-labels.npy. The files for testing begin with "test". meta.json gives the names of the
+    classes (`classes`) and the height of an image in pixels (`height`); without a height, images
+    are square.
     root: the folder with these files, or a folder in which it is the subfolder `name`.
     name: the name of the data set; None if `root` is the folder with the files.
     """

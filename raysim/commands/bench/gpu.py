@@ -5,13 +5,14 @@ It needs neither Ray nor Hydra, and measures four things:
 - the results of every method, compared with the CPU;
 - whether one worker and two workers give equal bits;
 - memory, compared with raysim's estimate before a run;
-- the speed of four workloads, each compared with a plain PyTorch loop on the same device in the
-  same run. G1 is FedBR's RotatedMNIST setting, G2 its CIFAR-10 setting with VGG11, G3 CIFAR-10 with
-  100 clients and ResNet-18, and G4 a network without convolutions. Pictures are synthetic, with the
-  shapes of the original ones.
+- the speed of the workloads G1 to G4, each compared with a plain PyTorch loop on the same device.
 
-The results are written to DIR/results.json and DIR/page.md as soon as each of these parts is
-measured. A later call with the same DIR and other parts (--parts) adds its results to both files.
+G1 has the shapes and sizes of FedBR's experiment on RotatedMNIST, and G2 those of its experiment on
+CIFAR-10 with VGG11. G3 is CIFAR-10 with 100 clients and ResNet-18. G4 is a network without
+convolutions. All pictures are synthetic.
+
+Results are written to DIR/results.json and DIR/page.md. A later call with the same DIR and other
+measurements (--parts) adds its results to both files.
 """
 
 from __future__ import annotations

@@ -158,12 +158,12 @@ def source_of(workload: LoopWorkload, root: str | None) -> Source:
 # --- the bare loop ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SharedMemory:
-    """The memory that the processes of a bare loop share.
+    """The memory that the processes of a plain loop share.
 
     inputs, labels: the samples of all clients, one client after another.
     vector: the shared parameters.
     sums: [processes, parameters], the weighted sum of the trained models of each process.
-    next_place: a shared counter, the position in the cohort of the next client to train. The value
+    next_place: the number of clients of the cohort whose training has already started. The value
     `STOP` ends the processes.
     start: a semaphore for each process, released at the start of a round.
     done: a semaphore that each process releases after a round.

@@ -484,8 +484,8 @@ def report(
 
     If no run has finished, nothing is written.
 
-    metrics: the names of the compared metrics; the first one is also in the picture. Without names,
-    the usual metrics are compared.
+    metrics: the metrics to compare, by name; () compares the usual ones. study.png shows the first
+    one.
     failures: for each failed run, by name, a sentence that says why it failed.
     width: the length of a line in characters; 0 means no limit.
     """

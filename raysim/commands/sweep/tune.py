@@ -121,10 +121,12 @@ class SweepTrial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         """Advance the trial to the next measurement; return a report for Tune and the sweep.
 
-        The report has the round, the metric, the new rows of the history and the wall seconds.
+        The report has the round, the metric, the new rows of the history, and the wall seconds.
         "done" is True if the trial has ended. A failed trial reports its error and the worst
-        possible metric. A trial that had ended before the sweep was continued repeats its earlier
-        measurements, one in each call; these reports have only round, metric and "done".
+        possible metric.
+
+        In a continued sweep, each call for a trial that had ended returns one of its stored
+        measurements: round, metric and "done".
         Raise `RunFailedError` if a process of the run is lost, so that Tune starts the trial again.
         """
         metric = self._task.metric
