@@ -15,13 +15,14 @@ L_p is Component 1 of the paper, L_con is Component 2. `pseudo_data.py` makes th
 describes the choices for them.
 
 Departures from the paper
-- Eqs. (5) and (6) print s / tau; the code multiplies s by tau. The published ablation with tau2 = 0
-  is only possible with multiplication, so "multiply" is the default and "divide" the other form.
-- Row j of the pseudo-batch is compared with row j of the real batch, which gives one negative for
-  each, as in the code. Eq. (2) is an expectation.
-- The received model computes z_g of the pseudo-data in each step, as in the paper; it is frozen and
-  in eval mode. The code computes z_g only in the first step of a job, in train mode. With
-  global_features="round", z_g is also computed only once for a job, but in eval mode.
+- Similarities s are multiplied by tau, as in the released code. Eqs. (5) and (6) print s / tau,
+  which temperature_mode="divide" computes. But the published ablation with tau2 = 0 is only
+  possible with multiplication.
+- Row j of the pseudo-data is compared with row j of the batch, as in the released code. Eq. (2) has
+  an expectation over all rows.
+- The received model is in eval mode, and computes z_g in each step, as in the paper. The released
+  code computes z_g only in the first step of a job, as global_features="round" does, but in train
+  mode.
 """
 
 from __future__ import annotations
@@ -156,19 +157,19 @@ class FedBR(Method):
     means of its samples before round 0. With "mixture", means of a public set are averaged with
     samples of the batch in each step.
     pseudo_refresh: "round" draws new pseudo-samples in every round, "once" for the whole run.
-    pseudo_batch: B, the number of pseudo-samples in a step.
+    pseudo_batch: the number of pseudo-samples in a step.
     samples_per_mean: the number of samples in a mean.
-    means_per_client: with "rsm", the number of means that a client sends; None is B.
-    sources: from which clients the samples of means come. "balanced" draws all clients equally
-    often. "unbalanced" draws a client in proportion to its number of samples. "classes" draws all
-    clients equally often, and all classes of a client equally often. From a public set, "balanced"
-    and "classes" draw all classes equally often.
-    fresh: True draws new means of all clients' raw data in every round. Only a simulator can do
-    this.
+    means_per_client: with "rsm", the number of means that a client sends; None is `pseudo_batch`.
+    sources: which samples are drawn for the means. "balanced" draws all clients equally often.
+    "unbalanced" draws a client in proportion to its number of samples. "classes" draws all clients
+    equally often, and all classes of a client equally often. From a public set, "balanced" and
+    "classes" draw all classes equally often.
+    fresh: True draws new means of all clients' raw data in every round, which only a simulator can
+    do.
     proxy: with "mixture", the data source of the public set; otherwise None.
     mix_samples: with "mixture", the number of the batch's samples that are averaged with a mean.
-    global_features: when the received model computes the features of pseudo-data: "step" in every
-    step, "round" once for a job.
+    global_features: how often the received model computes the features of pseudo-data: "step" in
+    every step, "round" once for a job.
     """
 
     name = "fedbr"

@@ -14,16 +14,13 @@ biased samples, and a job has the epochs e = 1, ..., E:
     a_e = (1 - cos(pi e / E)) / 2                         (6)   a_e b biased samples in epoch e
 
 Choices where the paper is silent or inconsistent
-- a_e is the fraction of the biased samples that take part: those with the lowest losses. With
-  fraction_of="loss", all biased samples take part, and a_e is a factor on their losses.
-- The number a_e b is rounded down after adding 1e-9. Without this, half of two samples by (6)
-  would be 0 samples in float64.
-- Epochs count from 1, so the last one sees every sample.
-- Ties: samples with equal losses keep the client's order. If several samples are the most
-  uncertain, m is the one with the lowest loss. A sample whose loss is S_m is unbiased.
-- Samples with non-finite losses come last in the order. A sample whose uncertainty is nan is never
-  m.
-- The models are averaged uniformly, in plain rounds and later.
+- In epoch e, the biased samples with the lowest losses take part. Their number is a_e b, rounded
+  down. With fraction_of="loss", all biased samples take part, and a_e is a factor on their losses.
+- Epochs count from 1, so the last epoch trains on every sample.
+- If several samples are the most uncertain, m is the sample with the lowest loss. A sample whose
+  uncertainty is nan is never m.
+- Samples with non-finite losses come last in the order.
+- The models are averaged with equal weights.
 """
 
 from __future__ import annotations
@@ -153,14 +150,15 @@ class FedBSS(Method):
 
     A sample is unbiased if its loss is at most the loss of the client's most uncertain sample. All
     other samples are biased.
-    warmup_rounds: the number of versions with plain training. A job selects samples if its base
-    version is at least `warmup_rounds`, even if it arrives late.
-    refresh: a client computes the losses and uncertainties of its samples in every `refresh`-th of
-    its jobs that select samples. Other jobs use the stored values.
-    kind: the growth of the share of biased samples from epoch 1 to the last epoch E. "cosine" is
-    eq. 6, "linear" is e / E in epoch e, "filter" is always 0, "all" is always 1.
-    fraction_of: "samples": this share of the biased samples takes part, those with the lowest loss
-    first; "loss": all samples take part, and the share is a factor on the loss of biased samples.
+    warmup_rounds: the number of first rounds without a selection of samples. Jobs with a base
+    version below this number train on all samples.
+    refresh: the losses and uncertainties of a client's samples are computed in every `refresh`-th
+    job of the client, not counting the warm-up. Other jobs use the stored values.
+    kind: the share of the biased samples in epoch e of E. "cosine" is (1 - cos(pi e / E)) / 2,
+    "linear" is e / E, "filter" is 0, "all" is 1.
+    fraction_of: what this share means. With "samples", it is the share of the biased samples that
+    take part. With "loss", all samples take part, and the share is a factor on the losses of biased
+    samples.
     """
 
     name = "fedbss"

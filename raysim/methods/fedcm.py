@@ -13,14 +13,11 @@ moves along v in place of g:
 Departures from the paper
 - Delta starts at 0, as in the paper, so the first round moves alpha times as far. With
   warm_start=True the first round is plain SGD, as in FedBR's code.
-- Weight decay is part of g, so v should contain alpha times the weight decay. But the optimizer
-  adds the full weight decay after mixing and clipping (local.clip). Therefore (1 - alpha) times the
-  weight decay is subtracted from v before clipping.
-- With local momentum the gradient is mixed first, and the momentum buffer averages v. FedBR's code
-  changes the momentum buffer in place, which is another method.
-- K_i is the number of steps that the client really made. Parts of the model that stages train
-  separately (FedBR's projector, DANN's discriminator) have a number of steps of their own. eta_l is
-  the local learning rate of the round in which the client trained.
+- v contains alpha times the weight decay.
+- With local momentum, the optimizer averages v. FedBR's code changes the momentum buffer in place,
+  which is another method.
+- K_i counts the steps that client i made. If stages train separate networks, such as DANN's
+  discriminator, K_i is counted for each network.
 - The server's learning rate is 1; `method=fedcm+fedavgm` has a setting for it.
 """
 
@@ -71,8 +68,8 @@ def server_direction(
 class FedCM(Method):
     """A method that mixes every local gradient with the last round's mean direction.
 
-    alpha: the share of the new gradient; 1 is FedAvg.
-    warm_start: True does not mix in the first round, in which there is no direction yet.
+    alpha: the share of the gradient in the mixture. With alpha=1, the method is FedAvg.
+    warm_start: True uses the gradients unchanged in the first round, before a direction exists.
     """
 
     name = "fedcm"
@@ -113,11 +110,10 @@ class FedCM(Method):
             grad.add_(job.params[at], alpha=(self.alpha - 1) * decay)
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Compute the next direction: the mean movement per step, divided by the learning rate.
+        """Compute the next direction from the updates of this round.
 
-        The mean is over the clients of this round, with the weights of their updates. If stages
-        train parts of the model separately, each part has its own number of steps and its own
-        learning rate.
+        It is the weighted mean of each client's received model minus its trained model, divided by
+        the client's number of steps and the learning rate.
         """
         direction = torch.zeros_like(server.params)
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)

@@ -10,11 +10,12 @@ standard deviations. With the correlation matrix K = Z^T Z / n,
     loss = cross-entropy + beta |K|_F^2 / D^2
 
 Departures from the paper
-- variant="paper" is the printed equation. The default, "authors", is the form in the authors' code.
-  It is n times the mean square of the entries of K outside its diagonal: about n times as large.
-  Because of the factor n, a smaller last batch counts less. "fedbr", which FedBR's tables use, adds
-  1e-4 to the standard deviations. "authors" and "fedbr" use sample standard deviations, "paper"
-  uses population standard deviations.
+- The default, variant="authors", is the penalty in the authors' code: n times the mean square of
+  the entries of K outside its diagonal. It is about n times as large as the equation above.
+- variant="paper" is the equation above, with population standard deviations. All other variants use
+  sample standard deviations.
+- variant="fedbr" is the equation above, with 1e-4 added to the standard deviations. It is the
+  penalty in FedBR's tables.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ Variant = Literal["authors", "paper", "fedbr"]
 def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:
     """Return the penalty on features [n, D], D >= 2; 0 for a single row.
 
-    variant: the form of the penalty, where K is the correlation matrix [D, D] and a sum is over its
-    entries. "paper" is sum_jk K_jk^2 / D^2. "authors" is n sum_{j != k} K_jk^2 / (D (D - 1)).
-    "fedbr" is like "paper", but adds 1e-4 to the standard deviations in K. "paper" uses population
-    standard deviations, the others use sample standard deviations.
+    variant: the formula of the penalty, where K is the correlation matrix [D, D] of the features.
+    "paper" is sum_jk K_jk^2 / D^2, with population standard deviations in K. "authors" is
+    n sum_{j != k} K_jk^2 / (D (D - 1)), with sample standard deviations. "fedbr" is
+    sum_jk K_jk^2 / D^2, with sample standard deviations plus 1e-4.
     Raises ValueError for an unknown variant.
     """
     one_of("method.feddecorr.variant", variant, get_args(Variant))
@@ -66,9 +67,9 @@ class FedDecorr(Method):
     """A method that adds a penalty on the correlation between features.
 
     beta: the weight of the penalty.
-    variant: the penalty: "paper" is the printed equation, "authors" that of the released code, and
-    "fedbr" that of FedBR's tables. "authors" is about n times as large for n rows, and leaves out
-    the diagonal. `decorrelation_penalty` has the formulas.
+    variant: the source of the penalty: "paper" is the paper's equation, "authors" the authors'
+    code, and "fedbr" the tables of the FedBR paper. For n samples in a batch, "authors" is about n
+    times as large as "paper" and "fedbr". `decorrelation_penalty` has the formulas.
     """
 
     name = "feddecorr"

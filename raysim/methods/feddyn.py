@@ -1,6 +1,7 @@
 """FedDyn: add a linear and a quadratic term to each client's loss, so that local minima agree.
 
-Each client keeps the sum of its past corrections, and the server corrects the mean by a drift.
+The linear term has a correction g_k, which client k keeps. The server keeps a drift h, and corrects
+the mean model by it.
 
 Source: Acar, Zhao, Matas, Mattina, Whatmough and Saligrama, "Federated Learning Based on Dynamic
 Regularization" (ICLR 2021), Algorithm 1. With P the participants of a round and N all clients:
@@ -12,14 +13,14 @@ Regularization" (ICLR 2021), Algorithm 1. With P the participants of a round and
 
 Departures from the paper
 - The mean is uniform, as in the paper. If the run sets other weights, both formulas of the server
-  use the weighted mean of theta_k - x^t: h then changes by -alpha |P| / N times this mean. The
-  authors' code scales alpha by the client's share of the data; this file does not.
+  use the weighted mean of theta_k - x^t. The authors' code multiplies alpha by a factor that
+  depends on the client's share of the data.
 - Weight decay and momentum act on the corrected gradient; g_k contains neither.
-- alpha = 0 is FedAvg. It is not the limit of a small alpha, because h / alpha does not depend on
-  alpha.
-- g_k and h cover all shared trainable parameters, extra networks included, in all stages.
+- With alpha = 0, the method is FedAvg. A small alpha is not close to FedAvg, because h / alpha does
+  not depend on alpha.
+- g_k and h cover all shared trainable parameters, including networks that other methods add.
   BatchNorm's statistics are averaged.
-- x^t is the vector that the client received, also if another method (PartialFed) starts training
+- x^t is the vector that the client received, even if another method (PartialFed) starts training
   from a different one.
 """
 

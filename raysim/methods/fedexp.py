@@ -13,18 +13,14 @@ The mean (x_{t+1} + x_t) / 2 is evaluated, because iterates oscillate; training 
 x_{t+1}.
 
 Departures from the paper
-- epsilon is as printed. The released code has M epsilon 0.998^(2t) for M participants:
-  epsilon_scale="count" with epsilon_decay=0.996004.
-- Both sums have the run's weights; in paper and code, clients are of equal size and weights are
-  uniform.
-- Only trainable parameters count. Buffers are averaged, which the code omits, and the evaluated
-  model has the buffers of the newest model.
-- eta_t is computed from the mean update before other methods (InCo) change it. Some methods
-  (FedBuff) divide the weighted sum of updates by another number than the sum of the weights. This
-  number changes the length of the server's step, but not eta_t.
-- A client uploads |D_i|^2 with its update, so that updates can be summed before the server has
-  them.
-- The code's variant with server momentum, which has no maximum, is left out.
+- epsilon is a constant, as in the paper. The released code has M epsilon 0.998^(2t) in round t with
+  M participants. Set epsilon_scale="count" and epsilon_decay=0.996004 for this.
+- The weights p_i are those of the run. In the paper, all clients have the same weight.
+- Only trainable parameters count. Buffers are averaged, and the evaluated model has the buffers of
+  the newest model.
+- eta_t is computed from the mean update before other methods, such as InCo, change it.
+- A client uploads |D_i|^2 with its update.
+- The released code's variant with server momentum is left out.
 """
 
 from __future__ import annotations

@@ -9,33 +9,26 @@ each pair (i, j) that conflicts, one pair after another,
 
     g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j        g_j <- g_j - <g_j, G_i> / |G_i|^2 G_i
 
-The result is the weighted mean of all g_i. Every g_i is a combination of the updates G_j.
-Therefore the server computes only coefficients, from the inner products of all updates, and one
-weighted sum of the updates at the end.
+The result is the weighted mean of all g_i.
 
-"fedgh_hierarchical" is another algorithm. The code of FedLD (Zeng et al., MICCAI 2024) contains it,
-and calls it FedGH. r is a running mean of past aggregates. For each tensor of the model, the server
-sorts the updates g by <g, r>. It pairs the first update with the last one, the second with the last
-but one, and so on. In a pair that conflicts, each update loses its projection on the other,
-unchanged one. The sum of the pair takes the place of both. This repeats until one update is left. A
-third FedGH, with a global header for heterogeneous models, is unrelated.
+"fedgh_hierarchical" is another algorithm, which the code of FedLD (Zeng et al., MICCAI 2024) calls
+FedGH. r is a running mean of past aggregates. For each tensor of the model, the server sorts the
+updates g by <g, r>. It pairs the first update with the last one, the second with the last but one,
+and so on. If a pair conflicts, the projection of each update on the unchanged other one is removed.
+The two updates of a pair are then replaced by their sum. This repeats until one update is left.
 
 Departures from the paper
 - The authors have published no code, and the listing of the algorithm was not available. The pairs
-  are (0, 1), (0, 2), ... by client number, and a conflict is a negative <G_i, G_j>. With
-  conflict_test="current", as in PCGrad, the first formula is applied if <g_i, G_j> is negative, and
-  the second one if <g_j, G_i> is. The order of the pairs and the test matter if an update has two
-  conflicts. The history counts conflicts and projections.
+  are tested in the order (0, 1), (0, 2), ... by client number.
+- A pair conflicts if <G_i, G_j> is negative. With conflict_test="current", as in PCGrad, the first
+  formula is applied if <g_i, G_j> is negative, and the second formula if <g_j, G_i> is negative.
 - Lengths are not restored: updates become shorter. All trainable parameters of a client form one
   vector, unless granularity="tensor".
-- In "fedgh_hierarchical" the last pair (a, b) is treated as in the code. It is not sorted: a is the
-  sum of the first pair of the previous level. With s = <a, b> of the unchanged a and b, first
-  a <- a - s / (|b|^2 + eps) b, and then, with the changed a, b <- b - s / (|a|^2 + eps) a. If a and
-  b are almost opposite, the changed a is short and b can grow, by at most |s| / (2 sqrt(eps)). If
-  an aggregation has only two updates, a is the one that the server aggregates first.
-- In "fedgh_hierarchical" all updates have the same weight, as in the code, unless the run sets
-  weights. In that case, each update is first multiplied by its weight and divided by the mean
-  weight.
+- In "fedgh_hierarchical" the last two updates a and b are treated as in FedLD's code. With
+  s = <a, b>, first a <- a - s / (|b|^2 + eps) b. Then b <- b - s / (|a|^2 + eps) a, with the
+  changed a.
+- In "fedgh_hierarchical" all updates have the same weight, unless the run sets weights. Each update
+  is then first multiplied by its weight and divided by the mean weight.
 """
 
 from __future__ import annotations
@@ -91,12 +84,13 @@ class _ConflictCounts:
 def _harmonize(
     products: np.ndarray, pairs: Pairs | None, conflict_test: str, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Return c, float64 [m, m]: update i without its conflicts is the sum over j of c_ij G_j.
+    """Remove the conflicts between m updates, each given as a combination of the original updates.
 
-    products: the Gram matrix [m, m] of the original updates G_j.
+    Return the coefficients c, float64 [m, m]: changed update i is the sum over j of c_ij times
+    original update j.
+    products: the Gram matrix [m, m] of the original updates.
     pairs: the pairs (i, j) of updates to test and change, in order; None takes all pairs.
-    conflict_test: "original" tests whether G_i conflicts with G_j. "current" tests whether g_i, as
-    changed by the earlier pairs, conflicts with G_j.
+    conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
     counts: the function adds its conflicts and projections to these numbers.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
@@ -213,12 +207,12 @@ class FedGH(Method):
 def _harmonize_in_tree(
     products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Add up updates in pairs without conflicts; return the result as coefficients, float64 [m].
+    """Add up m updates in pairs, and remove the conflict of a pair before it is added.
 
-    The coefficients c_i mean that the result is sum_i c_i G_i.
+    Return the coefficient of each update in the result, float64 [m].
 
-    products: the Gram matrix [m + 1, m + 1] of the m updates G_i and, at the end, the running mean
-    of past aggregates.
+    products: the Gram matrix [m + 1, m + 1] of the updates and, at the end, the running mean of
+    past aggregates.
     factors: [m], the factor by which each update is multiplied at first.
     eps: a small number that is added to squared norms, so that no division is by 0.
     counts: the function adds its conflicts and projections to these numbers.
@@ -239,12 +233,11 @@ def _harmonize_in_tree(
         return changed
 
     def join_pair(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
-        """Return the sum of a pair; if the two conflict, first remove projections from both.
+        """Return the sum of a pair; if `a` and `b` conflict, first remove projections from both.
 
-        `a` loses its projection on `b`. Then `b` loses its projection on the unchanged `a`, or in
-        the last pair on the changed `a`.
         a, b: sums of the m updates, each given by its coefficients [m].
-        is_last_pair: True if no other updates are left to add.
+        is_last_pair: True if no other updates are left to add. Then `b` loses its projection on the
+        changed `a`.
         """
         overlap = inner(a, b)
         if overlap < 0:

@@ -10,17 +10,14 @@ m_c = tau n_c^(-1/4),
     loss = mean_b -log( exp(z_y - m_y) / sum_c exp(z_c - m_c) )        over the classes with n_c > 0
 
 Departures from the paper
-- The sum includes the true class ("all", as in public re-implementations); without it, as printed
-  ("others"), the loss has no lower bound.
-- Classes that a client lacks are left out, because their margin is infinite; with count_floor > 0
-  their margin is finite instead, and they stay in the sum.
-- A client with one class has loss 0 and no gradient. Only weight decay, other methods' terms and
-  BatchNorm's statistics change its model. The history has the share of such clients as
-  `fedlc.one_class`.
-- Outputs that are not classes of the data (the method vhl adds such outputs) stay in the sum with
-  margin 0.
-- With soft targets (Mixup), "all" is the cross-entropy with them, and "others" mixes the losses of
-  both labels. FedMix has its own loss and is refused.
+- The sum includes the true class, as in public re-implementations. The paper leaves the true class
+  out, and its loss therefore has no lower bound; denominator="others" computes this loss.
+- With count_floor > 0, classes that a client lacks have a finite margin and stay in the sum.
+- A client with samples of only one class has loss 0 and no gradient. The history has the share of
+  such clients as `fedlc.one_class`.
+- Outputs that are not classes of the data, which the method vhl adds, have margin 0.
+- With Mixup, the loss is the cross-entropy with the mixed labels. With denominator="others", it is
+  the weighted mean of the losses for both labels.
 """
 
 from __future__ import annotations
@@ -56,10 +53,9 @@ def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float 
 def shifts(margins: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the margins in `dtype`, with a large finite number in place of infinity.
 
-    The caller subtracts them from logits. In a softmax the large number has the same effect as
-    infinity, which gives nan with soft targets: it would be multiplied by 0.
     margins: the margin of each class, [C]; infinite for a class that the client lacks.
     """
+    # In a softmax, the large number has the same effect. Infinity times a soft target of 0 is nan.
     return margins.clamp(max=torch.finfo(dtype).max / 4).to(dtype)
 
 

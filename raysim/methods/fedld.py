@@ -14,32 +14,27 @@ server replaces g_i by g_i' and averages the g_i':
 
     g_i' = |g_i| sum_l w_l sign<g_i, v_l> v_l           w_l = lambda_l / sqrt(sum_k lambda_k^2)
 
-so that |g_i'| = |g_i|. As <g_i, v_l> = sqrt(m lambda_l) e_l[i], the mean of all g_i' is a weighted
-sum of the updates g_i. Its coefficients follow from the inner products G G^T. FedLD consists of
-methods that can be used alone: "fedld_margin" (the loss above), "fedld_damped" (another loss) and
-"fedld_principal" (the server's rule). The option "fedld" is fedld_margin+fedld_principal.
+so that |g_i'| = |g_i|. FedLD consists of methods that can be used alone: "fedld_margin" (the loss
+above), "fedld_damped" (another loss) and "fedld_principal" (the server's rule). The option "fedld"
+is fedld_margin+fedld_principal.
 
 Departures from the paper
-- The authors' code penalises softmax probabilities of the whole batch in one logarithm
-  (kind="batch_softmax"). The values of lam in the paper were tuned with this penalty. The kinds
-  "logit_l2" and "threshold" and the damped loss are variants of eq. (3) that the paper only names.
-- Read literally, eq. (7) has w_l = 1 (normalization="none"), and updates grow. The code divides
-  lambda_l by the sum of all eigenvalues (normalization="sum"), and updates shrink. The default,
-  "l2", keeps their lengths, as the paper claims.
-- Every single update keeps its length, but the mean of the updates is longer than FedAvg's if the
-  updates have a common direction. For example, let m = 5 updates each be the sum of a common vector
-  and an own vector of the same length, all orthogonal to each other. Then the mean is 1.2 times as
-  long. For a fair comparison, try FedAvg with a larger server step, too.
-- The sign of v_l, which eq. (6) sets, has no effect: g_i' is the same for v_l and -v_l.
-- All trainable parameters of a client form one vector; the code treats each tensor separately
-  ("tensor"), buffers too.
-- Weights are the run's, as in the paper (n_i / n); the code's mean is unweighted.
-- At least one component is kept; the code's int(0.8 m) is 0 for m = 1. Eigenvalues up to
-  tol lambda_1 and projections up to tol |g_i| count as 0. The code divides 0 by 0 there, or makes
-  noise as long as an update.
-- The rule applies in every round. The code applies it from the third round on, and its first round
-  trains nothing.
-- Soft targets (Mixup) count as their heaviest class where a margin needs a label.
+- With kind="batch_softmax", the penalty is that of the authors' code, which uses the softmax
+  probabilities of a batch. The paper's values of lam were tuned with this penalty.
+- The kinds "logit_l2" and "threshold" and the damped loss are variants of eq. (3) that the paper
+  only names.
+- Read literally, eq. (7) has w_l = 1 (normalization="none"), and updates become longer. The code
+  divides lambda_l by the sum of all eigenvalues (normalization="sum"), and updates become shorter.
+  The default, "l2", does not change their lengths, as the paper claims.
+- The mean of the g_i' is longer than FedAvg's mean if the updates have a common direction. For a
+  fair comparison, also try FedAvg with a larger server step.
+- All trainable parameters of a client form one vector. The code treats each tensor separately, as
+  granularity="tensor" does.
+- The weights of the mean are those of the run, as in the paper; the code's mean has no weights.
+- At least one principal direction is used. Very small eigenvalues and projections count as 0 (see
+  the setting `tol`).
+- The rule applies in every round. The code applies it from the third round on.
+- With Mixup, the label of a sample is the class with the largest weight.
 """
 
 from __future__ import annotations

@@ -14,22 +14,18 @@ means: xbar of inputs, ybar of their one-hot labels. f is the model, and with u 
                loss = mean of (1 - lam) CE(f(x~), y) + lam CE(f(x~), ybar)
 
 Choices where the paper and the public implementations differ
-- The loss has the mean of l3 over the batch, as in the paper. The public implementations divide
-  this mean by the batch size once more; taylor_scale="public" does the same.
-- The factor of l3 is lam (1 - lam), as in the paper's algorithm and by Taylor's theorem. The
-  paper's formula of the loss has the factor lam.
-- The server collects pairs (xbar, ybar) of all clients with samples once, before round 0. Each step
-  draws from these pairs without replacement. By default it draws a pair for each sample, as in the
-  experiments of the FedBR paper. With pairs="one" it draws one pair for the batch, as in the paper.
+- The loss has the mean of l3 over the batch, as in the paper. With taylor_scale="public", this mean
+  is divided by the batch size once more, as in public implementations.
+- In total, l3 has the factor lam (1 - lam), as in the paper's algorithm. The paper's formula of the
+  loss has the factor lam.
+- The server collects the pairs (xbar, ybar) of all clients once, before round 0. A step draws a
+  pair for each sample, without replacement, as in the experiments of the FedBR paper. With
+  pairs="one" it draws one pair for the batch, as in the paper.
 - A mean is over `samples_per_mean` samples of a client, drawn with replacement, as in the code of
   FedBR. The paper averages all samples of a client.
-- fresh=True draws new means from all clients' raw data in each step, as the code of FedBR does. Use
-  it only to reproduce numbers: a real client has no raw data of others. Its traffic is not counted.
-- With BatchNorm, grad_u is the gradient of the whole batch's loss, because every row influences
-  the others. The reported task loss is l1 + l2 + l3.
-
-The gradient of l3 is a second derivative, which fused attention kernels lack; Cct7 computes its
-attention without them.
+- With fresh=True, each step draws new means from all clients' raw data, as in the code of FedBR.
+  This is only for reproducing numbers, because a real client has no raw data of other clients.
+- The reported task loss is l1 + l2 + l3.
 """
 
 from __future__ import annotations
@@ -215,10 +211,10 @@ class FedMix(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of the second derivative, in trained samples.
 
-        It is equal to the cost of plain training, which makes a forward and a backward pass, as
-        much as three forward passes. FedMix needs three more: one for the gradient of the inputs,
-        and two for its derivative.
+        It is equal to the cost of plain training.
         """
+        # In forward passes: one for the gradient of the inputs, and two for its derivative. Plain
+        # training also costs three.
         return job.trained_samples if self.lam and not self.naive else 0.0
 
     # --- the pairs of all clients --------------------------------------------------------------

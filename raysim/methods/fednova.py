@@ -14,13 +14,11 @@ local steps, p_i its normalised weight, and a_i the number of plain steps that h
     a_i = sum_{k < tau_i} (1 - eta mu)^k                                 proximal term mu, rate eta
 
 Departures from the paper
-- a_i is the movement of tau_i steps under a constant gradient of 1, divided by the learning rate.
-  That gives all formulas above, and covers a proximal term with momentum, and Nesterov's momentum.
-- tau_i is the number of steps that the client made; a job that selects samples (FedBSS) makes
-  fewer. If parts of the shared model make different numbers of steps, tau_i is the largest.
-- Weight decay and clipping are left out of a_i, and momentum starts at 0 in each job.
-- Buffers are averaged as in FedAvg. A divisor other than the sum of weights (FedBuff) does not
-  change the factors.
+- a_i is computed for any combination of momentum, Nesterov's momentum and a proximal term: by
+  making tau_i steps with a constant gradient of 1.
+- If layers are trained with different numbers of steps, tau_i is the largest of these numbers.
+- Weight decay and clipping do not change a_i. Momentum starts at 0 in each job.
+- Buffers are averaged as in FedAvg.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ def effective_steps(
 ) -> float:
     """Return the number of plain SGD steps that have the same effect as the steps of a job.
 
-    A plain step has no momentum and no proximal term. So many plain steps move a parameter as far
-    as the job's steps do, under a constant gradient of 1 and a learning rate of 1.
+    A plain step has no momentum and no proximal term. The same effect means the same distance under
+    a constant gradient.
     steps: the number of steps of the job.
     momentum: the factor of the momentum; 0 without momentum.
     pull: the learning rate times the weight of a proximal term; 0 without one.

@@ -14,9 +14,8 @@ C - 1 classes other than the true one. q is the same for the local model.
 Departures from the paper
 - The teacher is the whole received model in eval mode; in the authors' code it is in train mode
   for the first client.
-- With Mixup, for which nothing is published, the distillation loss is
-  lam L_NTD(., y) + (1 - lam) L_NTD(., y_pi) on the mixed inputs: y and y_pi are the labels of the
-  two mixed samples, lam is Mixup's weight.
+- With Mixup, L_NTD is computed for the labels of both mixed samples. The two values are averaged
+  with Mixup's weights. No paper describes this combination.
 """
 
 from __future__ import annotations

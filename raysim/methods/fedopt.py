@@ -14,15 +14,11 @@ mean update:
       FedYogi    v <- v - (1 - beta2) D^2 sign(v - D^2)
 
 Departures from the paper
-- There is no bias correction, as in Algorithm 2. bias_correction=True multiplies the step by
-  sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's Adam does. So tau is added to the uncorrected
-  sqrt(v). PyTorch's Adam adds its epsilon to the corrected sqrt(v), which is a different rule.
-- v starts at tau^2 (the paper allows any v0 >= tau^2); in the authors' code it starts at 0.
-- beta2 = 0.99, as in the paper; the authors' code has 0.999. FedAvgM uses Nesterov's momentum only
-  with nesterov=True.
+- There is no bias correction, as in Algorithm 2. bias_correction=True multiplies the step t by
+  sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's Adam does. PyTorch's Adam has a different rule.
+- v starts at tau^2, which the paper allows; in the authors' code it starts at 0.
+- beta2 = 0.99, as in the paper; the authors' code has 0.999.
 - There is no weight decay on the server, and buffers are averaged.
-
-All tensors are on the CPU, where the server is.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ def fedavgm_step(
 
     params: the parameters of the current version.
     delta: the mean update, which points towards improvement.
-    momentum_buffer: the sum u of the updates, each multiplied by `momentum` in every later step.
+    momentum_buffer: the momentum u before the step.
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the momentum.
     nesterov: True uses Nesterov's momentum.

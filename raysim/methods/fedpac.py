@@ -21,30 +21,25 @@ averages the extractors as FedAvg does, unless another method of the run changes
 upload h, V, the trained head, and the mean features and the counts n_ik of each class.
 
 Departures from the paper
-- The authors train the head for one epoch and then the extractor for E epochs. Here local.epochs
-  counts the epochs of both phases; for the authors' setting, set it to head_epochs + E. The head
-  phase has as many steps as head_epochs passes over all of the client's samples. But it has at most
-  head_epochs / (head_epochs + 1) of all steps of the job. This limit matters with local.steps, and
-  if a method makes epochs shorter. The learning rate of the extractor is local.lr, that of the head
-  is head_lr_factor times as large. Each phase has its own optimizer.
+- The authors train the head for one epoch and then the extractor for E epochs. Here local.epochs is
+  the sum of both numbers, and head_epochs of them train the head. With local.steps, at least one of
+  head_epochs + 1 steps trains the extractor. Each phase has its own optimizer, and the learning
+  rate of the head is local.lr times head_lr_factor.
 - h and V are measured with the received extractor, as in the authors' code. The class means of
-  which the server makes prototypes are measured with the trained extractor. Both use all samples,
-  in eval mode and without augmentation.
-- The authors' extractor never leaves eval mode. Here it trains in train mode. In the head phase it
-  is in eval mode, so that this phase does not change running statistics.
-- A class that no participant of the last aggregation holds has no prototype. The features of its
-  samples are pulled to the mean features of the class in the client's own data, measured with the
-  received extractor. In the first round there are no prototypes, and R is 0. The authors' code
-  fails in both cases.
+  which the server makes prototypes are measured with the trained extractor. Both are measured on
+  all samples, in eval mode and without augmentation.
+- The extractor is in train mode while it is trained. In the authors' code it is always in eval
+  mode.
+- If the participants of the last aggregation have no samples of a class, the class has no
+  prototype. Its place is taken by the mean features of the class on the client itself. In the first
+  round there are no prototypes, and R is 0.
 - Prototypes and mixtures are over the participants of one aggregation. All other clients keep their
-  last head, and a client that never took part has the initial head. If an aggregation has two
-  updates of a client, only the last one counts. If a client is dispatched again before its update
-  was aggregated, it starts from its previous mixture.
-- P has no negative eigenvalue and is used unchanged. The authors' code drops eigenvalues below 0.01
-  and may then fail to find weights.
+  last head, and a client that never took part has the initial head.
+- The authors' code drops eigenvalues of P below 0.01, and may then fail to find weights. Here P is
+  not changed.
 - Weights a_ij up to min_weight become 0, as in the authors' code, unless all of them would.
-- With Mixup, a batch has two labels for each sample. R is computed for both, and the two values are
-  averaged with Mixup's weights.
+- With Mixup, R is computed for the labels of both mixed samples. The two values are averaged with
+  Mixup's weights.
 
 The mixtures of 100 participants take about 0.1 s on one core.
 """
@@ -77,10 +72,9 @@ if TYPE_CHECKING:
 class Statistics(TypedDict):
     """Statistics of the D features of a client's samples.
 
-    variance: V_i in the formulas at the top of this file. It shows how uncertain `weighted_means`
-    is, because the client has few samples: it is the sum of the variances of its entries.
-    weighted_means: h_i in these formulas, [C, D]: the mean features of each class, times the share
-    of the samples that are in this class.
+    variance: how uncertain `weighted_means` is: the sum of the estimated variances of its entries.
+    weighted_means: the mean features of each class times the share of the samples that are in this
+    class, [C, D].
     class_means: the mean features of each class, [C, D]; zeros for a class without samples.
     class_counts: the number of samples of each class, int64 [C].
     """
@@ -192,10 +186,10 @@ def classifier_combination_weights(
 
 
 def _coordinates(weighted_means: Tensor) -> Tensor:
-    """Return points p, float64 [m, k] with k <= m, such that |p_i - p_j| = |h_i - h_j|.
+    """Return m points that have the same distances as the participants' weighted means.
 
-    Computing with the points is faster, because they have fewer coordinates than h.
-    weighted_means: h, [m, C, D], the weighted means of each of m participants.
+    The points, float64 [m, k], have at most m coordinates, which makes computations fast.
+    weighted_means: the weighted means of each of m participants, [m, C, D].
     """
     flat = weighted_means.double().flatten(1)
     triangle: Tensor = torch.linalg.qr((flat - flat.mean(0)).T, mode="r").R
@@ -213,14 +207,14 @@ def _mixture(variances: Tensor, points: Tensor, client: int, min_weight: float) 
 def _simplex_minimum(variances: Tensor, offsets: Tensor, preferred: int) -> Tensor:
     """Return the weights a, float64 [m], that minimise a^T P a, with a_j >= 0 and sum 1.
 
-    P is diag(variances) + offsets offsets^T. A is a matrix with A^T A = P. Let b >= 0 minimise |A
-    b|^2 + (sum(b) - 1)^2; then a = b / sum(b). A participant whose variance and offsets are all 0
-    gets the whole weight.
+    P is diag(variances) + offsets offsets^T. If entries of its diagonal are 0, one participant with
+    such an entry gets the whole weight.
     variances: [m].
     offsets: [m, k], the point of each of m participants minus the point of the participant for
     which heads are mixed.
-    preferred: the participant that gets the whole weight if P_jj = 0 for it and for others.
+    preferred: the participant that gets the whole weight if several could get it.
     """
+    # With A^T A = P, let b >= 0 minimise |A b|^2 + (sum(b) - 1)^2; then a = b / sum(b).
     diagonal = variances + offsets.square().sum(1)
     best = diagonal.min()
     if not best > 0:
@@ -277,9 +271,8 @@ def _has_prototypes(view: Participation | ServerView) -> bool:
 
 
 def _state_reader(name: str) -> Callable[[ServerView], Tensor | None]:
-    """Return the function that reads what the server sends to clients: one of its states.
+    """Return a function that reads a server state; before the first aggregation it returns None.
 
-    The function returns None before the first aggregation, when there is nothing to send.
     name: the name of the server state.
     """
     return lambda server: server.state[name] if _has_prototypes(server) else None

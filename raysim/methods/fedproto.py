@@ -16,14 +16,13 @@ A client is scored with its own model (predict=head), or predicts the class of t
 
 Departures from the paper
 - A sample whose class has no C_j adds 0 to the mean over the batch, as in the authors' code.
-- c_ij is measured in eval mode, without augmentation. A class that no participant holds keeps its
-  last C_j.
-- With predict=prototype a client compares features with the C_j that it received for its last job,
-  and only with those of classes that it holds, as in the authors' code. Before its first job it
-  predicts with its head.
-- Each client uploads all classes, with zeros and a count of 0 for those that it does not hold: the
-  size of an upload is declared before the run and is equal for all clients.
-- All clients have the same network; the paper also has clients with different ones.
+- c_ij is measured in eval mode, without augmentation. If no participant has samples of a class, its
+  C_j does not change.
+- With predict=prototype, a client predicts only classes of its own samples, as in the authors'
+  code. It uses the C_j that it received for its last job. Before its first job it predicts with its
+  head.
+- Each client uploads means of all classes, with zeros and a count of 0 for classes without samples.
+- All clients have the same layers. In the paper, the layers may differ between clients.
 """
 
 from __future__ import annotations

@@ -8,11 +8,9 @@ Networks" (MLSys 2020), eq. (2):
     h(w) = f_i(w) + mu/2 |w - w_t|^2         gradient: grad f_i(w) + mu (w - w_t)
 
 Departures from the paper
-- The term covers all shared trainable parameters, BatchNorm's affine ones included; it never covers
-  buffers, personal parameters, or the projector that FedBR trains by ascent.
-- The term's gradient is added before weight decay and momentum, like the gradient of the loss.
-  FedBR's optimizer adds it after the momentum buffer, which is the same only for momentum 0.
-- The paper lets slow clients make fewer steps. Here `local.*` alone decides the number of steps.
+- The term covers all shared trainable parameters, but neither buffers nor personal parameters.
+- The term's gradient is added before weight decay and momentum, as the gradient of the loss is.
+- In the paper, slow clients make fewer steps. Here `local.*` alone decides the number of steps.
 """
 
 from __future__ import annotations

@@ -9,16 +9,16 @@ Choudhary, "Federated Learning with Personalization Layers" (2019).
     FedRep (mode=alternate)   head_epochs of the head with the extractor fixed, then body_epochs of
                               the extractor with the head fixed
     FedPer (mode=joint)       head and extractor together
-    both                      extractors are averaged; a client is scored with the shared extractor
+    FedRep and FedPer         extractors are averaged; a client is scored with the shared extractor
                               and its own head
 
 Departures from the paper
-- In mode alternate, local.epochs is head_epochs + body_epochs, and need not be set. local.steps, if
-  set, is divided in the same proportion. In mode joint, all epochs or steps train both parts.
-- The extractor is in train mode in head steps, too, as in the authors' code: dropout is on and
-  BatchNorm's running statistics move, although no parameter of the extractor does.
-- Each phase has its own optimizer, so neither weight decay nor momentum moves the fixed part.
-- Weights are by samples, as in the authors' code; the paper's clients are of equal size.
+- In mode alternate, local.epochs is head_epochs + body_epochs, and need not be set. If local.steps
+  is set, the steps are divided in the same proportion.
+- While the head is trained, the extractor is in train mode, as in the authors' code. BatchNorm's
+  running statistics then change, but no parameter of the extractor does.
+- Head and extractor have separate optimizers.
+- Clients are weighted by samples, as in the authors' code; the paper's clients are of equal size.
 - A client that never trained has the initial head.
 """
 
@@ -127,10 +127,10 @@ class FedRep(Method):
         return [[head]] * first + [[body]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return the saved computation, as a negative number of trained samples.
+        """Return the cost of a job minus the cost of plain training, in trained samples.
 
-        In steps that train only the head, the extractor has no backward pass. This pass is counted
-        as two thirds of the cost of training on a sample, the forward pass as one third.
+        The result is negative, because a step that trains the head has no backward pass through the
+        extractor.
         """
         share = self.head_epochs / self._total_epochs
         return (FORWARD - 1) * share * job.trained_samples

@@ -9,12 +9,12 @@ cross-entropy of
     z_c = s_c <w_c, h>
 
 Departures from the paper
-- There are two scales, as printed ("binary"). The released code's scale grows with the class's
-  count, alpha + (1 - alpha) n_c / max n, so that it damps rare classes, too ("relative").
-- The classifier has no bias, as in the authors' code: the method removes it from the model's head.
-- alpha = 0 gives a missing class the logit 0, which stays a term of the softmax; FedLC leaves such
+- With kind="relative", s_c = alpha + (1 - alpha) n_c / max n for n_c samples of class c, as in the
+  released code. This also scales down rare classes.
+- The method removes the bias of the model's head, as the released code does.
+- With alpha = 0, a missing class has the logit 0 and stays in the softmax. FedLC leaves such
   classes out.
-- Outputs that are not classes of the data keep scale 1.
+- Outputs that are not classes of the data are not scaled.
 """
 
 from __future__ import annotations
