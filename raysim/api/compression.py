@@ -73,8 +73,8 @@ class Compressor(Method):
 
         values: float32 [layout.trained] on the CPU, finite; do not change them.
         key: a random number below 2^63, a new one for each message.
-        kept: the sender's memory of its last message, which `keep` returned. For the sender's first
-        message, `initial` returned it.
+        kept: the tensor that `keep` returned after the sender's last message. For the first
+        message, it is the tensor that `initial` returned.
         """
         raise NotImplementedError
 

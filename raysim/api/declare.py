@@ -77,7 +77,7 @@ class Declarations:
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the method that made a declaration, or None.
+        """Return the method that makes a declaration; None if no method makes it.
 
         fact: a declaration that only one method of a run may make, such as "stages" or "train". It
         is the name of an attribute of `MethodDeclaration`.

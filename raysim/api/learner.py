@@ -370,6 +370,7 @@ class LearnerNetwork(nn.Module):
 
 
 def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each array of a nested structure with its name, such as "layers:0:weight"."""
     if isinstance(parameters, Mapping):
         items: Iterator[tuple[Any, Any]] = iter(parameters.items())
     elif isinstance(parameters, list | tuple):
@@ -383,6 +384,7 @@ def _flatten(parameters: Parameters, prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _structure(parameters: Parameters, prefix: str = "") -> Any:
+    """Return the nested structure with each array replaced by its name."""
     if isinstance(parameters, Mapping):
         return {
             key: _structure(value, f"{prefix}{_SEPARATOR}{key}" if prefix else str(key))

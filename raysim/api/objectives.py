@@ -24,8 +24,8 @@ def mean(values: np.ndarray) -> float:
 def mean_loss(losses: np.ndarray) -> float:
     """Return the mean of the losses in a `ScoringReport`.
 
-    losses: [n], a loss for each sample. For a mean over labels: [n, 2], the sum of the losses of a
-    sample's labels, and their number. The result is nan if there are no labels.
+    losses: [n], a loss for each sample. Or [n, 2], the sum of the losses of a sample's labels and
+    the number of these labels. The mean is then over all labels, and nan if there are none.
     """
     return mean(losses) if losses.ndim == 1 else ratio_of_sums(losses)
 
@@ -116,8 +116,8 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
     """Return each sample's mean loss, [B]; labels with the value `IGNORED` do not count.
 
     The mean is 0 for a sample without a label that counts.
-    values: a loss for each label, with the shape of `labels`. Or one or more losses for each
-    sample, [B] or [B, ...], all of which count.
+    values: a loss for each label, with the shape of `labels`. Or losses of samples, [B] or [B,
+    ...], which always count.
     labels: [B, ...].
     """
     if values.shape != labels.shape:

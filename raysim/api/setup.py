@@ -111,9 +111,9 @@ class RoundWarning:
 class MethodDeclaration:
     """Everything that one method declared in `setup`.
 
-    A function of `Setup` fills each attribute, and its docstring explains the values. For example,
-    `Setup.client_state` fills `client_state`, and `Setup.draw` fills `draws`. Only these attributes
-    have other names than the functions:
+    A function of `Setup` fills each attribute, and its docstring explains the values. Usually both
+    names are equal or similar: `Setup.client_state` fills `client_state`, and `Setup.draw` fills
+    `draws`. These attributes have other names:
 
     method: the name of the method.
     contribute, assemble: the functions `client` and `server` that were passed to `Setup.gather`.
@@ -496,11 +496,10 @@ class Setup:
         The server reads the tensors of all clients with `aggregation.uploads(name)`.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
-        planned: for a tensor whose size is known only after training: a function that returns the
-        expected size in floats. Virtual time uses the expected size, and traffic counts the real
-        one. The function's argument is the number of floats that the job receives from this method
-        in tensors sent with `varies=True`. In version 0, `floats` is the expected size. None: the
-        size is always `floats`.
+        planned: None if the size is always `floats`. If the size is known only after training: a
+        function that returns the expected size in floats. Its argument is the number of floats that
+        the job receives from this method in tensors sent with `varies=True`. Virtual time uses the
+        expected size, or `floats` in version 0. Traffic counts the real size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
