@@ -94,7 +94,7 @@ def test_method_chosen_by_name_sets_the_local_settings_that_it_requires(
     assert experiment.config["local"][key] == value
 
 
-def test_plan_shows_setting_that_a_method_has_changed() -> None:
+def test_plan_shows_only_settings_that_a_method_has_changed() -> None:
     (line,) = plan_lines(build([*IN_PROCESS, "method=fedrep"]))
     assert all(part in line for part in ("local.epochs=11", "'fedrep'", "2"))
     assert plan_lines(build([*IN_PROCESS, "method=fedprox"])) == []
@@ -128,13 +128,13 @@ def test_argument_that_contradicts_the_method_is_refused(settings: dict[str, Any
         build(IN_PROCESS, methods=[FedRep()], **settings)
 
 
-def test_method_object_sets_its_required_settings() -> None:
+def test_method_passed_as_object_sets_the_local_settings_that_it_requires() -> None:
     experiment = build(IN_PROCESS, methods=[FedPAC(head_epochs=4)])
     assert experiment.spec.settings.local.epochs == 5
     assert build(IN_PROCESS, methods=[FedRep("joint")]).spec.settings.local.epochs == 2
 
 
-def test_composed_configuration_lists_keys_that_the_user_set() -> None:
+def test_method_does_not_replace_values_that_the_user_set_when_composing() -> None:
     assert build(compose([*IN_PROCESS, "method=fedrep"])).spec.settings.local.epochs == 11
     with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(compose([*IN_PROCESS, "method=fedrep", "local.epochs=3"]))
@@ -142,14 +142,14 @@ def test_composed_configuration_lists_keys_that_the_user_set() -> None:
         build(to_dict(compose([*IN_PROCESS, "method=fedrep"], settings={"local.epochs": 3})))
 
 
-def test_without_list_of_set_keys_all_keys_count_as_set_by_user() -> None:
+def test_method_replaces_no_value_if_it_is_unknown_what_the_user_has_set() -> None:
     config = to_dict(compose([*IN_PROCESS, "method=fedrep"]))
     del config["choices"]["_set_"]
     with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(config)
 
 
-def test_stored_configuration_omits_list_of_keys_the_user_set() -> None:
+def test_stored_configuration_does_not_list_the_keys_that_the_user_has_set() -> None:
     config = compose([*IN_PROCESS, "method=fedrep", "seed=3"])
     experiment = build(config)
     stored = OmegaConf.create(to_yaml(to_dict(config)))
@@ -157,7 +157,7 @@ def test_stored_configuration_omits_list_of_keys_the_user_set() -> None:
     assert "_set_" not in experiment.config["choices"]
 
 
-def test_repeated_run_sets_required_values_only_after_an_override(tmp_path: Path) -> None:
+def test_repeated_run_replaces_stored_values_only_after_a_method_override(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(build([*IN_PROCESS, "method=fedrep"]).config))
     again = build(compose((), (), path))

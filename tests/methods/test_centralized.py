@@ -35,7 +35,7 @@ def population(clients: int = 4) -> FederatedData:
     return federate(SOURCE, IID(clients=clients, test_fraction=0.2), SEED)
 
 
-def test_centralized_pools_data_and_has_no_hooks_or_arguments() -> None:
+def test_centralized_pools_the_data_and_has_no_hooks_or_arguments() -> None:
     assert Centralized.name == "centralized" and Centralized.pools
     assert not any(fills(Centralized(), hook) for hook in HOOKS) and not parameters(Centralized())
 
@@ -51,7 +51,7 @@ def test_centralized_refuses_methods_with_a_model_per_client(method: Any) -> Non
         check_composition([Centralized(), method])
 
 
-def test_centralized_combines_with_fedprox_and_mixup() -> None:
+def test_centralized_can_be_combined_with_fedprox_and_mixup() -> None:
     check_composition([Centralized(), FedProx(), Mixup()])
 
 
@@ -93,6 +93,6 @@ def test_centralized_does_not_depend_on_the_split() -> None:
     assert first.bits == second.bits
 
 
-def test_centralized_counts_no_traffic() -> None:
+def test_centralized_run_reports_no_traffic() -> None:
     rows = run(run_spec(Centralized(), data=pool_clients(population())), Synchronous(1)).rows
     assert all(row["floats_down"] is None and row["floats_up"] is None for row in rows)

@@ -92,7 +92,7 @@ def decoded(compressor: Compressor, values: np.ndarray) -> np.ndarray:
 
 class TestValues:
     @pytest.mark.parametrize("compressor", [TopK(0.1), Int8(64), PowerSGD(1)], ids=str)
-    def test_server_averages_decoded_updates(self, compressor: Compressor) -> None:
+    def test_server_averages_the_decoded_messages_of_clients(self, compressor: Compressor) -> None:
         deltas, weights = plain_deltas()
         rows = np.stack([decoded(compressor, delta) for delta in deltas])
         expected = weights @ rows / weights.sum()
@@ -100,7 +100,7 @@ class TestValues:
         np.testing.assert_allclose(step, expected, atol=2e-7)
         assert np.abs(step - weights @ deltas / weights.sum()).max() > 1e-5
 
-    def test_workers_sum_decoded_updates(self) -> None:
+    def test_workers_add_up_decoded_updates_with_the_same_bits_as_the_server(self) -> None:
         summed, _, updates = first_step(TopK(0.1))
         assert all(update.delta is None for update in updates)
         single, _, updates = first_step(TopK(0.1), Spectator())
@@ -120,13 +120,13 @@ class TestValues:
         _, step, _ = first_step(TopK(0.1, "down"))
         np.testing.assert_allclose(step, decoded(TopK(0.1), exact), atol=2e-7)
 
-    def test_server_keeps_the_error_of_its_compressed_steps(self) -> None:
+    def test_server_state_has_the_compression_error_of_the_step_it_sends(self) -> None:
         first, step, _ = first_step(TopK(0.1, "down", "ef14"))
         _, exact, _ = first_step()
         memory = first.coordinator.server.state["topk.memory"].numpy()
         np.testing.assert_allclose(memory, exact - step, atol=2e-7)
 
-    def test_each_client_keeps_its_own_compression_error(self) -> None:
+    def test_client_state_has_the_compression_error_of_the_last_upload(self) -> None:
         deltas, _ = plain_deltas()
         finished, _, updates = first_step(TopK(0.1, "up", "ef14"))
         for update, delta in zip(updates, deltas, strict=True):
@@ -156,7 +156,7 @@ class Spectator(Method):
 
 
 class TestTraffic:
-    def test_upload_counts_the_32_bit_words_of_a_message(self) -> None:
+    def test_upload_traffic_is_the_number_of_32_bit_words_of_each_message(self) -> None:
         compressor = TopK(0.05)
         finished = run(run_spec(compressor), Synchronous(4))
         layout = finished.coordinator.layout
@@ -164,7 +164,7 @@ class TestTraffic:
         assert finished.rows[-1]["floats_up"] == 3 * 4 * words
         assert finished.rows[-1]["floats_down"] == 3 * 4 * layout.shared
 
-    def test_download_counts_the_messages_since_the_last_job(self) -> None:
+    def test_download_traffic_has_all_server_steps_since_a_clients_last_job(self) -> None:
         compressor = TopK(0.05, "down")
         finished = run(run_spec(compressor), Synchronous(4), rounds=6)
         layout = finished.coordinator.layout
@@ -219,7 +219,7 @@ class TestOtherParts:
         words = TopK(0.1).words(layout) + layout.shared - layout.trained
         assert finished.rows[-1]["floats_up"] == 3 * 4 * (words + layout.trained)
 
-    def test_lanes_decode_the_same_values_as_single_clients(self) -> None:
+    def test_compression_with_two_lanes_stores_a_compression_error_per_client(self) -> None:
         spec = run_spec(TopK(0.1, "up", "ef21"), lanes=2)
         finished = run(spec, Synchronous(4))
         assert not finished.failures

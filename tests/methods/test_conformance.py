@@ -556,7 +556,7 @@ def test_conformance_table_has_every_method() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_method_has_name_and_paper_and_no_argument_called_like_hook(name: str) -> None:
+def test_each_method_has_a_paper_and_no_argument_with_the_name_of_a_hook(name: str) -> None:
     method = TABLE[name].make()
     check_arguments(method)
     assert method.paper
@@ -582,7 +582,7 @@ def fedavg_run(
 
 
 @pytest.mark.parametrize("plain", references())
-def test_method_is_fedavg_at_settings_that_disable_it(plain: Plain) -> None:
+def test_method_is_bit_identical_to_fedavg_at_settings_that_disable_it(plain: Plain) -> None:
     study_settings = {"local": LOCAL, "model": NORMED} | plain.study
     # On ideal devices: elsewhere what a method sends changes when its clients arrive, and with it
     # the order of the sum.
@@ -616,13 +616,15 @@ def test_resumed_run_equals_an_uninterrupted_run(watched: Watched) -> None:
 # FedProto's prototypes need a check of their own: see `FREIGHT`.
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("name", ["scaffold", "fedproto"])
-def test_checkpoints_change_no_bit(name: str, schedule: Any) -> None:
+def test_resumed_run_has_the_bits_of_the_run_that_wrote_the_checkpoint(
+    name: str, schedule: Any
+) -> None:
     agreement.check_resumed(fresh(name), schedule)
 
 
 # --- staleness ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.private])
-def test_client_state_is_that_of_the_last_aggregated_job(
+def test_client_state_changes_only_if_a_job_of_the_client_is_aggregated(
     name: str,
 ) -> None:
     spec = study(TABLE[name].make(), model=TABLE[name].model)
@@ -688,7 +690,7 @@ def test_messages_contain_only_declared_values(watched: Watched) -> None:
     assert any(seen.spy.contributed) == row.contributes
 
 
-def test_traffic_has_pseudo_data_once_per_client() -> None:
+def test_fedbr_pseudo_data_that_never_change_are_sent_once_to_each_client() -> None:
     spied = study(small_fedbr(pseudo_refresh="once"))
     spy = Spy(spied)
     result = run_to_end(coordinate(spied, runtime=spy, rounds=5))
@@ -732,7 +734,7 @@ def clash(first: str, second: str) -> bool:
 
 
 @pytest.mark.parametrize("first", list(TABLE)[:-1])
-def test_error_names_both_methods_that_exclude_each_other(first: str) -> None:
+def test_error_of_excluded_pair_mentions_both_methods(first: str) -> None:
     names = list(TABLE)
     for second in names[names.index(first) + 1 :]:
         if clash(first, second):
@@ -918,7 +920,9 @@ def lists_with_each_method(most: int = 8) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("names", lists_with_each_method(), ids="-".join)
-def test_two_ray_workers_have_the_bits_of_one_process(names: list[str], workers: Workers) -> None:
+def test_two_ray_workers_are_bit_identical_to_one_process(
+    names: list[str], workers: Workers
+) -> None:
     # A buffer moves states and stale updates between workers; without states, rounds also have
     # workers add up updates.
     schedule = BUFFER if TABLE[names[0]].private else ROUNDS

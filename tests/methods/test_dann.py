@@ -124,7 +124,7 @@ def test_dann_reversal_mode_refuses_discriminator_settings(settings: dict[str, A
 @pytest.mark.parametrize(
     "settings", [{"lam": -0.1}, {"width": 0}, {"discriminator_steps": 0}, {"rate": 0.0}], ids=str
 )
-def test_error_of_dann_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
+def test_error_of_dann_setting_out_of_range_mentions_its_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.dann\.{key}="):
         Dann(**settings)

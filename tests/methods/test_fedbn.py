@@ -83,7 +83,7 @@ def test_batchnorm_is_recognised_by_its_type(scope: Any) -> None:
     assert set(private_names(FedBN(scope), Trap())) == wanted
 
 
-def test_fedbn_with_layers_all_keeps_all_normalisation_layers() -> None:
+def test_fedbn_with_layers_all_makes_every_normalisation_layer_personal() -> None:
     batch, every = FedBN(), FedBN(layers="all")
     more = set(private_names(every, Trap())) - set(private_names(batch, Trap()))
     wanted = {f"{layer}.{entry}" for layer in ("group", "layer") for entry in SCOPES["affine"]}
@@ -105,7 +105,7 @@ CHANNELS = {"mlp": (NORMED_MLP, 12), "cnn": (NORMED, 16 + 32), "blocks": (BLOCKS
 
 
 @pytest.mark.parametrize("name", CHANNELS)
-def test_fedbn_sends_four_floats_less_per_channel_and_direction(name: str) -> None:
+def test_fedbn_sends_four_floats_fewer_than_fedavg_per_batchnorm_channel(name: str) -> None:
     model, channels = CHANNELS[name]
     fedbn = run(run_spec(FedBN(), model=model), fleet=Ideal())
     fedavg = run(run_spec(model=model), fleet=Ideal())
@@ -122,7 +122,7 @@ SHARES = {"all": 0, "statistics": 2, "affine": 2, "none": 4}
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_fedbn_scope_decides_which_floats_are_shared(scope: Any) -> None:
+def test_fedbn_scope_decides_how_many_batchnorm_floats_are_shared(scope: Any) -> None:
     _, layout = build_networks(run_spec(FedBN(scope), model=NORMED))
     _, whole = build_networks(run_spec(model=NORMED))
     assert layout.shared == whole.shared - 48 * (4 - SHARES[scope])
@@ -130,7 +130,7 @@ def test_fedbn_scope_decides_which_floats_are_shared(scope: Any) -> None:
 
 
 @pytest.mark.parametrize("scope", ["affine", "none"])
-def test_fedbn_shared_batch_counters_are_the_clients_maximum(scope: Any) -> None:
+def test_fedbn_server_batch_counters_are_the_largest_of_all_clients(scope: Any) -> None:
     here = study(FedBN(scope), data=tiny_data())
     spy = Spy(here)
     finished = run_to_end(coordinate(here, ROUNDS, runtime=spy, rounds=1))
@@ -197,7 +197,7 @@ def personalised(
 
 
 @pytest.mark.parametrize("scope", ["all", "statistics"])
-def test_fedbn_untrained_client_gets_own_statistics(scope: Any) -> None:
+def test_fedbn_computes_batchnorm_statistics_for_an_untrained_client(scope: Any) -> None:
     worker, before = personalised(False, FedBN(scope, reestimate=True))
     model: Any = worker.vector.networks["model"]
     inputs = torch.cat([inputs for inputs, _ in worker.trainer.client_samples(0)])
@@ -211,7 +211,7 @@ def test_fedbn_untrained_client_gets_own_statistics(scope: Any) -> None:
     assert changed == {f"model.extractor.2.{entry}" for entry in SCOPES["statistics"]}
 
 
-def test_fedbn_reestimation_weighs_batches_and_restores_modes() -> None:
+def test_fedbn_recomputed_statistics_weigh_batches_by_their_samples() -> None:
     norm = nn.BatchNorm1d(3, momentum=0.07)
     drop = nn.Dropout(0.5)
     model = nn.Sequential(drop, norm).eval()
@@ -235,7 +235,7 @@ def test_fedbn_restores_modes_and_momenta_after_an_error() -> None:
     assert norm.momentum == 0.1 and not norm.training
 
 
-def test_fedbn_trained_client_keeps_its_statistics() -> None:
+def test_fedbn_does_not_recompute_statistics_of_a_trained_client() -> None:
     worker, before = personalised(True, FedBN(reestimate=True))
     after = worker.vector.named(worker.vector.data, worker.vector.counters)
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -57,7 +57,7 @@ def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[Fin
 @pytest.mark.parametrize("refresh", ["round", "once"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("make", [small, mixture], ids=["rsm", "mixture"])
-def test_fedbr_traffic_counts_pseudo_data_when_they_change(
+def test_fedbr_traffic_has_pseudo_data_only_when_they_change(
     make: Callable[..., FedBR], schedule: Any, refresh: Any
 ) -> None:
     found, spy = watched(make(pseudo_refresh=refresh), schedule, rounds=5)
@@ -104,7 +104,7 @@ def test_fedbr_cost_includes_passes_over_pseudo_data(method: FedBR, passes: floa
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_fedbr_draws_same_pseudo_data_rows_as_numpy_choice(
+def test_fedbr_draws_the_same_rows_for_pseudo_data_as_numpy_choice(
     counts: list[int], each: int, seed: int, data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, len(counts) * each))
@@ -118,7 +118,7 @@ def test_fedbr_draws_same_pseudo_data_rows_as_numpy_choice(
     )
 
 
-def test_fedbr_draw_of_rows_needs_no_memory_per_client() -> None:
+def test_fedbr_draw_of_pseudo_data_needs_no_array_with_an_entry_per_client() -> None:
     ends, generator = np.linspace(0, 1, 100_001)[1:], stream(0, "pool")
     tracemalloc.start()
     rows_by_samples(ends, 64, 64, generator)
@@ -148,7 +148,7 @@ def test_fedbr_has_a_projector_only_if_needed(settings: dict[str, Any], adds: bo
     ("projection", "sizes"),
     [("paper", [(256, 12), (256, 256), (128, 256)]), ("code", [(24, 12), (24, 24), (12, 24)])],
 )
-def test_fedbr_setting_projection_gives_widths_of_paper_or_code(
+def test_fedbr_projection_setting_selects_layer_widths_of_paper_or_code(
     projection: Any, sizes: list[tuple[int, int]]
 ) -> None:
     projector = declare_run(run_spec(small(projection=projection))).networks[PROJECTOR]
@@ -225,7 +225,7 @@ def test_fedbr_settings_out_of_range_are_refused(settings: dict[str, Any]) -> No
 NODE = {"_target_": "raysim.methods.fedbr.FedBR", "pseudo": "mixture"}
 
 
-def test_fedbr_proxy_set_is_configured_like_the_data() -> None:
+def test_fedbr_proxy_set_is_configured_with_the_settings_of_a_data_source() -> None:
     proxy = {
         "_target_": "raysim.data.sources.Synthetic",
         "samples": 40,

@@ -16,7 +16,7 @@ def charged(method: FedBSS, version: int) -> float:
     return method.cost(participation_facts(None, 30, 60.0, 1, version))
 
 
-def test_fedbss_cost_has_a_ranking_pass_from_the_warmup_on() -> None:
+def test_fedbss_adds_the_cost_of_a_ranking_pass_after_the_warmup() -> None:
     assert [charged(FedBSS(2), version) for version in range(4)] == pytest.approx([0, 0, 10, 10])
     assert charged(FedBSS(0, kind="all"), 5) == 0
 
@@ -46,7 +46,7 @@ def test_fedbss_warns_if_jobs_have_a_single_epoch_or_phase(
     [{"warmup_rounds": -1}, {"refresh": 0}, {"kind": "cosin"}, {"fraction_of": "los"}],
     ids=str,
 )
-def test_error_of_fedbss_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
+def test_error_of_fedbss_setting_out_of_range_mentions_its_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedbss\.{key}="):
         FedBSS(**settings)

@@ -102,7 +102,7 @@ def test_fedcda_search_in_one_batch_finds_best_combination(
     assert select_models(**arguments).tolist() == list(best)
 
 
-def test_fedcda_search_of_a_client_batch_ignores_later_batches() -> None:
+def test_fedcda_search_in_the_first_batch_does_not_depend_on_later_batches() -> None:
     arguments = case(1)
     first = {
         key: value[:2] if key.startswith(("cand", "num")) else value
@@ -119,7 +119,7 @@ def test_fedcda_search_allows_more_batches_than_clients() -> None:
     assert alone == many
 
 
-def test_fedcda_search_takes_first_of_equal_combinations() -> None:
+def test_fedcda_search_selects_the_first_of_equally_good_combinations() -> None:
     arguments = case(6)
     same = arguments["candidates"][:, :1].expand(4, 3, 5).clone()
     tied = arguments | {
@@ -225,7 +225,7 @@ def test_fedcda_stale_client_contributes_its_trained_model() -> None:
     assert warm.vector[0] == pytest.approx(5.5)
 
 
-def test_fedcda_client_twice_in_a_buffer_is_one_participant() -> None:
+def test_fedcda_counts_a_client_once_if_two_updates_of_it_are_aggregated() -> None:
     at = server(FedCDA(memory=3, batches=1, warmup_rounds=0))
     step(at, [(1, model(2)), (0, model(4)), (1, model(3))])
     assert cached(at, 1) == [model(3), model(2)]
@@ -262,7 +262,7 @@ def test_fedcda_in_warmup_equals_fedavg_exactly() -> None:
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_fedcda_resumes_after_kill_with_same_bits_and_cache(
+def test_killed_fedcda_run_resumes_with_the_bits_of_an_uninterrupted_run(
     schedule: Any, place: Any, tmp_path: Path
 ) -> None:
     def study() -> Any:
@@ -312,7 +312,7 @@ def test_fedcda_cache_survives_resume_and_client_absence(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(27), Buffered(concurrency=28, size=27)])
-def test_fedcda_error_of_large_search_names_enough_batches(
+def test_fedcda_error_of_too_large_search_suggests_enough_batches(
     schedule: Any,
 ) -> None:
     data = clients_of_sizes((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations
@@ -341,7 +341,7 @@ def test_fedcda_accepts_search_of_exactly_the_limit() -> None:
         )
 
 
-def test_fedcda_error_of_large_cache_names_fitting_setting() -> None:
+def test_fedcda_error_of_too_large_cache_suggests_a_setting_that_fits() -> None:
     counts = (10,) * 4 + (0,) * 7  # clients without samples never train
     all_three = 4 * 3 * WIDTH * 4 / 2**30
     server(FedCDA(budget=all_three), counts)

@@ -11,7 +11,7 @@ from raysim.methods.feddyn import FedDyn
 from raysim.simulation.schedule import Synchronous
 
 
-def test_feddyn_h_is_the_mean_of_all_client_gradients() -> None:
+def test_feddyn_server_drift_is_the_mean_of_the_gradients_of_all_clients() -> None:
     ended = run(
         run_spec(FedDyn(0.1), model=NORMED_MLP, dtype=torch.float64), Synchronous(2), rounds=4
     )
@@ -22,7 +22,7 @@ def test_feddyn_h_is_the_mean_of_all_client_gradients() -> None:
     np.testing.assert_allclose(h, np.sum(gradients, axis=0) / 6, rtol=1e-9, atol=1e-12)
 
 
-def test_feddyn_absent_client_keeps_its_gradient() -> None:
+def test_feddyn_gradient_of_a_client_does_not_change_while_it_is_absent() -> None:
     gradients = []
     for rounds in (1, 2):
         ended = run(run_spec(FedDyn(0.1), model=NORMED_MLP), Synchronous(1), rounds=rounds)

@@ -42,12 +42,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-3])
-def test_fedexp_step_size_for_zero_updates_is_the_minimum(epsilon: float) -> None:
+def test_fedexp_step_size_for_zero_updates_is_one(epsilon: float) -> None:
     assert fedexp.extrapolation(0.0, 0.0, epsilon) == 1.0
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8191, 8192, 8193, 40_000])
-def test_fedexp_squared_norm_of_any_length_equals_numpy(size: int) -> None:
+def test_fedexp_squared_norm_equals_that_of_numpy_for_any_array_length(size: int) -> None:
     values = random(size).numpy().astype(np.float32)
     assert fedexp.squared_norm(values) == pytest.approx(
         float(np.square(values.astype(np.float64)).sum()), rel=1e-6

@@ -72,7 +72,7 @@ def tree(gradients: Tensor, reference: Tensor, eps: float = 1e-7) -> Tensor:
     return fedgh.hierarchical_harmonized_gradient(gradients=gradients, reference=reference, eps=eps)
 
 
-def test_fedgh_tree_does_not_sort_its_last_two_updates() -> None:
+def test_fedgh_tree_combines_its_last_two_updates_without_sorting_them() -> None:
     rows, reference = random(7, 3, seed=29), random(3, seed=129)
 
     def off(a: Tensor, b: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_fedgh_tree_does_not_sort_its_last_two_updates() -> None:
     assert (tree(rows, reference) - root(second, first)).norm() > 0.01
 
 
-def test_fedgh_tree_computes_scalar_product_of_last_pair_once() -> None:
+def test_fedgh_tree_computes_the_scalar_product_of_its_last_pair_once() -> None:
     first = torch.tensor([2.0, 0.0], dtype=torch.float64)
     second = torch.tensor([-1.0, 1.0], dtype=torch.float64)
     # s = -2, |second|^2 = 2: first becomes [2, 0] + [-1, 1] = [1, 1], of squared length 2;
@@ -146,7 +146,7 @@ def test_fedgh_pairs_do_not_depend_on_order_of_arrival(conflict_test: Any) -> No
     close(arrived, ordered, 1e-5)
 
 
-def test_fedgh_random_order_comes_from_the_servers_stream() -> None:
+def test_fedgh_random_order_depends_on_the_seed_but_not_on_the_arrivals() -> None:
     params = [step(server(FedGH("random"), seed=seed), ARRIVED).params for seed in (0, 0, 1)]
     assert torch.equal(params[0], params[1]) and not torch.equal(params[0], params[2])
     assert not torch.equal(params[0], step(server(FedGH()), ARRIVED).params)
@@ -193,7 +193,7 @@ def test_fedgh_settings_out_of_range_are_refused(make: Any, says: str) -> None:
 
 
 # --- updates at right angles ------------------------------------------------------------------
-def test_fedgh_updates_orthogonal_as_received_do_not_conflict() -> None:
+def test_fedgh_does_not_project_updates_that_are_orthogonal_on_arrival() -> None:
     gradients = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     assert harmonized(gradients)[0].tolist() == [0.5, 0.5], (
         "the third is at right angles to the first as it came"

@@ -66,7 +66,7 @@ def gradient(function: Callable[[Tensor], Tensor], logits: Tensor = LOGITS) -> T
 
 
 @pytest.mark.parametrize("tau", [0.0, 1.0])
-def test_fedlc_margin_of_missing_class_is_infinite_without_floor(tau: float) -> None:
+def test_fedlc_margin_of_a_missing_class_is_infinite_without_a_count_floor(tau: float) -> None:
     zero = torch.tensor([0, 5])
     assert fedlc.calibration_margins(class_counts=zero, tau=tau)[0] == torch.inf
     assert fedlc.calibration_margins(class_counts=zero, tau=tau, count_floor=1.0)[0] == tau
@@ -135,7 +135,7 @@ def partitioned(*classes: set[int]) -> Any:
 SKEWED = partitioned({0, 1}, {1, 2, 3}, {4, 0}, {2, 3, 4})
 
 
-def test_fedlc_counts_clients_of_one_class_and_skips_them() -> None:
+def test_fedlc_does_not_train_clients_of_one_class_and_reports_how_many() -> None:
     plain = Local(lr=0.5, momentum=0.9, batch=8)
     for denominator in DENOMINATORS:
         study = run_spec(
@@ -166,7 +166,7 @@ def test_fedlc_without_margins_equals_fedavg_exactly() -> None:
     )
 
 
-def test_fedlc_gives_outputs_that_are_not_classes_no_margin() -> None:
+def test_fedlc_margins_are_zero_for_outputs_of_virtual_classes() -> None:
     class Watched(FedLC):
         def begin(self, job: LocalJob) -> None:
             super().begin(job)

@@ -76,14 +76,16 @@ def aggregate(
 
 @pytest.mark.parametrize("components", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_fedld_keeps_identical_updates(components: int, dtype: torch.dtype) -> None:
+def test_fedld_does_not_change_updates_that_are_all_identical(
+    components: int, dtype: torch.dtype
+) -> None:
     row = random(30).to(dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     close(aggregate(row.expand(4, 30), components, torch.tensor([1.0, 5, 2, 2])), row, tolerance)
     close(revised(row.expand(4, 30), components), row.expand(4, 30), tolerance)
 
 
-def test_fedld_keeps_the_bits_of_a_single_update() -> None:
+def test_fedld_returns_a_single_update_bit_for_bit() -> None:
     for scale in (1e-6, 1.0, 3e5):
         row = scale * random(1, 50).float()
         assert torch.equal(revised(row, 1), row)
@@ -91,7 +93,7 @@ def test_fedld_keeps_the_bits_of_a_single_update() -> None:
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_fedld_keeps_updates_of_zero(normalization: str) -> None:
+def test_fedld_returns_zero_for_updates_of_zero(normalization: str) -> None:
     zeros = torch.zeros(4, 6)
     assert torch.equal(revised(zeros, 3, normalization=normalization), zeros)
     assert torch.equal(aggregate(zeros, 3, torch.ones(4), normalization=normalization), zeros[0])
@@ -128,7 +130,7 @@ def test_fedld_with_one_participant_equals_fedavg_exactly() -> None:
     assert torch.equal(step([4], PrincipalGradient()).vector, step([4]).vector)
 
 
-def test_fedld_averages_tensors_with_a_single_entry() -> None:
+def test_fedld_averages_tensors_with_one_entry_without_projection() -> None:
     values = torch.tensor([[1.0], [-2.0], [4.0]]).double()
     close(aggregate(values, 2, torch.tensor([1.0, 1, 2])), torch.tensor([7 / 4]).double())
 
@@ -196,7 +198,7 @@ def test_fedld_refuses_unknown_normalization(
         function(normalization="l1")
 
 
-def test_fedld_revised_updates_have_a_longer_mean_than_originals() -> None:
+def test_fedld_aggregate_is_longer_than_the_plain_mean_of_the_updates() -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         updates = torch.randn(5, 1000, generator=generator) + torch.randn(

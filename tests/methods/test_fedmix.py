@@ -135,7 +135,7 @@ def test_fedmix_step_equals_numpy_implementation(number: int, shared: Path) -> N
 # --- the expansion ----------------------------------------------------------------------------
 
 
-def test_fedmix_mean_labels_are_zero_for_outputs_without_class() -> None:
+def test_fedmix_mean_labels_are_zero_for_outputs_that_are_not_classes() -> None:
     logits, labels = (
         torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
         torch.arange(4) % 3,
@@ -150,7 +150,7 @@ def test_fedmix_mean_labels_are_zero_for_outputs_without_class() -> None:
 # --- the pool ---------------------------------------------------------------------------------
 
 
-def test_fedmix_each_mean_uses_samples_of_one_client() -> None:
+def test_fedmix_averages_only_samples_of_the_same_client() -> None:
     partition = CSR(np.array([7, 3, 5, 1, 9, 2]), np.array([0, 1, 1, 4, 6]))
     rows = raw_rows(partition, 50, 4, 3, np.random.default_rng(0))
     assert rows.shape == (50, 4, 3) and rows.dtype == np.int64
@@ -192,7 +192,9 @@ def test_fedmix_clients_without_samples_add_no_pairs() -> None:
 
 
 @pytest.mark.parametrize("options", [{"lam": 0.0}, {"fresh": True}], ids=str)
-def test_fedmix_sends_no_means_with_lam_zero_or_fresh(options: dict[str, Any]) -> None:
+def test_fedmix_clients_send_no_means_if_lam_is_zero_or_means_are_fresh(
+    options: dict[str, Any],
+) -> None:
     study = run_spec(FedMix(**SMALL, **options))
     spy = Spy(study)
     assert not run_to_end(coordinate(study, runtime=spy, rounds=1)).failures
@@ -220,7 +222,7 @@ def test_fedmix_differentiates_attention_twice() -> None:
     assert not ended.failures
 
 
-def test_fedmix_costs_a_further_pass_unless_naive_or_unused() -> None:
+def test_fedmix_costs_another_pass_unless_it_is_naive_or_lam_is_zero() -> None:
     assert FedMix().cost(participation_facts(None, 5, 20.0)) == 20
     assert FedMix(naive=True).cost(participation_facts(None, 5, 20.0)) == 0
     assert FedMix(0.0).cost(participation_facts(None, 5, 20.0)) == 0
@@ -233,5 +235,5 @@ def test_fedmix_settings_out_of_range_are_refused(settings: dict[str, Any]) -> N
         FedMix(**settings)
 
 
-def test_fedmix_accepts_lam_of_one() -> None:
+def test_fedmix_accepts_lam_1() -> None:
     assert FedMix(lam=1.0).lam == 1.0

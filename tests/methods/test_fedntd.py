@@ -26,12 +26,12 @@ def test_fedntd_single_step_equals_fedavg() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"beta": -1.0}, {"temperature": 0.0}], ids=str)
-def test_error_of_fedntd_setting_out_of_range_names_its_key(settings: dict[str, float]) -> None:
+def test_error_of_fedntd_setting_out_of_range_mentions_its_key(settings: dict[str, float]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.fedntd\.{key}="):
         FedNTD(**settings)
 
 
-def test_fedntd_costs_the_teachers_forward_pass() -> None:
+def test_fedntd_adds_the_cost_of_a_forward_pass_of_the_teacher() -> None:
     assert FedNTD().cost(participation_facts(None, 5, 30.0)) == 10
     assert FedNTD(0.0).cost(participation_facts(None, 5, 30.0)) == 0

@@ -138,7 +138,9 @@ KINDS = ["plain", "near", "far", "twins", "mixed"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clients", [1, 2, 5, 20])
 @pytest.mark.parametrize("seed", range(3))
-def test_fedpac_weights_are_a_minimum_on_the_simplex(seed: int, clients: int, kind: str) -> None:
+def test_fedpac_head_weights_minimise_their_objective_on_the_simplex(
+    seed: int, clients: int, kind: str
+) -> None:
     variances, weighted = case(seed, clients, kind)
     for client in range(clients):
         P = quadratic(variances, weighted, client)
@@ -183,7 +185,9 @@ def test_fedpac_client_with_distant_class_means_has_no_weight() -> None:
 
 
 @pytest.mark.parametrize("variances", [(0.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0)], ids=str)
-def test_fedpac_client_without_variance_keeps_its_head(variances: tuple[float, ...]) -> None:
+def test_fedpac_client_without_variance_gives_weight_one_to_its_own_head(
+    variances: tuple[float, ...],
+) -> None:
     zero = torch.zeros(4, 2, 3)
     for client in np.flatnonzero(np.array(variances) == 0).tolist():
         a = classifier_combination_weights(
@@ -377,7 +381,7 @@ def test_fedpac_job_starts_from_sent_head_and_uploads_trained_one() -> None:
     assert torch.equal(worker.vector.personal, trained)
 
 
-def test_fedpac_aligns_mixed_samples_by_mean_over_labels() -> None:
+def test_fedpac_aligns_mixed_samples_with_the_mean_of_both_label_losses() -> None:
     method = FedPAC(2.0)
     features = random(4, 12, seed=3).float()
     labels, partners = torch.tensor([0, 1, 2, 3]), torch.tensor([3, 0, 4, 1])
@@ -440,7 +444,7 @@ class Alternation(Method):
 @pytest.mark.parametrize(
     "schedule", [Synchronous(4), Buffered(concurrency=4, size=1)], ids=["rounds", "one by one"]
 )
-def test_fedpac_without_alignment_and_mixing_equals_alternating_phases(
+def test_fedpac_with_alignment_and_mixing_off_equals_alternating_training(
     schedule: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def identity(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:
@@ -466,7 +470,7 @@ def test_fedpac_without_alignment_and_mixing_equals_alternating_phases(
     )
 
 
-def test_fedpac_uses_last_update_of_client_twice_in_buffer() -> None:
+def test_fedpac_uses_only_the_later_of_two_buffered_updates_of_a_client() -> None:
     study = run_spec(FedPAC(), local=TWO)
     worker = Worker(study)
     updates = []
@@ -486,7 +490,7 @@ def test_fedpac_uses_last_update_of_client_twice_in_buffer() -> None:
     assert all(np.array_equal(twice[key], once[key]) for key in twice)
 
 
-def test_fedpac_personal_model_has_sent_or_initial_head() -> None:
+def test_fedpac_personal_model_uses_the_head_sent_by_the_server_if_any() -> None:
     study = run_spec(FedPAC(), local=TWO)
     worker = Worker(study)
     before, head = worker.vector.data.clone(), random(65).float()
@@ -534,7 +538,7 @@ def test_fedpac_class_without_participants_has_no_prototype() -> None:
 # --- costs and refusals -----------------------------------------------------------------------
 
 
-def test_fedpac_cost_adds_two_passes_minus_backward_of_head_phase() -> None:
+def test_fedpac_cost_has_two_forward_passes_and_no_extractor_backward_pass() -> None:
     spec = run_spec(FedPAC(), local=TWO)
     cost = FedPAC().cost(participation_facts(spec, 30, 90))
     assert cost == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)
@@ -543,7 +547,7 @@ def test_fedpac_cost_adds_two_passes_minus_backward_of_head_phase() -> None:
     assert short == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)
 
 
-def test_fedpac_traffic_counts_heads_and_prototypes() -> None:
+def test_fedpac_traffic_includes_heads_and_class_prototypes() -> None:
     spec = run_spec(FedPAC(), local=TWO)
     declarations, counts = declare_run(spec), spec.data.partition.train.counts
     loads, shared = Loads(spec, declarations, counts), declarations.layout.shared

@@ -47,7 +47,7 @@ def models_of_steps(method: FedRep) -> list[dict[str, Tensor]]:
     return watching.seen
 
 
-def test_fedrep_phase_changes_only_its_part() -> None:
+def test_fedrep_trains_only_the_head_first_and_only_the_extractor_later() -> None:
     seen = models_of_steps(FedRep(head_epochs=2))
     cut = head_steps(len(seen), 2, 1)
     assert 1 < cut < len(seen) - 1
@@ -91,6 +91,6 @@ def test_fedrep_refuses_unknown_mode() -> None:
         FedRep("both")  # type: ignore[arg-type]
 
 
-def test_fedrep_head_steps_do_not_cost_extractors_backward_pass() -> None:
+def test_fedrep_head_steps_do_not_cost_a_backward_pass_of_the_extractor() -> None:
     cost = FedRep(head_epochs=2, body_epochs=1).cost(participation_facts(None, 40, 120))
     assert cost == pytest.approx((FORWARD - 1) * 80)

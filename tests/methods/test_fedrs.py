@@ -57,7 +57,7 @@ def loss(logits: Tensor, counts: Tensor = COUNTS, alpha: float = 0.3, **others: 
 # --- the head ---------------------------------------------------------------------------------
 
 
-def test_fedrs_removes_bias_and_keeps_weights_of_the_head() -> None:
+def test_fedrs_removes_the_bias_of_the_head_but_not_its_weights() -> None:
     (with_bias, _), (without, layout) = (
         build_networks(run_spec(*m, model=NORMED_MLP)) for m in ([], [FedRS()])
     )

@@ -65,7 +65,7 @@ def test_fedsr_score_is_log_of_mean_softmax_of_draws() -> None:
     assert abs(model.noise.mean()) < 0.2 and abs(model.noise.std() - 1) < 0.2
 
 
-def test_fedsr_scores_depend_on_no_random_stream_or_batch() -> None:
+def test_fedsr_scores_draw_no_random_numbers_and_are_equal_in_every_batch() -> None:
     model = network().eval()
     before = torch.get_rng_state()
     whole = model(IMAGES)
@@ -85,7 +85,7 @@ def test_fedsr_noise_is_equal_in_all_processes_and_not_sent() -> None:
     assert layout.shared == sum(p.numel() for p in models[0].parameters())
 
 
-def test_fedsr_references_start_at_zero_with_scale_one() -> None:
+def test_fedsr_reference_means_start_at_zero_and_deviations_at_one() -> None:
     networks = declare_run(run_spec(FedSR(width=7))).networks
     reference = cast(Reference, networks[REFERENCE])
     assert reference.mean.shape == reference.std.shape == (5, 7) and not reference.mean.any()
@@ -149,7 +149,7 @@ def test_fedsr_sends_shared_references_with_the_model() -> None:
     assert shared.tensors[f"{REFERENCE}.mean"].any()
 
 
-def test_fedl2r_variant_adds_no_network_and_combines_with_stages() -> None:
+def test_fedl2r_variant_adds_no_network_and_combines_with_dann_and_fedbr() -> None:
     study = run_spec(FedSR(probabilistic=False))
     networks, layout = build_networks(study)
     assert (
@@ -170,7 +170,7 @@ def test_fedl2r_variant_adds_no_network_and_combines_with_stages() -> None:
             check_composition([FedSR(), other])
 
 
-def test_fedsr_moments_of_a_sample_do_not_depend_on_other_samples() -> None:
+def test_fedsr_mean_and_deviation_of_a_sample_do_not_depend_on_the_batch() -> None:
     model = network()
     features = model.features(torch.cat([IMAGES, IMAGES[:4]]))
     own, _ = features.split([9, 4])

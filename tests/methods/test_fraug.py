@@ -143,7 +143,7 @@ def test_fraug_with_weight_zero_has_the_bits_of_fedbn(
 
 
 @pytest.mark.parametrize("order", [0, 1], ids=["before", "after"])
-def test_fraug_does_not_change_with_fedbn_in_the_list(order: int) -> None:
+def test_fraug_has_the_same_bits_with_and_without_fedbn_in_the_list(order: int) -> None:
     methods: list[Method] = [small()]
     methods.insert(order, FedBN())
     alone, both = run(run_spec(small(), model=NORMED)), run(run_spec(*methods, model=NORMED))
@@ -185,7 +185,7 @@ class Count(Method):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_fraug_stored_optimizers_continue_their_step_count(keep: bool) -> None:
+def test_keep_optimizer_continues_the_step_count_of_stored_optimizers(keep: bool) -> None:
     count = Count()
     local = replace(LOCAL, epochs=None, steps=4, keep_optimizer=keep)
     result = run(run_spec(count, local=local), Synchronous(6), rounds=3)
@@ -222,13 +222,13 @@ def test_fraug_warns_of_too_large_generated_features() -> None:
     assert method.scale_warning({"fraug.real_norm": None}) == ""
 
 
-def test_fraug_without_generator_reports_no_generated_norm() -> None:
+def test_fraug_history_has_no_generated_norm_if_the_generator_is_off() -> None:
     alone = run(run_spec(small(use_generator=False), model=NORMED_MLP), rounds=1).rows[0]
     assert "fraug.generated_norm" not in alone and alone["fraug.real_norm"] is not None
 
 
 @pytest.mark.slow  # 10 rounds of 4 epochs, twice
-def test_fraug_norm_grows_far_more_slowly_with_mmd_than_mse() -> None:
+def test_fraug_generated_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> None:
     local = Local(lr=0.05, momentum=0.5, batch=8, epochs=4)
     last = {}
     for metric in ("mse", "mmd"):
@@ -245,7 +245,9 @@ def test_fraug_norm_grows_far_more_slowly_with_mmd_than_mse() -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("lam", [0.0, 10.0])
-def test_fraug_warning_names_settings_that_decrease_norms(metric: Any, lam: float) -> None:
+def test_fraug_warning_suggests_settings_that_decrease_generated_norms(
+    metric: Any, lam: float
+) -> None:
     method = small(generator_metric=metric, generator_lam=lam, generator_lr_factor=4.0)
     text = method.scale_warning({"fraug.real_norm": 8.0, "fraug.generated_norm": 149.0})
     assert ("generator_metric=mmd" in text) == (metric in ("mse", "mmd_moments") and lam > 0)
@@ -303,7 +305,7 @@ def test_fraug_ramps_are_constant_after_their_last_round() -> None:
 
 
 @pytest.mark.parametrize("first", ["method=[fraug]", "experiment=fraug/digits"])
-def test_fraug_number_of_rounds_follows_that_of_the_run(first: str) -> None:
+def test_fraug_setting_rounds_is_the_number_of_rounds_of_the_run_if_unset(first: str) -> None:
     def rounds(*words: str) -> object:
         return to_dict(compose([first, *words]))["method"]["fraug"]["rounds"]
 
@@ -330,7 +332,7 @@ def test_fraug_leaves_out_batch_of_one_sample() -> None:
     assert moved == {client: client != 0 for client in range(6)}
 
 
-def test_fraug_lets_fedprox_change_the_classifier_stage_only() -> None:
+def test_fedprox_changes_only_the_classifier_stage_of_fraug() -> None:
     touched: dict[str, list[bool]] = {}
 
     class Only(FedProx):

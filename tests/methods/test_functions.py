@@ -93,12 +93,12 @@ class TestFedBN:
 
 
 class TestFedBSS:
-    def test_fedbss_includes_one_of_two_biased_samples_halfway(self) -> None:
+    def test_fedbss_includes_one_of_two_biased_samples_at_half_of_the_epochs(self) -> None:
         half = fedbss.inclusion_fraction(epoch=5, total_epochs=10)
         assert half < 0.5
         assert fedbss.included_count(num_biased=2, fraction=half) == 1
 
-    def test_fedbss_split_keeps_samples_of_equal_loss_together(self) -> None:
+    def test_fedbss_split_puts_samples_of_equal_loss_in_the_same_half(self) -> None:
         losses = vector(1.2, 0.1, 0.4, 0.4, 3.0, 0.2, 2.0, 0.9)
         uncertainties = vector(0.1, 0.2, 0.9, 0.9, 0.3, 0.5, 0.6, 0)
         split = fedbss.split_by_uncertainty(losses=losses, uncertainties=uncertainties)
@@ -145,7 +145,7 @@ class TestFedBR:
         with pytest.raises(ValueError, match="temperature_mode"):
             fedbr.contrastive_loss(z, z, z, 2.0, 2.0, "times")
 
-    def test_fedbr_mixture_with_no_samples_of_the_client_is_the_means(self) -> None:
+    def test_fedbr_mixture_of_a_client_without_samples_equals_the_means(self) -> None:
         means, no_samples = random(3, 2), torch.zeros(3, 0, dtype=torch.int64)
         labels = torch.tensor([0, 1, 2, 3])
         mixed = fedbr.mixture_pseudo_data(means, random(4, 2, seed=1), labels, no_samples, 4)

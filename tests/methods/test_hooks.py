@@ -74,7 +74,7 @@ def recorder() -> Recorder:
     return method
 
 
-def test_hook_prepare_follows_begin_for_every_job(recorder: Recorder) -> None:
+def test_hook_prepare_is_called_after_hook_begin_for_every_job(recorder: Recorder) -> None:
     begun, prepared = recorder.events[::2], recorder.events[1::2]
     assert [client for _, client in begun] == [client for _, client in prepared]
     assert {name for name, _ in begun} == {"begin"}

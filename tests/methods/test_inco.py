@@ -59,7 +59,7 @@ def close(got: Tensor, want: Tensor, rtol: float = 1e-5) -> None:
 # --- one pair ---------------------------------------------------------------------------------
 
 
-def test_inco_mixes_whole_tensor_if_a_kernel_is_one_number() -> None:
+def test_inco_mixes_a_whole_tensor_if_each_of_its_kernels_is_one_number() -> None:
     for shape in ((6, 5, 1, 1), (6, 5), (7,)):
         target, source = random(*shape), random(*shape, seed=1)
         assert torch.equal(mixed(target, source), mixed(target, source, granularity="tensor"))
@@ -75,7 +75,7 @@ def test_inco_mixes_kernels_of_two_entries_separately(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_inco_target_is_halved_by_zero_and_doubled_by_equal_source(
+def test_inco_halves_target_if_source_is_zero_and_doubles_it_if_equal(
     granularity: str,
 ) -> None:
     # Half, for the length of the result is the mean of both lengths.
@@ -85,7 +85,7 @@ def test_inco_target_is_halved_by_zero_and_doubled_by_equal_source(
     assert torch.equal(mixed(zero, zero, granularity=granularity), zero)
 
 
-def test_inco_compiled_mixing_changes_only_the_given_rows() -> None:
+def test_inco_compiled_function_changes_only_the_rows_passed_to_it() -> None:
     """Rows are mixed in blocks of 64, so 100 rows give a full block and a block of 36 rows."""
     rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
     before = rows.copy()
@@ -110,7 +110,7 @@ def paired(model: ModelRecipe, *methods: Method, shape: Shape = (3, 32, 32)) -> 
     return inco.source_parameters(names=list(names), shapes=list(names.values()))
 
 
-def test_inco_source_in_basic_blocks_is_conv2_of_first_block() -> None:
+def test_inco_mixes_basic_blocks_with_layer_conv2_of_the_first_block() -> None:
     ended = paired(ResNet(18))
     assert len(ended) == 8
     for stage in range(1, 5):
@@ -121,7 +121,7 @@ def test_inco_source_in_basic_blocks_is_conv2_of_first_block() -> None:
             assert ended[target] == source
 
 
-def test_inco_source_in_bottlenecks_is_same_layer_of_first_block() -> None:
+def test_inco_mixes_bottlenecks_with_the_same_layer_of_the_first_block() -> None:
     ended = paired(ResNet(50))
     assert len(ended) == 2 * (2 + 3 + 5 + 2)
     assert ended["extractor.layer3.4.conv3.weight"] == "extractor.layer3.0.conv3.weight"
@@ -151,7 +151,7 @@ def test_inco_pairs_norm_layers_of_the_same_transformer_block() -> None:
     assert ended == {"net.blocks.3.norm2.weight": "net.blocks.3.norm1.weight"}
 
 
-def test_inco_source_needs_equal_shape_and_name_prefix_and_stage() -> None:
+def test_inco_pairs_no_layers_of_different_shape_name_prefix_or_stage() -> None:
     names = [
         "a.layer1.1.conv1.weight",
         "b.layer1.0.conv1.weight",

@@ -106,7 +106,9 @@ POPULATIONS: dict[str, tuple[Sequence[int], Any, int]] = {
 
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh optimisers", "kept optimisers"])
 @pytest.mark.parametrize("name", POPULATIONS)
-def test_local_model_depends_only_on_its_data_and_jobs(name: str, keep: bool) -> None:
+def test_locally_trained_model_depends_only_on_data_and_jobs_of_its_client(
+    name: str, keep: bool
+) -> None:
     def trained(clients: Sequence[int], schedule: Any, rounds: int) -> Watch:
         watch = Watch()
         run(

@@ -100,7 +100,7 @@ def test_hetlora_ranks_follow_the_kind_of_device(method: Any) -> None:
             assert job.up == rank * (64 + 12) + head
 
 
-def test_hetlora_ranks_above_the_clients_rank_stay_zero() -> None:
+def test_hetlora_factors_above_the_rank_of_the_client_stay_zero() -> None:
     # the proximal term pulls to the received factors, which have all ranks
     spec = run_spec(FedProx(1.0), HetLoRA([1], lam=0.0), model=SMALL)
     spy = Spy(spec)
@@ -114,7 +114,7 @@ def test_hetlora_ranks_above_the_clients_rank_stay_zero() -> None:
         assert a[0].any() and not a[1:].any() and not b[:, 1:].any()
 
 
-def test_hetlora_penalty_multiplies_factor_norms_of_marked_ranks() -> None:
+def test_hetlora_penalty_is_the_product_of_factor_norms_of_surplus_ranks() -> None:
     layout = declare_run(run_spec(HetLoRA(), model=SMALL)).layout
     (factors,) = find_factors(layout)
     params = torch.linspace(-1.0, 2.0, layout.trained)
@@ -171,7 +171,9 @@ def test_lora_base_in_shared_memory_is_never_written(method: Any) -> None:
 
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16"])
-def test_lora_base_in_shared_memory_has_same_bits_on_ray(base: Any, workers: Workers) -> None:
+def test_lora_base_in_shared_memory_is_bit_identical_on_two_ray_workers(
+    base: Any, workers: Workers
+) -> None:
     model = Mlp((WIDTH,), Lora(RANK, base=base))
 
     def make() -> RunSpec:

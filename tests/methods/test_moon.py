@@ -74,7 +74,7 @@ def test_moon_with_mixup_gives_mixed_inputs_to_all_models() -> None:
     assert set(counts) == {1, 2}
 
 
-def test_moon_frozen_models_keep_running_statistics() -> None:
+def test_moon_frozen_models_do_not_update_batchnorm_statistics() -> None:
     steps = []
 
     class Look(Method):
@@ -116,7 +116,7 @@ def test_moon_changes_no_step_if_both_frozen_models_are_equal() -> None:
     [{"mu": -1.0}, {"temperature": 0.0}, {"width": 0}, {"out": 0}, {"previous": 0}],
     ids=str,
 )
-def test_error_of_moon_setting_out_of_range_names_its_key(settings: dict[str, Any]) -> None:
+def test_error_of_moon_setting_out_of_range_mentions_its_key(settings: dict[str, Any]) -> None:
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.moon\.{key}="):
         Moon(**settings)

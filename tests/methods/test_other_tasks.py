@@ -81,7 +81,7 @@ def data(kind: str) -> FederatedData:
 
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("name", TABLE)
-def test_method_trains_on_other_tasks_or_the_error_names_it(name: str, kind: str) -> None:
+def test_method_trains_on_every_kind_of_task_or_the_error_mentions_it(name: str, kind: str) -> None:
     method = TABLE[name].make()
     lacks = LACKS[kind]
     model = MODELS[kind]
@@ -109,7 +109,9 @@ def test_methods_that_mix_inputs_require_numeric_inputs() -> None:
 @pytest.mark.parametrize(
     "model", [GRU, TRANSFORMER, Transformer(width=8, blocks=1, dropout=0.2)], ids=repr
 )
-def test_token_runs_have_the_same_bits_on_two_workers(model: ModelRecipe, workers: Workers) -> None:
+def test_runs_on_token_data_are_bit_identical_on_one_and_two_workers(
+    model: ModelRecipe, workers: Workers
+) -> None:
     spec = run_spec(FedProx(0.1), Scaffold(), model=model, data=data("tokens"), local=LOCAL)
     one_worker = run(spec)
     two_workers = run_to_end(coordinate(spec, runtime=workers.runtime(with_settings(spec), 2)))

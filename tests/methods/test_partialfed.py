@@ -167,7 +167,7 @@ LOADED: dict[str, tuple[PartialFed, set[str]]] = {
 }
 
 
-def test_partialfed_layer_is_a_module_with_its_own_tensors() -> None:
+def test_partialfed_layers_exclude_modules_of_networks_of_other_methods() -> None:
     networks, layout = build_networks(run_spec(model=NORMED_MLP))
     assert model_layers(layout, networks["model"]) == LAYERS
     networks, layout = build_networks(run_spec(FedBN(), Dann(0.5, width=4), model=NORMED_MLP))
@@ -177,7 +177,7 @@ def test_partialfed_layer_is_a_module_with_its_own_tensors() -> None:
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_partialfed_start_has_received_values_in_loaded_layers(
+def test_partialfed_job_starts_with_received_values_in_loaded_layers_only(
     name: str,
 ) -> None:
     method, loaded = LOADED[name]
@@ -228,7 +228,7 @@ def test_partialfed_always_loads_networks_of_other_methods() -> None:
         )
 
 
-def test_partialfed_update_is_difference_to_the_shared_model() -> None:
+def test_partialfed_update_is_the_trained_model_minus_the_shared_model() -> None:
     watch = Watch()
     study = run_spec(PartialFed("none"), watch, model=NORMED_MLP)
     spy = Spy(study)

@@ -286,7 +286,7 @@ def test_preset_sets_only_existing_methods_and_keys() -> None:
             assert set(values) <= set(composed(f"method=[{name}]")["method"][name]), path.name
 
 
-def test_vhl_preset_has_the_papers_number_of_virtual_images() -> None:
+def test_vhl_method_in_fedbr_presets_has_the_virtual_images_of_the_paper() -> None:
     for name, images in (("cifar10", 2_000), ("cifar100", 20_000)):
         assert (
             composed(f"experiment=fedbr/{name}", "method=[vhl]")["method"]["vhl"]["virtual"]
