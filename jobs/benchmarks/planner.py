@@ -1,12 +1,11 @@
-"""Measure the planner: how many events it plans per second, and how many jobs a run plans.
+"""Measure the planner: planned events per second, and jobs per second of a run without training.
 
     uv run python -m jobs.benchmarks.planner
 
 The population has a million clients, of which a thousand are in flight. An event is a dispatch or
-the end of a job. Events are measured for every schedule and fleet, and for the selection Oort. In
-addition, the program measures jobs per second in a run with coordinator, server and workers,
-without training. Seconds are CPU time, because other programs on the machine change it less than
-wall time. `jobs.benchmarks.scale` runs this benchmark first.
+the end of a job. Events are measured for every schedule and fleet, and for the selection Oort.
+Seconds are CPU time, because other programs on the machine change it less than wall time.
+`jobs.benchmarks.scale` runs this benchmark first.
 """
 
 from __future__ import annotations

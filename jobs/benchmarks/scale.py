@@ -88,7 +88,7 @@ class AggregationCost:
 
 
 def cases() -> list[Case]:
-    """Return all cases, those with less memory first."""
+    """Return all cases, those that need less memory first."""
     # A measured peak is that of the whole process so far. In this order, it belongs to its case.
     cohorts = (1_000, 10_000, 100_000)
     cases = []

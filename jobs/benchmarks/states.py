@@ -5,7 +5,7 @@
 The benchmark has three parts:
 
 1. It writes checkpoints of workload W1. It also writes checkpoints of a run in which 10,000 clients
-   have a state of SCAFFOLD for W2's model. Between two of these checkpoints, a given number of
+   have a state of SCAFFOLD for W2's model. Before each of these checkpoints, a fixed number of
    states changes.
 2. It trains 1,000 clients with SCAFFOLD on W2's model, first with all states in memory. Then a
    tenth of the states is in memory, and the others are on disk.

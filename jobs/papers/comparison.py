@@ -41,9 +41,9 @@ SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.hetero
 class Match:
     """A run for a cell of a table, and how its configuration differs from the paper's.
 
-    setting: a text about the differences that are not in the methods' settings, such as another
-    number of rounds; "" if there are none.
-    variant: a text about the differences in the methods' settings; "" if there are none.
+    setting: the differences in settings that are not those of methods, as text, such as another
+    number of rounds. "" if there are none.
+    variant: the differences in the settings of the methods, as text; "" if there are none.
     data: the data set of the run if it is not the paper's; else "".
     is_stored: True if the run is one of the results that are stored with raysim.
     """

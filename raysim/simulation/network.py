@@ -1,4 +1,4 @@
-"""Build the replicas of a run, which are the models of its server, and a server for each.
+"""Build the replicas of a run (the models of its server), and a server for each replica.
 
 A `Network` says which clients each replica serves and when replicas exchange.
 """
@@ -215,10 +215,11 @@ def make_replicas(
 
 
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
-    """Return the sample counts of a replica's clients, and the number of all other clients.
+    """Return a replica's sample counts, and the number of clients that never train the replica.
 
     The counts are int64 [clients], the number of each client's training samples; 0 for clients of
-    other replicas. Clients that are never trained (`evaluate.unseen`) count as other clients.
+    other replicas. Clients that never train the replica are clients of other replicas and unseen
+    clients (`evaluate.unseen`).
     replica_of: int [clients], the replica that serves each client.
     replica: the number of the replica.
     """

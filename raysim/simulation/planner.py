@@ -410,7 +410,7 @@ class Planner:
     def _advance(self, until: float) -> None:
         """Advance virtual time to the next end of a job, at most to `until`.
 
-        All jobs that end at this time are ended, in the order of their clients' numbers.
+        Record the end of all jobs that end at this time, in the order of their clients' numbers.
         """
         self._short.clear()
         events = self._events
@@ -693,14 +693,14 @@ class Planner:
         return clients
 
     def _sample(self, count: int, pool: int) -> list[int]:
-        """Draw `count` idle, available clients uniformly without replacement.
+        """Draw idle, available clients uniformly without replacement; return them ascending.
 
-        Return them ascending; if there are not more than `count`, return all. The cost grows with
-        `count`, and not with the number of all clients or of clients in flight: clients are drawn
-        from all clients, and rejected if they are busy or unavailable. If very few clients are
-        available, they are drawn from a list of the available clients instead.
+        count: how many clients to draw. If there are not more than this, all are returned.
         pool: the pool to draw from; -1 means all clients.
         """
+        # The cost grows with `count`, and not with the number of all clients: clients are drawn
+        # from all clients, and rejected if they are busy or unavailable. Only if very few clients
+        # are available, they are drawn from a list of the available ones.
         members = self._members[pool] if pool >= 0 else self.eligible
         presence = self.devices.presence
         cohort = self.cohorts

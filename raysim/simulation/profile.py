@@ -35,11 +35,11 @@ class WatchedRuntime:
             return self.runtime.put(value)
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a Python method of a worker; return a reference to each value that it returns.
+        """Call a method of a worker without waiting for it; return references to what it returns.
 
-        method: the name of a Python method of `Worker`.
+        method: the name of a method of `Worker`.
         args: the arguments of the method, or references to them.
-        returns: the number of values that the method returns.
+        returns: the number of values that the method returns; each value has a reference.
         """
         self.call_times[worker].append(self.spans.now())
         kind = "waiting" if self.runtime.is_in_process else "messages"

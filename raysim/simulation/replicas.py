@@ -287,8 +287,9 @@ class Replicas:
         If the aggregation plans an exchange, also let the replicas exchange.
         jobs: the jobs of the aggregation, in the order in which they are aggregated.
         updates: one for each job; None for a failed job.
-        sums: the sums of updates that workers have computed.
-        versions: the published versions, which have the base versions of the jobs.
+        sums: the sums of updates that workers have computed. A key has the numbers of the jobs
+        whose updates are summed.
+        versions: the published versions, among them the base versions of the jobs.
         Raises AggregationError if a next version cannot be made.
         """
         staleness = aggregation.staleness
@@ -319,13 +320,9 @@ class Replicas:
     ) -> set[int]:
         """Let each replica that has jobs aggregate their updates; return the changed replicas.
 
-        aggregation: the planned aggregation.
-        jobs: the jobs of the aggregation, in the order in which they are aggregated.
-        updates: one for each job; None for a failed job.
-        sums: the sums of updates that workers have computed.
-        versions: the published versions, which have the base versions of the jobs.
         have_exchanged: True if the replicas exchanged before this call, as a part of the same
         aggregation. Their vectors then differ from the last published versions.
+        The other arguments are those of `step`.
         """
         staleness = aggregation.staleness
         reports: dict[str, list[float]] = {}

@@ -78,10 +78,11 @@ class Runtime(Protocol):
         ...
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Ref]:
-        """Start a Python method of a worker; return a reference to each value that it returns.
+        """Call a method of a worker without waiting for it; return references to what it returns.
 
-        method: the name of a Python method of `Worker`.
-        returns: the number of values that the method returns.
+        method: the name of a method of `Worker`.
+        args: the arguments of the method, or references to them.
+        returns: the number of values that the method returns; each value has a reference.
         """
         ...
 
@@ -93,7 +94,7 @@ class Runtime(Protocol):
 
         node: the number of the node.
         parts: for each sum, the positions of the summed updates in the list of aggregated updates.
-        These positions are the leaves of one node of the summation tree (`tree_sum`).
+        They are a range that is one part of the summation tree (`tree_sum`).
         refs: references to the sums, in the same order.
         """
         ...

@@ -428,8 +428,8 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
     """Raise ValueError if a schedule does not fit the clients or the topology of a run.
 
     A schedule needs at least `concurrency` clients with samples. If every replica has its own
-    schedule, the clients of each replica must be so many. A schedule that divides clients by their
-    speed is then an error, too.
+    schedule, each replica needs so many clients with samples. A schedule that divides clients by
+    their speed is then an error, too.
 
     counts: int [clients], the number of training samples of each client.
     network: the replicas of the run, and the clients that each of them serves.

@@ -138,8 +138,8 @@ class ScoreColumns:
         """Return columns with the scores of replicas on the central test set.
 
         The columns are:
-        - of the mean of all replicas: its score, its score in the domain where this score is worst,
-          its best round, and its score in that round;
+        - of the model that is the mean of all replicas: the score, the score in the domain where it
+          is worst, the best round, and the score in that round;
         - the mean and the worst of the replicas' scores.
 
         mean: for each sample of the central test set, the metric's value with the mean of all

@@ -282,8 +282,8 @@ class Selector:
     def _expected_seconds(self) -> Floats:
         """Return the expected duration of each client's first job, float64 [clients].
 
-        The durations are in virtual seconds and assume that no client drops out. They also serve as
-        the durations of later jobs. For clients without samples the value has no meaning.
+        The durations are in virtual seconds and assume that no client drops out. They are used for
+        later jobs, too. For clients without samples the value has no meaning.
         """
         if self._seconds is None:
             work = np.zeros(len(self._busy))

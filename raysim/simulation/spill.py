@@ -133,10 +133,9 @@ class MappedFile:
         return any(address in addresses for addresses in self._addresses)
 
     def note_read(self, size: int) -> None:
-        """Record that `size` bytes are read next.
+        """Record that the caller reads `size` bytes next.
 
-        If this makes more than `resident` bytes since all pages were last removed from memory,
-        first remove them again.
+        Each time more than `resident` bytes have been read, all pages are removed from memory.
         """
         if self._read + size > self._resident:
             for segment in self._segments:

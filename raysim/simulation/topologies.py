@@ -226,7 +226,7 @@ class Gossip(Topology):
       (NeurIPS 2017). Set exchange="neighbours" and schedule=synchronous.
     - AD-PSGD: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent" (ICML
       2018). Set exchange="pairwise" and schedule=immediate.
-    In both papers, a local training is one step, and mix="before" is used.
+    In both papers, a local training is one step. Set mix="before" for both.
 
     Only clients whose updates are aggregated take part in the exchange. For exchanges of all
     clients, set the schedule's cohort to the number of clients. If a neighbour does not take part,
@@ -242,8 +242,8 @@ class Gossip(Topology):
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
     "pairwise", a client draws one of its neighbours, and the replicas of both become the mean of
     the two.
-    weights: "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)),
-    where d_i is the number of neighbours of i (Metropolis-Hastings; symmetric). "uniform" gives 1 /
+    weights: "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)).
+    Here d_i is the number of neighbours of i (Metropolis-Hastings; symmetric). "uniform" gives 1 /
     (1 + d_i).
     mix: "after" exchanges the trained models. "before" exchanges the models from which the clients
     started their training, and then adds the updates.

@@ -46,8 +46,8 @@ class Versions(Mapping[int, PublishedVersion]):
         The replica's previous version is dropped if no job needs it.
         replica: the number of the replica; 0 if the run has one.
         version: the number of the current version.
-        make: function that returns this version; it can be called as long as the version is
-        current.
+        make: function that returns this version. It is not called after the replica has a newer
+        version.
         is_on_disk: True if the replica is on disk. Then its version is not stored now: `make` reads
         the replica from disk when a job needs the version.
         """

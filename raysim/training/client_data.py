@@ -75,7 +75,7 @@ class ClientData:
         return torch.bincount(labels, minlength=self.task.num_classes)
 
     def batches(self, plan: Plan, rows: np.ndarray, purpose: str, *keys: int) -> Iterator[Batch]:
-        """Yield the batches of a plan; several batches are gathered and normalised at once.
+        """Yield the batches of a plan.
 
         plan: the positions of the samples in each batch.
         rows: the rows of the data set to which these positions refer.

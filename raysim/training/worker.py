@@ -275,7 +275,7 @@ class _TrainingCall:
 
     published: the versions that the jobs start from, by number.
     sent: the client state of each job that was sent with the call; None for a state that is on this
-    worker. In a run without client states, None takes the place of the sequence.
+    worker. The whole argument is None in a run without client states.
     sums: the sums to which the jobs' deltas are added.
     """
 

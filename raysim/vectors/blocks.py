@@ -89,7 +89,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 class _RecycledMemory:
-    """Memory of a long vector, which the next vector of the same size uses after this one.
+    """Memory of a long vector, which a later vector of the same size uses again.
 
     NumPy keeps this object as long as an array or a tensor uses the memory. When the object is
     deleted, the memory is kept for `new_like`. The system would clear new memory first, which takes
