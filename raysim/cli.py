@@ -285,7 +285,7 @@ def exit_status(command: Callable[[], int]) -> int:
     except RefusedError as error:
         return _print_error(on_one_line(error), 2)
     except KeyboardInterrupt as error:
-        return _print_error(str(error) or "stopped before the run began: nothing was written", 130)
+        return _print_error(str(error) or "stopped before the run began; nothing was written", 130)
     except RuntimeError as error:
         from raysim.simulation.events import RunStoppedError
 
@@ -448,12 +448,12 @@ def _add_run(commands: Commands) -> None:
     run.add_argument(
         "--auto-resume",
         action="store_true",
-        help="the same command starts a run and continues it: resume=latest",
+        help="start the run in out=DIR, or continue it if the folder exists already",
     )
     run.add_argument(
         "--config",
         metavar="FILE",
-        help="start from a stored configuration, such as a sweep's best.yaml",
+        help="file with the complete configuration of a run, such as a sweep's best.yaml",
     )
     run.add_argument(
         "--show", action="store_true", help="print the configuration as YAML, and run nothing"
@@ -463,19 +463,23 @@ def _add_run(commands: Commands) -> None:
 def _add_study(commands: Commands) -> None:
     study = commands.add(
         "study",
-        "methods x seeds x partitions as one job: means, deviations, tests of differences",
+        "train all combinations of methods, seeds and settings; print means, deviations and tests",
         STUDY,
     )
     _add_overrides(study)
     study.add_argument(
-        "--parallel", type=int, default=1, metavar="N", help="runs at a time, in processes (1)"
+        "--parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of runs that train at the same time, each in a process of its own (1)",
     )
     study.add_argument(
         "--metric",
         action="append",
         default=[],
         metavar="NAME",
-        help="a number of summary.json to compare; repeatable",
+        help="key of summary.json whose values the report compares; may be given several times",
     )
 
 
@@ -487,10 +491,13 @@ def _add_sweep(commands: Commands) -> None:
 
 def _add_submit(commands: Commands) -> None:
     submit = commands.add(
-        "submit", "run a command on a cluster: pack, upload, follow, return its exit status", SUBMIT
+        "submit", "run a command on a Ray cluster, print its output, return its exit status", SUBMIT
     )
     submit.add_argument(
-        "words", nargs=argparse.REMAINDER, metavar="COMMAND", help="run, study or sweep, as usual"
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="the command to run there: run, study or sweep, with its usual arguments",
     )
     submit.add_argument(
         "--address", metavar="URL", help="the cluster's job server, http://HOST:8265"
@@ -501,44 +508,63 @@ def _add_submit(commands: Commands) -> None:
         default=[],
         dest="extra",
         metavar="PATH",
-        help="additional file or folder to upload",
+        help="another file or folder to upload with the code; may be given several times",
     )
     submit.add_argument(
-        "--limit", type=float, default=50.0, metavar="MB", help="refuse to upload more (50)"
+        "--limit",
+        type=float,
+        default=50.0,
+        metavar="MB",
+        help="largest size of the files to upload, in MB (50)",
     )
     submit.add_argument(
-        "--runtime-env", metavar="FILE", help="what nodes install and set, as Ray's runtime_env"
+        "--runtime-env",
+        metavar="FILE",
+        help="YAML file with Ray's runtime_env: packages and variables that each node needs",
     )
-    submit.add_argument("--no-wait", action="store_true", help="do not follow the job")
+    submit.add_argument(
+        "--no-wait", action="store_true", help="end at once, without the output of the job"
+    )
 
 
 def _add_fetch(commands: Commands) -> None:
     fetch = commands.add("fetch", "bring the results of a submitted job to this machine", FETCH)
-    fetch.add_argument("job", metavar="JOB", help="the id that `raysim submit` printed, or a URL")
     fetch.add_argument(
-        "target", nargs="?", metavar="DIR", help="where to (the name of the job's folder)"
+        "job", metavar="JOB", help="id that `raysim submit` printed, or out=URL of a run"
+    )
+    fetch.add_argument(
+        "target",
+        nargs="?",
+        metavar="DIR",
+        help="local folder for the results (by default with the name of the job's folder)",
     )
     fetch.add_argument(
         "--address", metavar="URL", help="the cluster's job server, http://HOST:8265"
     )
     fetch.add_argument(
-        "--folder", metavar="DIR", help="the folder on the job's node (the job's out=)"
+        "--folder",
+        metavar="DIR",
+        help="folder of the results on the node that ran the job (the out= of its command)",
     )
     fetch.add_argument("--checkpoints", action="store_true", help="also fetch the checkpoints")
     fetch.add_argument(
-        "--limit", type=float, default=200.0, metavar="MB", help="refuse to fetch more (200)"
+        "--limit",
+        type=float,
+        default=200.0,
+        metavar="MB",
+        help="largest size of the archive to fetch, in MB (200)",
     )
 
 
 def _add_methods(commands: Commands) -> None:
-    methods = commands.add("methods", "list the methods: paper, hooks, parameters", METHODS)
+    methods = commands.add("methods", "list all methods, or explain some of them", METHODS)
     methods.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
-        help="a method to explain: its formulas, choices and settings",
+        help="method to explain: its formulas, design choices and settings",
     )
-    methods.add_argument("--json", action="store_true", help="print JSON")
+    methods.add_argument("--json", action="store_true", help="print JSON, for programs")
     _add_packages(methods)
 
 
@@ -546,40 +572,58 @@ def _add_partition(commands: Commands) -> None:
     partition = commands.add("partition", "print statistics of a partition, and draw it", PARTITION)
     _add_overrides(partition)
     partition.add_argument(
-        "--out", default="partition.png", metavar="FILE", help="the picture (partition.png)"
+        "--out",
+        default="partition.png",
+        metavar="FILE",
+        help="file for the picture of the partition (partition.png)",
     )
 
 
 def _add_fleet(commands: Commands) -> None:
     fleet = commands.add("fleet", "convert and check traces of devices", FLEET)
-    fleet.add_argument("action", choices=("convert", "check"), help="what to do")
     fleet.add_argument(
-        "files", nargs="+", metavar="FILE", help="FedScale's two files, capacity first; or a trace"
+        "action",
+        choices=("convert", "check"),
+        help="convert FedScale's files to a trace, or check a trace",
     )
     fleet.add_argument(
-        "--out", default="trace.parquet", metavar="FILE", help="the trace (trace.parquet)"
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="convert: FedScale's client_device_capacity, then its client_behave_trace; check: a "
+        "trace",
+    )
+    fleet.add_argument(
+        "--out",
+        default="trace.parquet",
+        metavar="FILE",
+        help="file for the converted trace (trace.parquet)",
     )
 
 
 def _add_flower(commands: Commands) -> None:
     flower = commands.add("flower", "run a Flower app on virtual time", FLOWER)
-    flower.add_argument("action", choices=("run",), help="what to do")
+    flower.add_argument("action", choices=("run",), help="run the app")
     flower.add_argument(
-        "words", nargs="*", metavar="FOLDER|KEY=VALUE", help="the app's folder (.), and overrides"
+        "words",
+        nargs="*",
+        metavar="FOLDER|KEY=VALUE",
+        help="folder of the Flower app (.), and overrides",
     )
     flower.add_argument(
         "--run-config",
         action="append",
         default=[],
         metavar="TEXT",
-        help="values of the app's run config: 'key=value key=value', or a TOML file; repeatable",
+        help="values for the app's run config: 'key=value key=value', or the path of a TOML file; "
+        "may be given several times",
     )
 
 
 def _add_new(commands: Commands) -> None:
     new = commands.add(
         "new",
-        "write a package of your own: a method, a model, data, ... with options and tests",
+        "create a Python package with a method, a model, data, ... of your own, and their tests",
         NEW,
     )
     new.add_argument("name", metavar="NAME", help="the name of the package and of its folder")
@@ -587,48 +631,60 @@ def _add_new(commands: Commands) -> None:
 
 def _add_report(commands: Commands) -> None:
     report = commands.add(
-        "report", "compare runs: one table, overlaid curves, one HTML page", REPORT
+        "report", "compare runs in a table and an HTML page with their learning curves", REPORT
     )
     report.add_argument(
         "runs", nargs="*", metavar="RUN", help="folders or URLs that runs, studies and sweeps wrote"
     )
     report.add_argument(
-        "--out", metavar="DIR", help="where the page, tables and figures go (report)"
+        "--out", metavar="DIR", help="folder for the page, tables and figures (report)"
     )
     report.add_argument(
-        "--format", default="", metavar="F,F", help="also write the figures as files: pdf, svg, png"
+        "--format",
+        default="",
+        metavar="F,F",
+        help="also write each figure as a file in these formats: pdf, svg, png",
     )
     report.add_argument(
         "--columns",
         default="",
         metavar="A,B",
-        help="numbers to show: columns of the table, or keys of summary.json",
+        help="columns that the table shows: its usual columns, or keys of summary.json",
     )
     report.add_argument(
-        "--labels", default="", metavar="A=X,B=Y", help="new names of settings: fedavg=FedAvg"
+        "--labels",
+        default="",
+        metavar="A=X,B=Y",
+        help="names that replace those of settings, such as fedavg=FedAvg",
     )
     report.add_argument(
         "--order",
         default="",
         metavar="A,B",
-        help="settings in the order of rows; others are tested against the first one",
+        help="order of the settings in the table; the differences from the first one are tested",
     )
     report.add_argument(
         "--bold",
         default="clear",
         metavar="RULE",
-        help="bold (or a star) marks the best: clear, only if it is ahead by more than the "
-        "deviations; or best, always (clear)",
+        help="when the best value of a column is bold (or has a star): best, always; clear, only "
+        "if its lead is larger than the deviations (clear)",
     )
-    report.add_argument("--percent", action="store_true", help="show shares in percent")
+    report.add_argument(
+        "--percent", action="store_true", help="show scores between 0 and 1 in percent"
+    )
     report.add_argument(
         "--thresholds",
         default="",
         metavar="X,Y",
-        help="print what each setting needs until it reaches these scores: 0.8,0.9",
+        help="scores, such as 0.8,0.9; the report shows the rounds, bytes and time until each "
+        "setting reaches them",
     )
     report.add_argument(
-        "--width", type=float, default=3.25, help="of the figures of --format, in inches (3.25)"
+        "--width",
+        type=float,
+        default=3.25,
+        help="width of the figures that --format writes, in inches (3.25)",
     )
     form = report.add_mutually_exclusive_group()
     for name, text in {"latex": "for LaTeX (booktabs)", "csv": "as CSV, a row per run"}.items():
@@ -637,7 +693,7 @@ def _add_report(commands: Commands) -> None:
             action="store_const",
             const=name,
             dest="form",
-            help=f"print the table {text}, and no page",
+            help=f"only print the table {text}, and write no page",
         )
 
 
@@ -647,65 +703,83 @@ def _add_ui(commands: Commands) -> None:
         "place",
         nargs="?",
         default="runs",
-        help="the folder that runs are in (runs), or a server's address",
+        help="folder that contains the folders of runs (runs), or the address of a server",
     )
-    ui.add_argument("--port", type=int, default=5000, help="where MLflow's page is served (5000)")
-    ui.add_argument("--no-browser", action="store_true", help="only print the address")
+    ui.add_argument("--port", type=int, default=5000, help="port of MLflow's page (5000)")
     ui.add_argument(
-        "--update", action="store_true", help="only write mlflow.db, for programs that read it"
+        "--no-browser",
+        action="store_true",
+        help="print the address of the page, and open no browser",
+    )
+    ui.add_argument(
+        "--update",
+        action="store_true",
+        help="only write the runs to mlflow.db, for programs that read it, and show no page",
     )
 
 
 def _add_bench(commands: Commands) -> None:
     bench = commands.add("bench", "measure speed against a bare PyTorch loop", BENCH)
     bench.add_argument(
-        "runs", nargs="*", metavar="WORKLOAD", help="W1, W2 and W3 by default; or steps; or gpu"
+        "runs",
+        nargs="*",
+        metavar="WORKLOAD",
+        help="what to measure: workloads (W1 W2 W3), or steps, or gpu",
     )
-    bench.add_argument("--data", metavar="DIR", help="where FashionMNIST is; else downloaded")
+    bench.add_argument(
+        "--data", metavar="DIR", help="folder with FashionMNIST; without it, downloaded"
+    )
     bench.add_argument(
         "--out",
         default=_BENCH_OUT,
         metavar="FILE",
-        help="the results (bench.json); of gpu a folder (bench-gpu)",
+        help="file for the results (bench.json); for gpu, a folder (bench-gpu)",
     )
     bench.add_argument(
         "--blocks",
         type=int,
         default=7,
-        help="blocks of rounds, each followed by one of the bare loop (7)",
+        help="how often raysim and the bare loop are measured, one after the other (7)",
     )
     bench.add_argument(
         "--lanes",
         type=int,
         metavar="K",
-        help="clients that a worker trains at once; by default as in a run",
+        help="number of clients that a worker trains at once; by default as in a run",
     )
     bench.add_argument(
         "--floor",
         action="store_true",
-        help="measure a tuned loop as well, the least that PyTorch needs",
+        help="also measure a tuned loop, which takes the least time that PyTorch needs",
     )
     bench.add_argument(
         "--profile",
         action="store_true",
-        help="where the time of W1, W2 and W3 goes: a table; next to FILE a picture and a trace "
-        "for ui.perfetto.dev",
+        help="also print which parts of raysim take the time of W1, W2 and W3, and write a picture "
+        "and a trace for ui.perfetto.dev next to FILE",
     )
     bench.add_argument(
-        "--workers", type=int, default=2, help="processes of one thread, on both sides (2)"
+        "--workers",
+        type=int,
+        default=2,
+        help="number of processes of raysim and of the bare loop, each with one thread (2)",
     )
-    gpu = bench.add_argument_group("of gpu")
-    gpu.add_argument("--device", default="cuda", help="what is measured (cuda)")
-    gpu.add_argument("--minutes", type=float, default=28.0, help="the longest it may take (28)")
+    gpu = bench.add_argument_group("options of raysim bench gpu")
+    gpu.add_argument("--device", default="cuda", help="device to measure (cuda)")
+    gpu.add_argument("--minutes", type=float, default=28.0, help="time limit in minutes (28)")
     gpu.add_argument(
-        "--parts", metavar="A,B", help="some of correctness, bits, memory, G1..G4, profile"
+        "--parts",
+        metavar="A,B",
+        help="parts to measure: correctness, bits, memory, G1, G2, G3, G4, profile (all)",
     )
-    gpu.add_argument("--tiny", action="store_true", help="sizes that only try the command out")
+    gpu.add_argument(
+        "--tiny", action="store_true", help="use tiny workloads, only to test the command"
+    )
 
 
 def _add_completion(commands: Commands) -> None:
     completion = commands.add("completion", "print a script for completion in a shell", COMPLETION)
-    completion.add_argument("shell", choices=("bash", "zsh"), help="which shell")
+    completion.add_argument("shell", choices=("bash", "zsh"), help="the shell")
 
 
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
@@ -719,7 +793,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="an override: what differs from the default configuration",
+        help="override: a setting that differs from the default configuration",
     )
     overrides.completer = _completions
     _add_packages(parser)
@@ -731,14 +805,14 @@ def _add_packages(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="a folder of your own options, laid out like conf",
+        help="folder with options of your own, in the same structure as the folder conf of raysim",
     )
     parser.add_argument(
         "--allow",
         action="append",
         default=[],
         metavar="PACKAGE",
-        help="a package of your own: its classes, and the options in its folder conf",
+        help="package of your own whose classes and options (in its folder conf) may be used",
     )
 
 
@@ -1012,7 +1086,7 @@ def _report(arguments: argparse.Namespace) -> int:
     tables = ", ".join(str(path) for path in files if path.suffix == ".tex")
     print(f"tables for LaTeX: {tables}")
     if figures:
-        print(f"figure files: {len(figures)}, such as {figures[0]}")
+        print(f"number of files with figures: {len(figures)}, such as {figures[0]}")
     return 0
 
 
