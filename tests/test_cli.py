@@ -136,13 +136,13 @@ class TestRun:
         (folder,) = Path("runs").iterdir()
         assert folder.name.endswith("-fedavg-synthetic")
 
-    def test_bits_of_a_command_depend_on_the_seed_only(self) -> None:
+    def test_same_command_has_the_same_bits_unless_its_seed_differs(self) -> None:
         for out, seed in (("a", 0), ("b", 0), ("c", 1)):
             run(f"out={out}", f"seed={seed}", "rounds=2")
         assert bits("a") == bits("b")
         assert bits("a") != bits("c")
 
-    def test_run_in_python_returns_the_summary_that_it_writes(self) -> None:
+    def test_python_function_run_returns_the_summary_that_it_writes(self) -> None:
         result = execute.run([*QUICK, "out=a"], quiet=True)
         assert result.folder == Path("a")
         assert result.summary == summary("a")
@@ -187,7 +187,7 @@ class TestRefusals:
         ],
         ids=" ".join,
     )
-    def test_refusal_is_one_sentence_and_writes_nothing(
+    def test_refused_command_prints_one_sentence_and_writes_no_file(
         self, words: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         printed(words, capsys, status=2)
@@ -226,7 +226,7 @@ class TestRefusals:
         assert "out=a " in printed(["run", "out=a", "resume=latest"], capsys, status=2)
         assert list(Path().iterdir()) == []
 
-    def test_auto_resume_starts_a_run_with_no_override_but_out(
+    def test_auto_resume_accepts_out_as_the_only_override(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folders: list[Any] = []
@@ -257,7 +257,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("config.yaml", path)]
     )
-    def test_configuration_that_is_not_a_file_is_refused(
+    def test_resume_refuses_config_yaml_that_is_not_a_regular_file(
         self, make: Any, capsys: pytest.CaptureFixture[str]
     ) -> None:
         Path("a").mkdir()
@@ -307,7 +307,7 @@ class TestRefusals:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_error_of_old_command_names_the_new_one(
+    def test_error_for_a_removed_command_mentions_its_replacement(
         self, words: list[str], command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert command in printed(words, capsys, status=2)
@@ -437,7 +437,9 @@ class TestResume:
         assert cli.call(["run", *on_ray, "out=a", "resume=latest"]) == 0
         assert "nothing to do" in capsys.readouterr().out
 
-    def test_folder_in_use_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_run_whose_folder_is_in_use_is_refused(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         errors = []
 
         def run_again(row: object) -> None:
@@ -456,7 +458,9 @@ class TestResume:
             assert "a is in use by" in one_sentence(capsys.readouterr().err)
         run("out=a", "resume=latest", "rounds=6")
 
-    def test_study_in_use_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_study_whose_folder_is_in_use_is_refused(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert cli.call(["study", *QUICK, "method=[],[fedprox]", "rounds=1", "out=s"]) == 0
         with lock_folder(Path("s")):
             assert cli.call(["study", "out=s", "resume=latest"]) == 2
@@ -473,7 +477,7 @@ class TestResume:
         assert last.name in error
         assert "round-000002" in error
 
-    def test_run_continues_from_a_checkpoint_in_a_new_folder(self) -> None:
+    def test_run_can_continue_from_a_checkpoint_into_a_new_folder(self) -> None:
         run("out=a")
         run("out=b", "resume=a/checkpoints/round-000002")
         assert bits("a") == bits("b")
@@ -515,7 +519,7 @@ def two_samples() -> Samples:
 
 
 @pytest.mark.slow
-def test_message_of_waiting_for_a_data_cache_names_the_lock_owner(
+def test_message_says_which_process_holds_the_lock_of_a_data_cache(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
@@ -611,7 +615,7 @@ class TestFullDisk:
         assert ended.returncode in (1, 2)
 
     @pytest.mark.parametrize("out", ["/dev/full", "~nosuchuser/x"])
-    def test_error_of_impossible_output_folder_is_one_sentence(
+    def test_error_of_an_unusable_output_folder_is_one_sentence(
         self, out: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a")
@@ -683,7 +687,7 @@ class TestMethods:
         assert "\nscaffold  (Karimireddy et al., ICML 2020)\n" in text
         assert {"mu=0.01", "max_staleness=null", "bias_correction=false"} <= set(text.split())
 
-    def test_methods_command_explains_named_methods_once(
+    def test_methods_command_explains_each_requested_method_once(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         text = printed(["methods", "fedld+fedavg"], capsys)

@@ -259,7 +259,7 @@ def test_raysim_accepts_every_documented_command(
         pytest.fail(f"{COMMANDS[command]}: {command}: {error}")
 
 
-def test_commands_of_published_tables_need_no_quotes() -> None:
+def test_commands_of_published_tables_need_no_quotes_in_a_shell() -> None:
     for paper, runs in PAPER_RUNS.items():
         for table in tables(paper).values():
             for cell in table.cells:

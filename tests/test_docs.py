@@ -76,7 +76,7 @@ def test_configuration_page_lists_every_key(from_docs: Any) -> None:
             assert f"### {group}={option}\n" in page
 
 
-def test_every_option_has_an_explanation(from_docs: Any) -> None:
+def test_reference_explains_every_option_of_the_configuration(from_docs: Any) -> None:
     reference: ModuleType = from_docs("reference")
     pages = [reference.configuration()]
     for name, method in reference.instances().items():
@@ -98,7 +98,7 @@ def test_tables_of_the_many_nodes_page_equal_computed_tables(from_docs: Any) -> 
     )
 
 
-def test_asynchrony_pictures_are_made_with_the_planner(from_docs: Any) -> None:
+def test_every_panel_of_the_asynchrony_pictures_contains_data(from_docs: Any) -> None:
     pictures = from_docs("pictures")
     panels = pictures.schedules().axes
     assert len(panels) == len(pictures.SCHEDULES)

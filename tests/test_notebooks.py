@@ -36,7 +36,7 @@ def kernel() -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_to_a_last_output_of_true(path: Path, kernel: Any) -> None:
+def test_notebook_runs_and_its_last_cell_outputs_true(path: Path, kernel: Any) -> None:
     import nbformat
     from nbclient import NotebookClient
 

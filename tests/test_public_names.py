@@ -371,7 +371,7 @@ def test_package_uses_only_public_names_of_libraries() -> None:
     assert problems == []
 
 
-def test_package_sets_no_attributes_of_ray_objects() -> None:
+def test_package_assigns_no_attributes_of_ray_objects() -> None:
     on_ray = 0
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()

@@ -29,7 +29,7 @@ def test_idle_clients_are_correct_after_simultaneous_changes(each: int) -> None:
         assert waiting.draw(3 * each, iter(())) == there and len(waiting) == len(there)
 
 
-def test_draw_returns_all_idle_clients_if_there_are_too_few() -> None:
+def test_draw_returns_all_idle_clients_if_more_are_requested() -> None:
     waiting = IdleClients(crowds(4), np.arange(12), {2}, 0.0)
     assert waiting.draw(3, iter(())) == waiting.draw(9, iter(())) == [0, 1, 3]
     assert waiting.draw(2, iter([0.4, 0.5, 0.7])) == [1, 3]

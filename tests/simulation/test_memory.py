@@ -90,7 +90,7 @@ def test_clients_that_never_trained_take_no_memory() -> None:
     assert len(coordinator.client_states._stored) == len(seen)
 
 
-def test_memory_of_versions_without_jobs_is_freed() -> None:
+def test_version_that_no_job_uses_is_deleted_from_memory() -> None:
     coordinator = coordinate(
         run_spec(data=equal_clients()), Buffered(concurrency=4, size=2), rounds=30
     )
@@ -117,7 +117,7 @@ class Sizes(TorchDispatchMode):
 @pytest.mark.parametrize(
     "method", [(), (GroupDRO(),), (FedPAC(),), (Scaffold(),), (FedAsync(),)], ids=str
 )
-def test_memory_of_a_round_does_not_depend_on_other_clients(
+def test_memory_of_a_round_does_not_grow_with_clients_outside_it(
     method: tuple[Method, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients = 40_000

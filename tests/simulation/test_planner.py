@@ -92,7 +92,7 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
         reject()
 
 
-def test_schedule_is_told_the_number_of_idle_clients() -> None:
+def test_schedule_receives_the_number_of_idle_clients() -> None:
     """A schedule is told the right number of idle clients.
 
     One of the six clients has no samples, so it is never idle. At most four clients have a job in
@@ -231,7 +231,7 @@ def test_round_dispatches_all_available_clients_if_they_are_few() -> None:
     assert 0 < len(first.aggregated) < 12
 
 
-def test_plan_whose_clients_come_too_late_is_refused() -> None:
+def test_plan_is_refused_if_no_client_is_available_within_patience() -> None:
     class Late(Fleet):
         speeds = Ideal().speeds
 
@@ -287,7 +287,7 @@ def test_invalid_decision_of_a_schedule_is_refused(action: Any, value: str) -> N
         planner(Script(action), Ideal(), 0, [5] * 4).next_aggregation()
 
 
-def test_schedule_that_waits_for_nothing_is_refused() -> None:
+def test_schedule_that_waits_although_no_job_is_in_flight_is_refused() -> None:
     @dataclass(frozen=True)
     class Idle(Script):
         def decide(self, view: View) -> Action:
@@ -297,7 +297,7 @@ def test_schedule_that_waits_for_nothing_is_refused() -> None:
         planner(Idle(Wait()), Ideal(), 0, [5] * 4).next_aggregation()
 
 
-def test_jobs_of_a_client_keep_their_order() -> None:
+def test_schedule_cannot_aggregate_jobs_of_a_client_out_of_order() -> None:
     @dataclass(frozen=True)
     class Newest(Script):
         """A schedule that dispatches single clients and aggregates the last of five arrivals."""
@@ -311,7 +311,7 @@ def test_jobs_of_a_client_keep_their_order() -> None:
         planner(Newest(Wait(), concurrency=1), Ideal(), 0, [5]).next_aggregation()
 
 
-def test_discarded_jobs_leave_their_pool() -> None:
+def test_discarded_job_no_longer_counts_in_its_pool() -> None:
     seen: list[tuple[int, ...]] = []
 
     @dataclass(frozen=True)
@@ -347,7 +347,7 @@ def test_virtual_time_equals_a_computation_by_hand() -> None:
     assert [end.staleness for end in result.jobs] == [0, 0, 2, 0, 0, 2, 6]
 
 
-def test_planning_cost_does_not_grow_with_the_population() -> None:
+def test_memory_of_planning_does_not_grow_with_the_population() -> None:
     import tracemalloc
 
     plan = planner(
@@ -482,12 +482,12 @@ def test_tier_without_clients_does_not_block_others() -> None:
     assert [step.now for step in result] == [4.0, 8.0, 12.0]
 
 
-def test_plan_starts_at_the_first_available_client_of_any_tier() -> None:
+def test_plan_starts_when_the_first_client_of_any_tier_is_available() -> None:
     (first,) = steps(tiers(30.0, 5e5), 1)
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_schedule_sees_no_exhausted_tier_after_an_aggregation() -> None:
+def test_list_of_exhausted_tiers_is_empty_after_each_aggregation() -> None:
     first_view: dict[int, list[int]] = {}  # by version: the short pools
 
     class Watched(Tiered):
@@ -537,7 +537,7 @@ KNOWN: dict[str, list[tuple[float, list[int], list[int], list[int]]]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plan_of_a_seed_equals_its_stored_reference(name: str) -> None:
+def test_plan_of_a_fixed_seed_equals_a_stored_plan(name: str) -> None:
     schedule, fleet = PLANS[name]
     plan = planner(schedule, fleet, 7, range(1, CLIENTS + 1))
     result = [
@@ -579,7 +579,7 @@ def test_only_consecutive_lost_jobs_stop_a_run(
         hopeless.next_aggregation()
 
 
-def test_restored_plan_with_few_clients_continues_unchanged() -> None:
+def test_restored_plan_continues_unchanged_if_few_clients_are_available() -> None:
     counts = [1] * 4000
     fleet = Ideal(50.0, availability="markov", on=100.0, off=50_000.0, dropout=0.1)
     straight, stopped = (planner(Buffered(6, 3), fleet, 3, counts) for _ in range(2))
@@ -595,7 +595,7 @@ def test_restored_plan_with_few_clients_continues_unchanged() -> None:
     ("cohort", "clients"),
     [(CROWD - 1, [11, 45, 47, 52, 44, 52, 56, 61]), (CROWD, [19, 36, 46, 71, 12, 17, 18, 21])],
 )
-def test_large_cohort_of_a_seed_equals_its_stored_reference(
+def test_large_cohort_of_a_fixed_seed_equals_stored_clients(
     cohort: int, clients: list[int]
 ) -> None:
     plan = planner(

@@ -53,7 +53,7 @@ def vector_bytes(coordinator: Coordinator) -> int:
 
 # --- a run ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", CASES)
-def test_budget_of_replicas_does_not_change_bits(
+def test_memory_budget_of_replicas_does_not_change_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "MEAN_REPLICAS", 2)
@@ -83,7 +83,7 @@ def test_replicas_on_disk_have_the_same_bits_on_ray(name: str, workers: Workers)
 
 @pytest.mark.parametrize("name", ["pairs", "edges"])
 @pytest.mark.parametrize(("before", "after"), [(math.inf, 0.0), (0.0, math.inf), (0.0, 0.0)])
-def test_resumed_replicas_may_have_another_budget(
+def test_run_with_replicas_can_resume_with_another_memory_budget(
     name: str, before: float, after: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "SERVER_FILE_BYTES", 3000)  # several files
@@ -97,7 +97,7 @@ def test_resumed_replicas_may_have_another_budget(
     assert run_to_end(second).bits == whole.bits
 
 
-def test_replicas_in_memory_are_within_budget_or_have_jobs() -> None:
+def test_replicas_beyond_the_memory_budget_stay_only_if_they_have_jobs() -> None:
     most = 2
     budget = most * vector_bytes(coordinate(spec("pairs"), schedule("pairs")))
     coordinator = coordinate(
@@ -132,7 +132,7 @@ def test_server_state_of_idle_replicas_is_on_disk() -> None:
 
 
 # --- the file -------------------------------------------------------------------------------------
-def test_arrays_moved_to_a_mapped_file_keep_values_and_changes() -> None:
+def test_array_moved_to_a_mapped_file_has_its_values_and_can_be_changed() -> None:
     file = MappedFile("", "arrays", resident=0)
     originals = [
         np.arange(12, dtype=np.float32).reshape(3, 4),

@@ -105,7 +105,7 @@ DECISIONS: list[tuple[Schedule, View, Action]] = [
 
 
 @pytest.mark.parametrize(("schedule", "seen", "action"), DECISIONS, ids=lambda value: "")
-def test_schedule_takes_the_expected_action_for_each_view(
+def test_schedule_decides_the_expected_action_in_each_situation(
     schedule: Schedule, seen: View, action: Action
 ) -> None:
     assert schedule.decide(seen) == action
@@ -117,11 +117,11 @@ def test_schedules_declare_if_updates_can_be_stale() -> None:
     assert [schedule.stale for schedule in (*fresh, *stale)] == [False] * 3 + [True] * 4
 
 
-def test_schedule_view_is_empty_by_default() -> None:
+def test_schedule_view_without_arguments_is_empty() -> None:
     assert View() == View(0.0, 0, {}, (), 0, 0, 0.0, (), ())
 
 
-def test_tier_aggregates_only_its_own_jobs() -> None:
+def test_tiered_schedule_aggregates_jobs_of_one_tier_only() -> None:
     arrived = [job(7, pool=1), job(8, pool=0), job(9, pool=1)]
     assert Tiered(2, 3).decide(View(arrived=arrived, in_pool=[2, 0])) == Aggregate([7, 9])
 
@@ -195,7 +195,7 @@ def test_jobs_that_end_together_are_ordered_by_client() -> None:
     assert ties, "a job overtook another one of its instant that was dispatched earlier"
 
 
-def test_schedule_decides_after_all_jobs_of_an_instant_ended() -> None:
+def test_schedule_decides_after_all_jobs_that_end_at_the_same_time() -> None:
     watched = Watched(Buffered(concurrency=4, size=2))
     coordinator, ledger, _ = untrained_run([2] * 6, watched, TimedFleet((1.0,) * 6), rounds=4)  # type: ignore[arg-type]
     run_to_end(coordinator)
@@ -289,7 +289,7 @@ def test_deadline_ends_a_synchronous_round(late: str) -> None:
         assert ledger.staleness[2][ledger.cohorts[2].index(3)] == 2
 
 
-def test_deadline_is_extended_until_the_first_update() -> None:
+def test_deadline_without_any_update_is_extended_to_the_first_update() -> None:
     coordinator, ledger, _ = untrained_run(
         [2] * 3, Deadline(3, 2.0, "discard"), TimedFleet((5.0, 6.0, 7.0)), rounds=1
     )

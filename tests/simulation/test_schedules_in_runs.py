@@ -148,7 +148,7 @@ def test_scaffold_server_control_is_mean_of_client_controls(schedule: str) -> No
     np.testing.assert_allclose(server, mean, rtol=1e-4, atol=1e-6)
 
 
-def test_one_client_at_a_time_equals_sequential_sgd() -> None:
+def test_fedasync_with_one_job_at_a_time_equals_sequential_sgd() -> None:
     spied = run_spec(FedAsync(alpha=1.0, kind="constant"), data=equal_clients())
     spy = Spy(spied)
     result = run_to_end(

@@ -133,7 +133,7 @@ def test_restored_selection_continues_unchanged(
     assert steps(again, 8 - at) == expected[at:]
 
 
-def test_random_selection_gives_the_plan_of_no_selection() -> None:
+def test_random_selection_makes_the_same_plan_as_no_selection_rule() -> None:
     fleet = Lognormal(availability="markov", on=1, off=1)
     one, other = (planner(rule, Buffered(5, 2), fleet) for rule in (None, Random()))  # type: ignore[arg-type]
     assert steps(one, 10) == steps(other, 10)
@@ -193,7 +193,7 @@ class ReadUpdates(Method):
         run.read_updates()
 
 
-def test_selection_knows_reports_of_earlier_aggregations() -> None:
+def test_selection_receives_reports_of_all_earlier_aggregations() -> None:
     seen: list[dict[str, Any]] = []
     spec = run_spec(ReadUpdates(), selection=Looking(seen))
     coordinator = coordinate(spec, Buffered(4, 2), rounds=6)
@@ -223,7 +223,7 @@ def test_selection_knows_reports_of_earlier_aggregations() -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_selection_with_reports_plans_one_aggregation_ahead(name: str) -> None:
+def test_plan_is_only_one_aggregation_ahead_if_selection_needs_reports(name: str) -> None:
     coordinator = coordinate(run_spec(selection=RULES[name]), Buffered(4, 1), rounds=8)
     ahead = [coordinator.planner.version - coordinator.server.version for _ in coordinator.run()]
     assert (max(ahead) > 1) == (name not in SEEING)
@@ -283,7 +283,7 @@ def test_participation_selection_chooses_clients_equally_often() -> None:
         assert np.ptp(plan.participations) <= 1
 
 
-def test_weighted_selection_follows_numbers_of_samples() -> None:
+def test_weighted_selection_draws_clients_in_proportion_to_samples() -> None:
     weights, clients = np.array([1.0, 2.0, 7.0, 0.0]), np.arange(4)
     generator = stream(0, "test")
     firsts = [int(draw_weighted(generator, clients, weights, 2)[0]) for _ in range(4000)]
@@ -387,7 +387,7 @@ def test_selection_of_client_without_samples_is_refused() -> None:
         plan.next_aggregation()
 
 
-def test_facts_given_to_a_selection_rule_are_read_only() -> None:
+def test_selection_rule_cannot_change_the_arrays_that_it_receives() -> None:
     def change(view: SelectionView) -> Any:
         view.facts.seconds[0] = 1.0
 
@@ -417,7 +417,7 @@ def test_error_of_wrong_selection_setting_names_its_key(
         make()
 
 
-def test_selection_refuses_too_few_candidates() -> None:
+def test_selection_refuses_fewer_candidates_than_the_cohort() -> None:
     with pytest.raises(ValueError, match=r"selection\.candidates=3 .* 5 clients"):
         planner(PowerOfChoice(3), Synchronous(5), Ideal()).next_aggregation()
 

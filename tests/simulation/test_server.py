@@ -126,7 +126,7 @@ def test_aggregate_does_not_depend_on_the_order_of_sums() -> None:
     assert torch.equal(ways[0].vector, ways[1].vector)
 
 
-def test_sums_of_updates_can_be_combined_with_single_updates() -> None:
+def test_server_can_add_sums_of_updates_and_single_updates() -> None:
     mixed = [
         *(summed_update(client) for client in ALL[:4]),
         *(update(client) for client in ALL[4:]),
@@ -142,7 +142,7 @@ def test_updates_are_summed_in_the_order_of_virtual_time() -> None:
     assert torch.allclose(*ways, rtol=1e-5, atol=1e-6)
 
 
-def test_sum_of_a_group_leaves_out_failed_clients() -> None:
+def test_sum_of_a_group_of_jobs_leaves_out_failed_clients() -> None:
     failed = (0, 6)
     present = [None if client in failed else update(client) for client in ALL]
     result = step(server(), present)
@@ -157,7 +157,7 @@ def test_sum_of_a_group_leaves_out_failed_clients() -> None:
     np.testing.assert_allclose(result.vector.numpy(), START + average, rtol=1e-5, atol=1e-6)
 
 
-def test_group_without_any_update_is_accepted() -> None:
+def test_server_accepts_a_group_in_which_all_jobs_failed() -> None:
     present = [None if client < 4 else update(client) for client in ALL]
     result = step(server(), present)
     assert torch.isfinite(result.vector).all()
@@ -193,7 +193,7 @@ class Doubling(Method):
 @pytest.mark.parametrize(
     "method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name
 )
-def test_server_rate_and_divisor_do_not_scale_model_buffers(method: Method) -> None:
+def test_server_learning_rate_and_divisor_do_not_scale_buffers(method: Method) -> None:
     result = step(server(method), [update(client) for client in ALL])
     plain = step(server(), [update(client) for client in ALL])
     assert torch.equal(result.vector[TRAINED:], plain.vector[TRAINED:])
@@ -270,7 +270,7 @@ def test_hooks_of_a_server_step_run_in_order() -> None:
     )
 
 
-def test_method_that_replaces_the_step_is_called_last() -> None:
+def test_method_that_owns_the_server_step_is_called_after_the_others() -> None:
     class Halving(Method):
         name = "halving"
 
@@ -299,7 +299,7 @@ def test_method_that_replaces_the_step_is_called_last() -> None:
     assert log == ["halving", "ruling"] * 2
 
 
-def test_server_report_has_no_values_of_earlier_aggregations() -> None:
+def test_server_report_contains_only_values_of_the_last_aggregation() -> None:
     class First(Method):
         name = "first"
 
@@ -312,7 +312,7 @@ def test_server_report_has_no_values_of_earlier_aggregations() -> None:
     assert step(result, [update(1, result.version)]).report == {}
 
 
-def test_server_has_cumulative_sample_shares_of_its_clients() -> None:
+def test_server_stores_cumulative_sample_shares_of_its_clients() -> None:
     counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
     result = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
     assert result.sample_ends.tolist() == [0.25, 0.75, 1.0] and result.able == 3
@@ -346,7 +346,7 @@ def test_fedbuff_normalises_weights_after_all_other_methods(
     np.testing.assert_allclose(moved, scale * want, rtol=1e-4, atol=1e-6)
 
 
-def test_aggregation_has_deltas_only_if_a_method_needs_them() -> None:
+def test_aggregation_contains_single_updates_only_if_a_method_needs_them() -> None:
     class Watching(Method):
         name = "watching"
 
@@ -365,7 +365,7 @@ def test_aggregation_has_deltas_only_if_a_method_needs_them() -> None:
     assert seen == [0, CLIENTS, CLIENTS]
 
 
-def test_server_computes_messages_only_when_they_are_sent() -> None:
+def test_server_computes_a_methods_messages_only_when_it_sends_them() -> None:
     class Sending(Method):
         name = "sending"
 
@@ -396,13 +396,13 @@ def test_server_step_does_not_change_published_version() -> None:
     assert published.counters.tolist() == [0]
 
 
-def test_sample_weights_with_fixed_divisor_are_refused() -> None:
+def test_fedbuff_refuses_weighting_by_samples() -> None:
     declare_run(with_settings(run_spec(FedBuff()), weighting="uniform"))
     with pytest.raises(ValueError, match=r"weighting=samples "):
         declare_run(with_settings(run_spec(FedBuff()), weighting="samples"))
 
 
-def test_error_of_divergence_names_the_longest_updates() -> None:
+def test_error_of_a_diverged_server_lists_the_longest_updates() -> None:
     deltas = [np.full(LAYOUT.shared, size, np.float32) for size in (1.0, 3.0, np.inf, 4.0, 2.0)]
     target = server(FedBuff(), weighting="uniform")
     named = r"the longest updates are inf of client 2, \S+ of client 3, \S+ of client 1\)"

@@ -68,7 +68,7 @@ def size(name: str) -> float:
         ("scaffold", "buffer", 0),
     ],
 )
-def test_budget_of_client_states_does_not_change_bits(
+def test_memory_budget_of_client_states_does_not_change_bits(
     name: str, schedule: str, states: float, workers: Workers
 ) -> None:
     whole = run(study(name), SCHEDULES[schedule], rounds=ROUNDS)
@@ -160,7 +160,7 @@ def test_resumed_run_may_have_another_budget_for_client_states(
     ]
 
 
-def test_budget_of_client_states_is_in_gib_and_not_negative(
+def test_setting_state_budget_is_in_gib_and_cannot_be_negative(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert StateBudget(0.5).bytes == 2**29 and StateBudget().bytes == math.inf

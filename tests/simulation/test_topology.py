@@ -92,7 +92,7 @@ class TestMixing:
         rows = mixing_rows(mixing_matrix([{0: 0.25, 1: 0.75}] * 2, "key"), range(2))
         assert rows == [((0, 1), (0, 1), (0.25, 0.75))]
 
-    def test_mixing_gives_weights_of_absent_clients_to_diagonal(self) -> None:
+    def test_mixing_adds_weights_of_absent_clients_to_the_diagonal(self) -> None:
         third = 1 / 3
         ring = [{0: third, 1: third, 2: third}] * 3
         rows = mixing_rows(mixing_matrix(ring, "key"), [0, 2])
@@ -158,7 +158,7 @@ class TestHierarchical:
         for server, expected in zip(coordinator.replicas.servers, models, strict=True):
             np.testing.assert_allclose(server.vector.numpy(), expected, atol=2e-5)
 
-    def test_replica_exchange_takes_the_time_of_the_slowest_link(self) -> None:
+    def test_exchange_between_replicas_takes_as_long_as_its_slowest_link(self) -> None:
         slow = Hierarchical(2, every=1, bandwidth_up=1e3, bandwidth_down=2e3)
         result = run(spec(slow), Synchronous(2), rounds=4)
         size = 4 * result.coordinator.layout.shared
@@ -467,13 +467,13 @@ class TestGraphs:
         for one, other in np.argwhere(np.triu(matrix, 1)).tolist():
             assert matrix[one, other] == pytest.approx(1 / (1 + max(found[one], found[other])))
 
-    def test_uniform_gossip_weights_count_a_clients_own_model(self) -> None:
+    def test_uniform_gossip_weight_is_one_divided_by_neighbours_plus_one(self) -> None:
         star = Gossip("edges", edges=[[0, 1], [0, 2]], weights="uniform")
         third, half = 1 / 3, 1 / 2
         expected = [[third, third, third], [half, half, 0], [half, 0, half]]
         np.testing.assert_allclose(dense(network(star, 3)), expected)
 
-    def test_gossip_client_keeps_one_minus_weights_of_its_edges(self) -> None:
+    def test_gossip_weights_of_a_clients_edges_and_itself_sum_to_1(self) -> None:
         line = Gossip("edges", edges=[[0, 1, 0.25], [1, 2, 0.5]])
         expected = [[0.75, 0.25, 0], [0.25, 0.25, 0.5], [0, 0.5, 0.5]]
         np.testing.assert_allclose(dense(network(line, 3)), expected)

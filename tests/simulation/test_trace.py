@@ -87,7 +87,7 @@ def presence_of(devices: Devices) -> Availability:
 
 
 # --- what is read ---------------------------------------------------------------------------------
-def test_client_follows_its_row_of_the_trace(tmp_path: Path) -> None:
+def test_client_has_speed_and_availability_of_its_trace_row(tmp_path: Path) -> None:
     write(tmp_path / "trace.parquet", [row()])
     devices = Trace(file=str(tmp_path / "trace.parquet")).devices(0, 1, lambda: 1.0)
     # 1,000 floats: 1 s down and 2 s up; 100 samples at 50 a second: 2 s
@@ -102,7 +102,7 @@ def test_client_follows_its_row_of_the_trace(tmp_path: Path) -> None:
     assert presence_of(devices).next_change(0, 900.0, 2000.0) == 1010.0
 
 
-def test_trace_may_give_the_speed_of_devices_in_flops(tmp_path: Path) -> None:
+def test_trace_can_have_device_speeds_in_flops(tmp_path: Path) -> None:
     mine = row()
     mine["flops"] = 1e9 * mine.pop("speed")
     write(tmp_path / "trace.parquet", [mine])
@@ -187,7 +187,7 @@ def test_availability_setting_replaces_availability_of_a_trace(tmp_path: Path) -
 
 
 # --- who is which row -----------------------------------------------------------------------------
-def test_clients_get_trace_rows_in_order_if_numbers_are_equal() -> None:
+def test_each_client_gets_one_trace_row_if_there_are_equally_many() -> None:
     assert rows_of(5, 4, 4).tolist() == [0, 1, 2, 3]
 
 
@@ -361,7 +361,9 @@ def convert(folder: Path, capacity: object, behaviour: object, status: int = 0) 
     return out
 
 
-def test_fedscale_files_become_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fedscale_files_are_converted_to_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = convert(tmp_path, CAPACITY, BEHAVIOUR)
     assert capsys.readouterr().out == f"2 clients in {out}\n"
     result, first = read(out), BEHAVIOUR[3834]
@@ -462,7 +464,7 @@ def test_fedscale_refuses_wrong_number_of_files(capsys: pytest.CaptureFixture[st
     assert "fleet check: " in capsys.readouterr().err
 
 
-def test_pipe_as_fedscale_file_does_not_block(
+def test_named_pipe_in_place_of_a_fedscale_file_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "capacity")
@@ -472,7 +474,7 @@ def test_pipe_as_fedscale_file_does_not_block(
     assert "capacity is not a regular file" in capsys.readouterr().err
 
 
-def test_pipe_as_trace_file_does_not_block(
+def test_named_pipe_in_place_of_a_trace_file_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "trace.parquet")

@@ -122,7 +122,7 @@ def test_unseen_clients_lose_training_and_validation_samples() -> None:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.99, 0.05])
-def test_unseen_share_of_no_or_all_clients_is_refused(share: float) -> None:
+def test_unseen_share_that_selects_no_or_all_clients_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match=r"^evaluate\.unseen="):
         hold_out_clients(whole(), share, SEED)
 
@@ -130,7 +130,7 @@ def test_unseen_share_of_no_or_all_clients_is_refused(share: float) -> None:
 @pytest.mark.parametrize(
     "word", ["evaluate.unseen=1", "evaluate.unseen=-0.1", "evaluate.unseen=many"]
 )
-def test_unseen_share_outside_0_to_1_or_no_number_is_refused(word: str) -> None:
+def test_invalid_value_of_setting_evaluate_unseen_is_refused(word: str) -> None:
     with pytest.raises(RefusedError, match=r"evaluate\.unseen"):
         build([*COMMON, word])
 
@@ -169,7 +169,7 @@ def test_unseen_clients_are_scored_and_never_trained(schedule: Schedule) -> None
 
 
 @pytest.mark.parametrize("make", PERSONAL)
-def test_personal_models_of_unseen_clients_are_initial(make: Any) -> None:
+def test_unseen_clients_are_scored_with_initial_personal_models(make: Any) -> None:
     finished_run = run(study(make(), local=replace(LOCAL, epochs=2)), Synchronous(4))
     assert not finished_run.failures
     unseen = unseen_of(finished_run)
@@ -189,7 +189,7 @@ def test_unseen_client_is_scored_with_the_initial_head() -> None:
     assert not torch.equal(own["model.extractor.1.weight"], start["model.extractor.1.weight"])
 
 
-def test_unseen_clients_have_every_kind_of_score() -> None:
+def test_history_has_all_columns_of_scores_for_unseen_clients() -> None:
     evaluate = Evaluation(finetune=Finetune(1), common=True)
     row = run(study(PFedAvg(), share=0.25), evaluate=evaluate).rows[-1]
     for suffix in ("", "_worst", "_shared", "_finetuned", "_common"):
@@ -221,7 +221,7 @@ def test_best_rounds_ignore_unseen_clients() -> None:
     assert np.isinf(best.state()["validation"][unseen_of(finished_run)]).all()
 
 
-def test_pooled_data_exclude_unseen_clients() -> None:
+def test_centralized_training_leaves_out_samples_of_unseen_clients() -> None:
     data = pool_clients(hold_out_clients(whole(), 0.25, SEED))
     trained = {*data.partition.train.indices.tolist()}
     rows = [
@@ -234,7 +234,7 @@ def test_pooled_data_exclude_unseen_clients() -> None:
 
 
 @pytest.mark.parametrize("method", [Scaffold, lambda: FedDyn(0.1)])
-def test_methods_count_clients_without_the_unseen_ones(method: Any) -> None:
+def test_population_that_methods_see_excludes_unseen_clients(method: Any) -> None:
     finished_run = run(study(method()))
     assert finished_run.coordinator.server.population == CLIENTS - 2
     # The same clients without the unseen ones are the same federation.
@@ -253,7 +253,9 @@ def test_methods_count_clients_without_the_unseen_ones(method: Any) -> None:
         (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
     ],
 )
-def test_number_of_pooled_means_excludes_unseen_clients(words: list[str], key: str) -> None:
+def test_limits_on_fedbr_and_fedmix_means_do_not_count_unseen_clients(
+    words: list[str], key: str
+) -> None:
     words = [*COMMON, *words]
     build(words)
     with pytest.raises(RefusedError, match=key):

@@ -323,7 +323,7 @@ ALL = [
 
 class TestFeedback:
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_error_feedback_equals_the_papers_algorithm(self, kind: str) -> None:
+    def test_error_feedback_equals_the_algorithm_of_its_paper(self, kind: str) -> None:
         def largest(values: np.ndarray) -> np.ndarray:
             kept = np.zeros_like(values)
             order = np.argsort(-np.abs(values), kind="stable")[: math.ceil(0.1 * len(values))]
@@ -347,7 +347,7 @@ class TestFeedback:
 
     @pytest.mark.parametrize("compressor", ALL, ids=str)
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_error_feedback_sends_a_repeated_update_completely(
+    def test_error_feedback_delivers_an_update_that_is_sent_repeatedly(
         self, compressor: Compressor, kind: str
     ) -> None:
         """Compare the received values with an update that is sent again and again.
@@ -377,7 +377,7 @@ class TestFeedback:
         ids=str,
     )
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_fast_exchange_has_the_bits_of_the_plain_one(
+    def test_fast_compressor_exchange_has_the_bits_of_the_default_one(
         self, compressor: Compressor, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(compressor, "feedback", kind)
@@ -405,7 +405,7 @@ def test_compressor_message_of_wrong_size_is_refused() -> None:
         Longer().send(torch.zeros(LAYOUT.trained), {}, LAYOUT, KEY)
 
 
-def test_compressor_may_send_a_view_of_its_input() -> None:
+def test_compressor_message_may_share_memory_with_its_input() -> None:
     class Halves(TopK):
         def words(self, layout: Layout) -> int:
             return layout.trained // 2

@@ -93,7 +93,7 @@ def test_training_without_methods_equals_its_textbook_computation(name: str) -> 
     check(ROWS[name])
 
 
-def test_buffered_textbook_run_has_stale_updates() -> None:
+def test_buffered_run_compared_with_the_textbook_has_stale_updates() -> None:
     ended = run(
         run_spec(data=tiny_data(clients=4, samples=70), local=LOCAL),
         Buffered(4, 2),
@@ -141,7 +141,7 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
-def test_dispatches_equal_a_computation_by_hand(schedule: Any, fleet: str) -> None:
+def test_cohorts_and_staleness_equal_a_computation_by_hand(schedule: Any, fleet: str) -> None:
     coordinator, ledger, runtime = untrained_run(COUNTS, schedule, FLEETS[fleet], rounds=12)
     events = [*coordinator.run()]
     wanted = expected(schedule, fleet, 12)

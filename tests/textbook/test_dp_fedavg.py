@@ -50,7 +50,7 @@ def test_dp_fedavg_run_equals_its_textbook_computation(name: str) -> None:
     check(ROWS[name])
 
 
-def test_epsilon_column_grows_with_every_round() -> None:
+def test_privacy_loss_epsilon_grows_with_every_round() -> None:
     ended = run(run_spec(DPFedAvg(delta=1e-3)), Synchronous(3))
     for number, row in enumerate(ended.rows, start=1):
         assert row["dp_fedavg.epsilon"] == epsilon(
@@ -74,7 +74,7 @@ def test_epsilons_equal_the_papers_formulas(clients: int, cohort: int, rounds: i
     assert by_hand < epsilon(2.2, clients, cohort, rounds, 1e-5) <= everybody * (1 + 1e-9)
 
 
-def test_dp_fedavg_noise_is_divided_between_sum_and_clip_counts() -> None:
+def test_dp_fedavg_divides_noise_between_the_sum_and_the_clip_counts() -> None:
     assert noise_of_sum(1.0, 1.0) == pytest.approx((4 / 3) ** 0.5) and noise_of_sum(0.0, 1.0) == 0.0
 
 

@@ -85,7 +85,7 @@ def test_fednova_qfedavg_afl_fedbabu_apfl_equal_textbook_computations(name: str)
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @pytest.mark.parametrize("pull", [0.0, 0.3])
-def test_effective_steps_equal_distance_moved_by_sgd(
+def test_effective_steps_of_fednova_equal_the_distance_that_sgd_moves(
     momentum: float, nesterov: bool, pull: float
 ) -> None:
     position = torch.zeros((), dtype=torch.float64, requires_grad=True)
@@ -98,7 +98,7 @@ def test_effective_steps_equal_distance_moved_by_sgd(
     assert float(position.detach()) / 0.01 == pytest.approx(expected, rel=1e-12)
 
 
-def test_fednova_warns_of_fedprox_whose_mu_it_does_not_know() -> None:
+def test_fednova_warns_if_its_mu_is_not_the_mu_of_fedprox() -> None:
     def warnings(mu: float) -> list[str]:
         return list(declare_run(run_spec(FedProx(0.5), FedNova(mu))).warnings)
 

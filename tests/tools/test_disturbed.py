@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-def test_every_signal_and_disk_or_database_fault_is_tested() -> None:
+def test_tests_cover_every_signal_and_every_disk_or_database_fault() -> None:
     # A driver that is stopped is killed later, as with "KILL".
     assert {*MOMENTS, "STOP"} == {*SIGNALS, "disk", *DATABASE}
 

@@ -45,7 +45,7 @@ def test_each_mutant_listed_as_equivalent_exists_in_the_code() -> None:
         assert entry["reason"]
 
 
-def test_mutant_label_names_function_and_change() -> None:
+def test_mutant_label_contains_the_function_and_the_change() -> None:
     source = b"LIMIT = 3\n\n\nclass Box:\n    def size(self, n):\n        return n + n + LIMIT\n"
     labels = {mutant.label for mutant in Places("box.py", source).found}
     assert labels == {"LIMIT: 3 -> 4", "Box.size: + -> -", "Box.size: + -> - (2)"}

@@ -115,7 +115,7 @@ def checkpoints(out: Path) -> list[Path]:
     return list((out / "checkpoints").glob("*")) if out.exists() else []
 
 
-def test_run_with_states_has_equal_bits_as_machines_change(
+def test_run_with_client_states_has_equal_bits_if_machines_change(
     network: NetworkCluster, tmp_path: Path
 ) -> None:
     """Change the machines of a run in turn: one joins, one leaves, one is cut off, one is lost.
@@ -149,7 +149,9 @@ def test_run_with_states_has_equal_bits_as_machines_change(
     assert "marked dead" in stack_file(out, RAY_MESSAGES).read_text()
 
 
-def test_sum_crosses_a_slow_link_once(network: NetworkCluster, tmp_path: Path) -> None:
+def test_sum_of_updates_is_sent_only_once_over_a_slow_link(
+    network: NetworkCluster, tmp_path: Path
+) -> None:
     """A sum of updates crosses a slow link only once, and changes no bit.
 
     It takes more than three seconds on the link. Meanwhile raysim looks for lost nodes every
@@ -170,7 +172,7 @@ def test_sum_crosses_a_slow_link_once(network: NetworkCluster, tmp_path: Path) -
     assert head.address in addresses and lost.address in addresses
 
 
-def test_simulated_link_delays_messages() -> None:
+def test_simulated_network_link_delays_messages() -> None:
     obstacle = find_obstacle()
     if obstacle:
         pytest.skip(obstacle)

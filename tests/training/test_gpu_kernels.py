@@ -34,7 +34,7 @@ def gradients(found: Tensor, *leaves: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("stride", [(1, 1), (2, 1)])
 @pytest.mark.parametrize("padding", [(0, 0), (1, 2)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_convolution_as_matrix_product_has_equal_results(
+def test_convolution_computed_as_matrix_product_has_equal_results(
     stride: tuple[int, int], padding: tuple[int, int], bias: bool
 ) -> None:
     x, w, b = drawn(2, 3, 7, 6), drawn(4, 3, 3, 2), drawn(4)
@@ -61,7 +61,9 @@ def test_convolution_as_matrix_product_has_equal_results(
     ],
     ids=["few", "usual", "groups", "dilation", "same", "circular"],
 )
-def test_channels_last_convolution_keeps_its_results(layer: nn.Conv2d, other: nn.Module) -> None:
+def test_convolution_with_channels_last_has_equal_results(
+    layer: nn.Conv2d, other: nn.Module
+) -> None:
     layer = layer.double()
     x = drawn(2, layer.in_channels, 6, 6)
     with GpuKernels([other]):
@@ -69,7 +71,7 @@ def test_channels_last_convolution_keeps_its_results(layer: nn.Conv2d, other: nn
     torch.testing.assert_close(found, layer(x), **EXACT)
 
 
-def test_convolutions_of_many_channels_get_channels_last() -> None:
+def test_convolutions_of_many_channels_use_the_channels_last_format() -> None:
     x = drawn(2, 8, 6, 6)
     with GpuKernels([]):
         assert nn.Conv2d(8, 4, 3).double()(x).is_contiguous(memory_format=torch.channels_last)
@@ -152,7 +154,7 @@ class SeesAddresses(TorchFunctionMode):
 @pytest.mark.parametrize(
     ("function", "updates"), [(F.batch_norm, "training"), (F.instance_norm, "use_input_stats")]
 )
-def test_running_statistics_of_an_aligned_copy_are_copied_back(
+def test_batchnorm_updates_statistics_that_were_copied_for_alignment(
     function: Any, updates: str, by_name: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -45,7 +45,7 @@ def worker(number: int, node: str = "node-a", **changes: str) -> Identity:
     return Identity(f"worker-{number}", node, facts)
 
 
-def test_process_identity_is_equal_each_time_it_is_computed() -> None:
+def test_identity_of_a_process_is_the_same_if_computed_twice() -> None:
     identity = identify("driver", ["torchvision"])
     expected = {
         "CPU capability",
@@ -112,7 +112,7 @@ def test_error_of_unequal_hardware_names_workers_nodes_and_facts() -> None:
 
 
 @pytest.mark.parametrize("fact", ["torch", "code of raysim"])
-def test_later_process_with_other_code_is_refused(fact: str) -> None:
+def test_worker_that_joins_with_other_code_is_refused(fact: str) -> None:
     participants = Participants(DRIVER)
     participants.add(worker(0))
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_later_process_with_other_code_is_refused(fact: str) -> None:
     assert len(participants.all) == 2, "a process that is refused takes no part"
 
 
-def test_devices_of_workers_are_compared_but_not_the_drivers() -> None:
+def test_workers_must_have_equal_devices_but_not_that_of_the_driver() -> None:
     Participants(DRIVER).add(worker(0, device="H100"), worker(1, device="H100"))
     with pytest.raises(UnequalWorkersError, match=r"worker-1 on node-b.* A100 .*H100.*worker-0"):
         Participants(DRIVER).add(worker(0, device="H100"), worker(1, "node-b", device="A100"))
@@ -174,7 +174,7 @@ def test_checksum_changes_with_any_file_of_a_package(
     code_checksum.cache_clear()
 
 
-def test_packages_of_a_run_come_from_allow_and_its_targets() -> None:
+def test_used_packages_are_those_of_allow_and_of_each_target() -> None:
     node = {
         "method": {
             "fedprox": {"_target_": "raysim.methods.fedprox.FedProx"},

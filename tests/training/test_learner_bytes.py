@@ -100,7 +100,7 @@ class Scored(Means):
 
 
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
-def test_learner_with_bytes_parameters_has_same_bits_on_workers(schedule: Schedule) -> None:
+def test_learner_with_bytes_parameters_has_same_bits_on_several_workers(schedule: Schedule) -> None:
     others = [FedBuff()] if schedule is BUFFER else []
     spec = run_spec(Means(), *others)
     one = run(spec, schedule, rounds=4)
@@ -183,7 +183,9 @@ def test_learner_with_bytes_parameters_refuses_averaging_rules(other: Method) ->
         ("attack.kind=sign_flip attack.share=0.5", "attackers"),
     ],
 )
-def test_learner_with_bytes_parameters_refuses_settings_for_arrays(words: str, key: str) -> None:
+def test_learner_with_bytes_parameters_refuses_settings_that_need_arrays(
+    words: str, key: str
+) -> None:
     with pytest.raises(RefusedError, match=key):
         raysim.build(f"{QUICK} {words}", learner=Means())
 
@@ -261,7 +263,7 @@ def test_virtual_time_follows_size_of_a_learner_upload() -> None:
         assert (row["floats_down"], row["floats_up"]) == (down, up)
 
 
-def test_discarded_upload_of_bytes_counts_with_its_planned_size() -> None:
+def test_discarded_upload_of_a_bytes_learner_counts_its_planned_size() -> None:
     fleet = Lognormal(100.0, 1.0, 1000.0, 500.0, 0.0)
     result = run(run_spec(Growing()), Oversample(2, 2.0), fleet, rounds=4)
     planned, now = 0, result.rows[-1]["virtual_seconds"] or 0.0
@@ -294,7 +296,7 @@ def test_plan_says_that_message_sizes_change() -> None:
     assert lines["schedule"].endswith("if messages did not change in size")
 
 
-def test_tensor_of_varying_size_is_sent_to_every_job() -> None:
+def test_message_that_varies_in_size_cannot_be_sent_only_once() -> None:
     class Once(Means):
         name = "once"
 

@@ -104,6 +104,6 @@ def test_run_with_a_learning_rate_of_zero_is_refused() -> None:
     [[], ["local=default"], ["experiment=fedbr/rotated_mnist"]],
     ids=["default", "group", "preset"],
 )
-def test_rate_schedule_is_as_long_as_the_run_by_default(options: list[str]) -> None:
+def test_learning_rate_schedule_lasts_all_rounds_by_default(options: list[str]) -> None:
     config = compose([*options, "rounds=7", "local.schedule=cosine"])
     assert config.local.schedule_rounds == 7

@@ -101,7 +101,7 @@ def test_local_rates_equal_parameter_groups_of_torch(kind: Any) -> None:
     assert same(ours, plain_loop(recorder, groups))
 
 
-def test_rate_of_a_named_module_replaces_the_rate_of_the_head() -> None:
+def test_learning_rate_of_a_module_path_overrides_that_of_the_head() -> None:
     recorder, ours = trained(Local(rates={"head": 0.5, "model.head": 0.0}, **LOCAL))
     start = [param.detach() for param in build_model(run_spec()).parameters()]
     assert torch.equal(ours[-1], start[-1]) and torch.equal(ours[-2], start[-2])

@@ -142,6 +142,6 @@ def by_hand(
     return float(torch.cat(seen).mean())
 
 
-def test_mean_over_rows_weighs_batches_by_size() -> None:
+def test_mean_of_batch_values_is_weighted_by_batch_sizes() -> None:
     assert float(mean_over_rows(torch.tensor([1.0, 4.0]), [11, 1])) == pytest.approx(15 / 12)
     assert mean_over_rows(torch.empty(0), []).isnan()

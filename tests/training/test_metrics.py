@@ -102,7 +102,7 @@ def scored(kind: Kind, name: str, labels: Tensor, outputs: Tensor) -> float:
     return metric.summarise(rows.arrays()[0])
 
 
-def test_every_metric_is_compared_with_a_reference() -> None:
+def test_every_metric_has_a_reference_implementation_in_the_tests() -> None:
     names = {
         (kind, metric.name)
         for kind, objective in OBJECTIVES.items()
@@ -115,7 +115,9 @@ def test_every_metric_is_compared_with_a_reference() -> None:
 @pytest.mark.parametrize("width", [1, 3, 8])
 @pytest.mark.parametrize("samples", [1, 2, 60])
 @pytest.mark.parametrize(("kind", "name"), REFERENCES)
-def test_metric_equals_scikit_learns(kind: Kind, name: str, samples: int, width: int) -> None:
+def test_metric_equals_that_of_scikit_learn(
+    kind: Kind, name: str, samples: int, width: int
+) -> None:
     shares = (0.0,) if kind == "regression" else (0.0, 0.1, 0.5, 1.0)
     for rare in shares:
         check_metric(kind, name, samples, width, rare)
@@ -182,7 +184,9 @@ def _train_and_test(data: FederatedData) -> list[CSR]:
 
 
 @pytest.mark.parametrize(("kind", "name"), REFERENCES)
-def test_history_scores_equal_scikit_learns(kind: Kind, name: str, tmp_path: Path) -> None:
+def test_scores_in_the_history_equal_those_of_scikit_learn(
+    kind: Kind, name: str, tmp_path: Path
+) -> None:
     data, local = split(kind, tmp_path), Local(lr=0.5, batch=8)
     spec = run_spec(model=Mlp((8,)), data=data, local=local)
     result = run(spec, Synchronous(4), evaluate=Evaluation(metric=name))
@@ -201,7 +205,7 @@ def test_history_scores_equal_scikit_learns(kind: Kind, name: str, tmp_path: Pat
     assert row[f"{name}_global"] == pytest.approx(reference(data.central), rel=1e-5)
 
 
-def test_error_of_two_main_metrics_suggests_one(tmp_path: Path) -> None:
+def test_error_for_two_main_metrics_suggests_setting_evaluate_metrics(tmp_path: Path) -> None:
     spec = run_spec(split("classification", tmp_path))
     with pytest.raises(ValueError, match=r"evaluate\.metrics=accuracy"):
         resolve_metrics("accuracy+f1", (), spec.task)

@@ -95,7 +95,7 @@ def test_feature_distance_to_zero_features_is_nan() -> None:
 # ---------------------------------------------------------------- classifier
 
 
-def test_classifier_bias_is_measured_on_samples_of_unseen_classes() -> None:
+def test_classifier_bias_uses_probabilities_on_samples_of_unseen_classes() -> None:
     assert diagnostics.unseen_probability(PROBABILITIES, LABELS, SEEN) == 0.125
     assert diagnostics.seen_share(PROBABILITIES, LABELS, SEEN) == 0.875
     output = diagnostics.output_distribution(PROBABILITIES, LABELS, SEEN)
@@ -103,7 +103,7 @@ def test_classifier_bias_is_measured_on_samples_of_unseen_classes() -> None:
     assert output.tolist() == [0.375, 0.5, 0.125]
 
 
-def test_client_with_one_class_has_bias_measures() -> None:
+def test_classifier_bias_of_a_client_with_one_class_is_computed() -> None:
     seen = np.array([True, False, False])
     assert diagnostics.unseen_probability(PROBABILITIES, LABELS, seen) == (1 + 0.25 + 0) / 3
     assert diagnostics.seen_share(PROBABILITIES, LABELS, seen) == 0.25
@@ -116,7 +116,7 @@ def test_client_with_all_classes_has_no_classifier_bias(measure: str) -> None:
     assert getattr(diagnostics, measure)(PROBABILITIES[:2], LABELS[:2], SEEN) is None
 
 
-def test_feature_likeness_is_cosine_of_seen_and_unseen_classes() -> None:
+def test_feature_likeness_is_mean_cosine_of_seen_and_unseen_classes() -> None:
     labels, seen = np.array([0, 0, 1, 2]), np.array([True, False, True])
     features = np.array(
         [[2, 0], [0, 3], [1, 0], [-5, 0]], np.float32
@@ -180,7 +180,7 @@ def assert_same(one: Probe, other: Probe) -> None:
         )
 
 
-def test_probe_file_keeps_bits(tmp_path: Path) -> None:
+def test_probe_file_written_and_read_has_the_same_bits(tmp_path: Path) -> None:
     probes = [make(7, version=2), make(3, version=1, features=4), make(5, version=2)]
     probes[1].features[0, 0] = np.nan
     probes[2].features.T[:] = 1.5  # through a view
@@ -216,7 +216,7 @@ def test_probe_file_stores_received_features_once(tmp_path: Path) -> None:
     assert length((3, 4)) - length((3, 3)) >= make(features=500).received.nbytes
 
 
-def test_probe_file_keeps_received_features_of_every_client(tmp_path: Path) -> None:
+def test_probe_file_stores_received_features_that_differ_per_client(tmp_path: Path) -> None:
     probes = [make(0), make(1)]
     probes[1].received[0, 0] += 1
     save_probes(probes, tmp_path / "probes.safetensors")

@@ -58,7 +58,7 @@ def context(worker: Worker) -> Context:
     return ctx
 
 
-def test_second_gradient_is_computed_at_all_shifted_parameters() -> None:
+def test_second_gradient_of_a_step_uses_all_shifted_parameters() -> None:
     asking = ShiftedGradient(0.25)
     step, ctx = at_work(
         [asking], OptimizerSettings(), personal=("model.extractor.weight", "model.extractor.bias")
@@ -77,7 +77,7 @@ def test_second_gradient_is_computed_at_all_shifted_parameters() -> None:
     assert torch.equal(there, torch.cat([grad.flatten() for grad in grads]))
 
 
-def test_corrections_change_the_perturbed_gradient() -> None:
+def test_gradient_corrections_are_applied_after_the_perturb_hook() -> None:
     class Ones(Method):
         name = "ones"
 
@@ -117,7 +117,7 @@ def test_loss_term_of_a_method_is_in_both_gradients_of_a_step() -> None:
     assert torch.allclose((there - there_free)[-2:], params[-2:] + 0.5, atol=1e-6)
 
 
-def test_ascending_stage_has_the_negated_gradient() -> None:
+def test_ascending_stage_passes_the_negated_gradient_to_methods() -> None:
     asking = ShiftedGradient()
     step, ctx = at_work([asking], OptimizerSettings())
     loss = nn.functional.cross_entropy(ctx.model.head(ctx.model.features(X)), Y)

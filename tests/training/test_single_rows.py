@@ -152,7 +152,7 @@ def test_convolutions_with_batchnorm_train_on_one_sample() -> None:
     assert refusing_layer(model, lambda rows: torch.randn(rows, 1, 8, 8)) == ""
 
 
-def test_search_ignores_network_that_fails_on_any_batch() -> None:
+def test_search_finds_no_layer_if_the_network_fails_on_any_batch() -> None:
     assert refusing_layer(network(nn.Linear(7, 7)), lambda rows: torch.randn(rows, 4)) == ""
 
 
@@ -191,7 +191,7 @@ def run_without_failures(experiment: Experiment, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_plan_reports_left_out_clients_of_one_sample(name: str) -> None:
+def test_plan_warns_that_clients_of_one_sample_are_left_out(name: str) -> None:
     experiment = build_experiment(REFUSING[name])
     (text,) = [text for text in experiment.warnings if "one training sample" in text]
     assert text.startswith("partition: 2 of 7 clients")
@@ -245,7 +245,7 @@ def test_run_whose_clients_all_have_one_sample_is_refused() -> None:
         build_experiment(REFUSING["BatchNorm1d"], sizes=[1, 1, 1, 1])
 
 
-def test_more_clients_at_once_than_can_train_are_refused() -> None:
+def test_cohort_larger_than_the_clients_that_can_train_is_refused() -> None:
     assert build_experiment(REFUSING["BatchNorm1d"], "schedule.cohort=5").schedule.size == 5
     with pytest.raises(RefusedError, match=r"^schedule\.cohort=6 "):
         build_experiment(REFUSING["BatchNorm1d"], "schedule.cohort=6")
@@ -267,7 +267,7 @@ def test_client_of_one_sample_is_not_finetuned(head: bool, tmp_path: Path) -> No
     run_without_failures(experiment, tmp_path)
 
 
-def test_pooled_data_keep_the_samples_of_all_clients(tmp_path: Path) -> None:
+def test_centralized_training_uses_clients_of_one_sample(tmp_path: Path) -> None:
     experiment = build_experiment(REFUSING["BatchNorm1d"], "method=centralized")
     assert experiment.spec.data.partition.train.counts.tolist() == [sum(SIZES)]
     run_without_failures(experiment, tmp_path)
@@ -297,7 +297,7 @@ class First(Method):
 @pytest.mark.parametrize("name", REFUSING)
 @pytest.mark.parametrize("budget", ["local.epochs=3", "local.steps=6"])
 @pytest.mark.parametrize("make", [lambda: FedBSS(0), lambda: First(False)], ids=["fedbss", "first"])
-def test_epoch_with_one_sample_chosen_by_a_method_is_left_out(
+def test_epoch_is_left_out_if_a_method_chooses_a_single_sample_for_it(
     name: str, budget: str, make: Any, tmp_path: Path
 ) -> None:
     words = ["rounds=4", "faults.tolerate=0", budget]

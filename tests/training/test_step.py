@@ -258,7 +258,7 @@ class TwoStages(Method):
         return height
 
 
-def test_stage_has_own_networks_direction_and_learning_rate() -> None:
+def test_each_stage_has_separate_networks_direction_and_learning_rate() -> None:
     method, extra = TwoStages(), nn.Linear(4, 1)
     start = {name: value.clone() for name, value in extra.state_dict().items()}
     step, ctx = at_work([method], OptimizerSettings(), **{"two.extra": extra})
@@ -343,7 +343,7 @@ def test_gradient_corrections_apply_in_the_order_add_shift_mix(
     assert log == [(kind, slice(0, 26)) for kind in ("add", "shift", "mix")]
 
 
-def test_corrections_see_shared_parameters_only() -> None:
+def test_gradient_corrections_receive_shared_parameters_only() -> None:
     log: list[tuple[str, slice]] = []
     step, ctx = at_work(
         [correcting("add", log)],
@@ -374,7 +374,7 @@ def test_features_are_computed_once_for_all_methods() -> None:
     assert len(asked) == 1
 
 
-def test_batchnorm_statistics_are_frozen_only_in_keep_statistics() -> None:
+def test_function_keep_statistics_freezes_batchnorm_statistics() -> None:
     worker = Worker(run_spec(model=NORMED))
     inputs, _ = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = Context(
@@ -407,7 +407,7 @@ def test_unused_parameter_has_zero_gradient() -> None:
     assert first.tolist() == [4.0, 6.0] and second.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_flat_gradients_of_equal_size_share_memory() -> None:
+def test_gradients_of_equal_size_are_flattened_into_the_same_memory() -> None:
     step, _ = at_work((), OptimizerSettings())
     sizes, places = (3, 5, 3), []
     for size in sizes:

@@ -89,7 +89,7 @@ class TestChunks:
         rows = np.concatenate([rows for rows, _ in log.gathered])
         assert np.array_equal(rows, log.trainer.partition.rows(1))
 
-    def test_augmentation_has_one_random_stream_per_job(
+    def test_augmentation_of_each_job_has_a_separate_random_stream(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         log = GatherLog(monkeypatch, data=FLIPPED)
@@ -117,7 +117,7 @@ def test_last_batch_of_one_sample_can_be_dropped() -> None:
     assert [part.tolist() for part in cut_batches(order[:1], 4, True)] == [[0]], "the only batch"
 
 
-def test_usual_batch_sizes_include_a_last_size_of_most_clients() -> None:
+def test_usual_batch_sizes_include_the_last_size_if_most_clients_have_it() -> None:
     assert usual_batch_sizes(np.array([23, 23, 13, 8, 0]), 10) == {10, 3}
     assert usual_batch_sizes(np.array([23, 24, 25, 20]), 10) == {10}, "no rest is that of most"
     assert usual_batch_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"
@@ -193,7 +193,7 @@ class Starting(Method):
         return loss
 
 
-def test_frozen_networks_have_personal_tensors_set_by_begin_hook() -> None:
+def test_frozen_network_has_personal_tensors_that_hook_begin_has_set() -> None:
     method = Starting()
     assert not run(run_spec(method), ROUNDS, rounds=2).failures
     assert method.steps

@@ -73,7 +73,7 @@ class TestCopiesAndWaits:
         assert count_calls()[0] == {"waits": 4, "copies": 2}
 
     @pytest.mark.usefixtures("own_memory")
-    def test_update_outside_sums_is_copied_from_device_once(self) -> None:
+    def test_update_that_is_not_summed_is_copied_from_the_device_once(self) -> None:
         assert count_calls(is_summed=False)[0] == {"waits": 4, "copies": 4}
 
     @pytest.mark.usefixtures("own_memory")
@@ -114,7 +114,7 @@ class TestCopiesAndWaits:
         published = PublishedVersion(0, vector, np.empty(0, np.int64))
         assert to_device(published.vector, CPU).data_ptr() == vector.ctypes.data
 
-    def test_training_can_use_a_tensor_of_inference_mode(self) -> None:
+    def test_tensor_made_in_inference_mode_can_be_used_in_training(self) -> None:
         # On a GPU a received version stays on the device for training and scoring.
         with torch.inference_mode():
             tensor = to_device(np.ones(2, np.float32), CPU)
@@ -127,7 +127,7 @@ class TestResidentStates:
         """Return a state of 108 bytes."""
         return ClientState(torch.full((25,), value), torch.zeros(1, dtype=torch.int64), {})
 
-    def test_idle_states_leave_the_device_and_return(self) -> None:
+    def test_unused_client_states_are_moved_off_the_device_and_back(self) -> None:
         resident = ResidentStates(CPU, budget=2 * 108)
         handles = {
             client: resident.put(client, client, self.state(float(client))) for client in range(3)

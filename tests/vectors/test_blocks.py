@@ -43,7 +43,7 @@ def test_blocks_of_a_vector_are_computed_by_several_threads(
     blocks._pool.cache_clear()
 
 
-def test_error_in_a_block_is_raised() -> None:
+def test_error_while_computing_a_block_is_raised_to_the_caller() -> None:
     def work(part: slice) -> None:
         if part.start == 16:
             raise ValueError("block 2")
@@ -72,7 +72,7 @@ class TestNewLike:
     def _no_unused_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(blocks._RecycledMemory, "_unused", [])
 
-    def test_new_vector_has_memory_of_a_deleted_one(self) -> None:
+    def test_new_vector_reuses_memory_of_a_deleted_vector(self) -> None:
         example = torch.empty(self.LENGTH)
         vector = new_like(example)
         place = vector.data_ptr()
@@ -82,7 +82,7 @@ class TestNewLike:
         assert again.shape == example.shape
         assert again.dtype == example.dtype
 
-    def test_memory_in_use_is_not_given_to_another_vector(self) -> None:
+    def test_new_vector_does_not_reuse_memory_that_is_still_referenced(self) -> None:
         example = torch.empty(self.LENGTH)
         first, second = new_like(example).fill_(1), new_like(example).fill_(1)
         array, part = first.numpy(), second[3:]
@@ -94,7 +94,7 @@ class TestNewLike:
         assert (copied == 1).all()
         assert all((other == 2).all() for other in others)
 
-    def test_memory_of_another_size_is_not_used(self) -> None:
+    def test_new_vector_does_not_reuse_memory_of_another_size(self) -> None:
         longer = new_like(torch.empty(2 * self.LENGTH))
         place = longer.data_ptr()
         del longer
@@ -102,7 +102,9 @@ class TestNewLike:
         assert vector.data_ptr() != place
         assert len(vector) == self.LENGTH
 
-    def test_process_keeps_limited_unused_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unused_memory_that_is_stored_for_reuse_is_limited(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(blocks, "MAX_UNUSED_BYTES", 2 * blocks.LARGE_PAGES_BYTES)
         vectors = [new_like(torch.empty(self.LENGTH)) for _ in range(4)]
         vectors.clear()
@@ -169,7 +171,7 @@ def test_damaged_machine_code_is_compiled_again(tmp_path: Path) -> None:
     assert result(compile_function(rule(tmp_path))) == (7.0, 0)
 
 
-def test_every_process_compiles_without_a_writable_cache(
+def test_every_process_compiles_if_the_cache_is_not_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -120,7 +120,7 @@ def test_gram_matrix_does_not_depend_on_threads(
 # --- the sum --------------------------------------------------------------------------------------
 
 
-def test_recombining_with_unchanged_weights_gives_the_weighted_mean() -> None:
+def test_combining_updates_with_unchanged_weights_gives_weighted_mean() -> None:
     target, rows = server(), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
     got = recombine(given(rows, weights), view(target), "model", unchanged)
@@ -129,7 +129,7 @@ def test_recombining_with_unchanged_weights_gives_the_weighted_mean() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_weighted_sum_in_blocks_has_the_bits_of_a_whole_sum(
+def test_weighted_sum_computed_in_blocks_has_the_same_bits(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, weights = normal(7, 600_001).unbind(), [0.1, 3.0, 1 / 3, 7.0, 0.7, 1.0, -2.0]
@@ -139,7 +139,7 @@ def test_weighted_sum_in_blocks_has_the_bits_of_a_whole_sum(
     assert torch.equal(got, ((a + b) + (c + d)) + ((e + f) + g))
 
 
-def test_new_coefficients_weigh_the_updates_of_the_step() -> None:
+def test_recombine_multiplies_weights_mixture_and_updates() -> None:
     rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
     got = recombine(
         given(rows, [1.0, 2.0, 4.0], 8.0), view(server()), "model", lambda products: mixture

@@ -52,7 +52,7 @@ def test_integer_buffers_have_a_vector_of_their_own() -> None:
     assert (layout.shared_counters, layout.total_counters, layout.personal) == (1, 1, 0)
 
 
-def test_layout_with_only_personal_tensors_shares_nothing() -> None:
+def test_layout_of_only_personal_tensors_has_no_shared_parameters() -> None:
     nets = {"model": nn.Linear(2, 2)}
     layout = plan_layout(nets, ("model.weight", "model.bias"))
     assert (layout.trained, layout.shared, layout.total) == (0, 0, 6)
@@ -80,7 +80,7 @@ def test_parameters_keep_their_values_in_the_vector() -> None:
     )
 
 
-def test_modules_and_vector_see_the_same_values() -> None:
+def test_change_of_the_vector_changes_the_modules_and_vice_versa() -> None:
     nets = networks()
     vector = flat(nets)
     vector.data.fill_(0.5)

@@ -18,7 +18,7 @@ from raysim.vectors.optimizer import (
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "lion", "muon"])
-def test_momentum_of_sgd_is_refused_by_other_optimizers(kind: OptimizerKind) -> None:
+def test_optimizers_other_than_sgd_refuse_momentum_and_nesterov(kind: OptimizerKind) -> None:
     with pytest.raises(ValueError, match=rf"local\.momentum=0\.9 .*local\.optimizer={kind}"):
         OptimizerSettings(kind, momentum=0.9)
     with pytest.raises(ValueError, match=rf"local\.nesterov=true .*local\.optimizer={kind}"):
@@ -37,7 +37,7 @@ def test_unknown_optimizer_is_refused() -> None:
         OptimizerSettings("sdg")  # type: ignore[arg-type]
 
 
-def test_stacked_optimizers_start_with_zero_state() -> None:
+def test_optimizer_of_several_lanes_starts_with_zero_state() -> None:
     for kind in ("sgd", "adam", "adamw", "lion"):
         stacked = StackedOptimizer(
             OptimizerSettings(kind=kind, momentum=0.9 if kind == "sgd" else 0.0), [torch.ones(3, 2)]
@@ -75,7 +75,9 @@ def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_stacked_rows_step_like_single_clients(settings: OptimizerSettings) -> None:
+def test_optimizer_of_several_lanes_steps_as_one_optimizer_per_client(
+    settings: OptimizerSettings,
+) -> None:
     whole = torch.ones(2, 3, dtype=torch.float64)
     stacked = StackedOptimizer(settings, [whole])
     stacked.step_rows([0], [whole], [gradient(7)], 0.1)  # the second row has no client yet
@@ -107,7 +109,9 @@ def test_optimizer_for_recorded_steps_equals_the_usual_one(settings: OptimizerSe
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_optimizers_continue_from_saved_buffers(settings: OptimizerSettings) -> None:
+def test_optimizers_restored_from_saved_state_make_the_same_step(
+    settings: OptimizerSettings,
+) -> None:
     row, single = stepped(settings)
     saved, whole = single.save(), torch.stack([row, row])
     stacked, recorded = StackedOptimizer(settings, [whole]), RecordedOptimizer(settings, [row])

@@ -55,12 +55,12 @@ def test_growing_row_cache_keeps_its_rows(place: cache.Place) -> None:
     assert more.data_ptr() == rows.data_ptr() and more.is_contiguous()
 
 
-def test_row_cache_cannot_grow_beyond_its_reserved_rows() -> None:
+def test_extending_a_row_cache_beyond_its_reserved_rows_is_refused() -> None:
     with pytest.raises(RuntimeError, match="storage"):
         extend_rows(filled("disk"), 6)
 
 
-def test_row_cache_on_disk_leaves_no_visible_file(folder: Path) -> None:
+def test_row_cache_on_disk_uses_a_file_that_no_folder_lists(folder: Path) -> None:
     rows = filled("disk")
     assert in_file(rows.data_ptr())
     assert not list(folder.iterdir())
@@ -68,7 +68,7 @@ def test_row_cache_on_disk_leaves_no_visible_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_restored_row_cache_moves_if_it_has_no_room_to_grow(place: cache.Place) -> None:
+def test_restored_row_cache_without_room_to_grow_is_copied(place: cache.Place) -> None:
     rows = filled(place)
     assert rows_with_room(rows, 5, place) is rows
     found = rows_with_room(rows.clone(), 5, place)
@@ -77,7 +77,7 @@ def test_restored_row_cache_moves_if_it_has_no_room_to_grow(place: cache.Place) 
     assert in_file(found.data_ptr()) == (place == "disk")
 
 
-def test_restored_row_cache_without_free_rows_moves_to_disk() -> None:
+def test_restored_row_cache_without_free_rows_is_moved_into_a_file() -> None:
     restored = filled("disk", 5).clone()
     assert in_file(rows_with_room(restored, 5, "disk").data_ptr())
 

@@ -41,7 +41,7 @@ def test_tree_sum_of_four_vectors_adds_two_pairs() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
-def test_tree_sum_leaves_out_missing_vectors(present: list[bool]) -> None:
+def test_tree_sum_skips_missing_vectors(present: list[bool]) -> None:
     leaves = [
         TreeLeaf(row, 0.3) if exists else None
         for row, exists in zip(vectors(len(present)), present, strict=True)
@@ -79,7 +79,7 @@ def test_tree_sum_has_same_bits_for_any_split_over_processes(
 
 
 @given(COUNTS, st.data())
-def test_covered_ranges_of_the_summation_tree_are_the_largest(
+def test_no_two_covered_ranges_could_be_joined_to_a_larger_one(
     count: int, data: st.DataObject
 ) -> None:
     positions = data.draw(st.sets(st.integers(0, count - 1)))
@@ -97,13 +97,13 @@ def test_covered_ranges_of_the_summation_tree_are_the_largest(
     assert all(siblings.get(part) not in ranges for part in ranges)
 
 
-def test_covered_ranges_of_the_summation_tree_are_the_fewest() -> None:
+def test_covered_ranges_merge_positions_into_as_few_parts_as_possible() -> None:
     assert covered_ranges(range(10), 10) == [range(10)]
     assert covered_ranges(range(8, 10), 10) == [range(8, 10)]
     assert covered_ranges([1, 2, 3, 4], 10) == [range(1, 2), range(2, 4), range(4, 5)]
 
 
-def test_tree_sum_into_a_tensor_keeps_vectors_unchanged() -> None:
+def test_tree_sum_written_to_a_tensor_does_not_change_its_inputs() -> None:
     rows = vectors(4)
     first = weighted_sum(rows[:2], [1.0, 2.0]).numpy()
     first.flags.writeable = False
@@ -114,7 +114,7 @@ def test_tree_sum_into_a_tensor_keeps_vectors_unchanged() -> None:
     assert torch.equal(place, weighted_sum(rows, [1.0, 2.0, 3.0, 4.0]))
 
 
-def test_tree_sum_with_numpy_weight_keeps_the_type() -> None:
+def test_tree_sum_with_numpy_weights_equals_that_with_python_floats() -> None:
     rows = vectors(2)
     weights = [np.float64(0.1), np.float64(0.7)]
     assert torch.equal(weighted_sum(rows, weights), weighted_sum(rows, [0.1, 0.7]))
