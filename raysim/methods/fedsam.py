@@ -14,15 +14,14 @@ MoFedSAM also mixes the gradient with the mean direction of the last round, as F
 `method=fedsam+fedcm` with method.fedcm.alpha as the paper's beta.
 
 Departures from the paper
-- Norms are over all parameters that the step trains, including BatchNorm's weight and bias and
-  personal parameters.
-- F is the task loss with all methods' terms. Corrections of the gradient (FedProx, SCAFFOLD,
-  FedCM), weight decay and momentum are applied afterwards, at theta. Stages with another loss
-  (FedBR's projector, FRAug's generator) use the gradient at theta.
-- Both passes share dropout masks and Mixup's draws, and BatchNorm's running statistics move in the
-  first pass only.
-- Weights are by samples, as in FedAvg; T is the same for all parameters (some codes leave out
-  biases); there is no weight averaging (SWA).
+- Norms are over all parameters that the step trains, including BatchNorm's weight and bias.
+- F is the task loss with the terms that other methods add. Corrections of the gradient (FedProx,
+  SCAFFOLD, FedCM), weight decay and momentum are applied afterwards, at theta.
+- If other methods add stages with another loss, these stages use the gradient at theta.
+- Both gradients use the same dropout masks. BatchNorm's running statistics are updated in the first
+  forward pass only.
+- Clients are weighted by samples, as in FedAvg. The paper's average of weights over rounds (SWA) is
+  left out.
 """
 
 from __future__ import annotations

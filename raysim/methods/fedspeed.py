@@ -12,16 +12,16 @@ local steps. lr is the learning rate, and c_k the client's correction:
     upload theta_K - lam c_k;                       the server takes the plain mean
 
 Departures from the paper
-- In the paper, alpha is the share of g_2; in its experiments, alpha is also the step uphill. Here
-  `alpha` is the share, and `rho` is the step uphill. g_1 is not normalised in this step.
-- F is the task loss with the terms that other methods add to it, in both gradients. The proximal
-  term, c_k, other corrections of the gradient, weight decay and momentum are added afterwards.
-- x^t is the model with which training starts; under PartialFed it is a mixture of the received and
-  the client's own model. Networks that other methods add have a c_k, too, but stages with
-  another loss than F do not go uphill.
-- The upload replaces the trained vector, so a method that keeps the trained model (pfedavg, moon)
-  must come before fedspeed in the list. Buffers are averaged without a correction. BatchNorm's
-  running statistics move in the first pass only.
+- rho and alpha are separate settings. In the paper's experiments, alpha is used for both.
+- F is the task loss with the terms that other methods add to it. The proximal term, c_k, other
+  corrections of the gradient, weight decay and momentum are added afterwards.
+- x^t is the model with which training starts. With PartialFed it is a mixture of the received and
+  the client's own model.
+- If other methods add stages with another loss, these stages use g_1 in place of g.
+- A method that keeps the trained model (pfedavg, moon) must come before fedspeed in the list of
+  methods. Otherwise it keeps the uploaded model.
+- Buffers are averaged without a correction. BatchNorm's running statistics are updated in the first
+  forward pass only.
 """
 
 from __future__ import annotations

@@ -15,18 +15,15 @@ the deterministic variant with the norm alone (probabilistic=False).
 
 Departures from the paper
 - The penalty is the norm, as in the authors' code, not its square.
-- References (r_mu, r_sigma) and scale stay on the client, because the authors' code does not
-  average them. share_reference=True averages them.
-- Weights are the run's; the authors' mean over clients is unweighted.
+- r_mu, r_sigma and s stay on the client, as in the authors' code. share_reference=True averages
+  them over the clients.
+- Clients have the weights of the run; in the authors' code they have equal weights.
 - The authors' code draws a new shuffled batch in each step; here local.* decides the order of the
   data.
-- eps comes from torch's generator, which each job seeds, as for dropout. If another method adds
-  rows to a batch or makes a further forward pass, these rows or this pass have new draws of eps.
 - A model is scored by the log of its mean softmax over `samples` draws of z, as in the authors'
-  code. Here all inputs have the same draws of eps, made once from the seed, so that scoring uses no
-  random stream. Everything else outside training uses mu as the features: frozen copies of the
-  model, and the measurement of local models (`evaluate.probe`).
-- Soft targets (Mixup) count as their heaviest class in the KL.
+  code. Here all inputs have the same draws of eps, made once from the seed.
+- In all other uses outside training, such as frozen copies of the model, the features are mu.
+- With Mixup, the class of a sample in the KL is the one with the largest weight.
 """
 
 from __future__ import annotations

@@ -16,11 +16,9 @@ Departures from the paper
   product, and B_i^0 A_i^0 the product that client i received. Without stale updates this is the
   paper's P.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
-- The head is trained and averaged like any other parameter.
+- The head is trained and averaged as all other parameters are.
 - P may have a rank k below r. Then rows k + 1 to r of A do not change, and these columns of B
   become 0.
-- The entry of largest magnitude in each column of U is positive, so that the result does not depend
-  on the library that computes it.
 """
 
 from __future__ import annotations
@@ -138,13 +136,14 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return pairs (model, share), from which `_split_mean` computes the mean product.
+    """Return pairs of a model and a factor, from which `_split_mean` computes the mean product.
 
-    The mean product is the sum of share * B A over the models; a model is a vector. The model that
-    client i trained has the share p_i, its update's weight divided by the sum of weights. The model
-    that client i received has the share -p_i, and the server's current model the share 1. Without
-    stale updates these shares cancel, and the result has only trained models.
+    The mean product is the sum of factor * B A over the models. A model is a vector: the server's
+    current model, or a model that a client trained or received.
     """
+    # With p_i the weight of client i, divided by the sum of weights, the factors are p_i for the
+    # model that client i trained, -p_i for the model that it received, and 1 for the current model.
+    # Without stale updates, the last two cancel.
     received: dict[int, float] = {}
     trained = []
     for update, delta, weight in zip(
@@ -172,8 +171,7 @@ def _split_mean(
     """Split the mean product of one layer into new factors B [m, r] and A [r, n], in float64.
 
     factors: where a model's vector holds the factors of this layer.
-    models: the pairs (model, share) from `_shares_of_models`; the mean product is the sum of
-    share * B A over them.
+    models: the pairs of a model and a factor from `_shares_of_models`.
     old_a: [r, n], the factor A of the current model.
     """
     left, right = [], []

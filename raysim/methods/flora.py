@@ -7,21 +7,18 @@ W0 + s B A, see `raysim/models/lora.py`. With p_i the weight of client i:
     A = [A_1; ...; A_K],    B = [p_1 B_1, ..., p_K B_K],    B A = sum_i p_i B_i A_i
     W0 <- W0 + s B A,    then A is drawn again and B is 0
 
-The sum is exact, whatever the ranks of the clients. The weights of layers with an adapter therefore
-change, and are part of each version: in the simulator they are buffers of the model, which travel
-between its processes. Traffic and virtual time count only what FLoRA sends: a client receives the
-stacked factors of the K clients of an aggregation, and sends its own factors.
+The sum is exact, whatever the ranks of the clients. A client receives the stacked factors of the K
+clients of an aggregation, and sends its own factors. Traffic and virtual time count only these.
 
 Departures from the paper
-- With each job, traffic counts the stack of one aggregation. A client that missed rounds would need
-  more stacks; in the paper all clients take part in each round.
-- If the stack of a layer has more floats than the layer's weight, the weight is sent.
-- Nothing is counted for the first version, which all clients know, or for the initial A, which each
-  client draws from a seed.
+- In the paper all clients take part in each round. Here a client may miss rounds, but traffic
+  counts only one stack for each job.
+- If the stack of a layer has more floats than the layer's weight, traffic counts the weight.
+- Traffic counts nothing for the first version, which all clients know, and for the initial A, which
+  each client draws from a seed.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
-- The head is trained and averaged like any other parameter.
-- Stale updates are added like others: B starts at 0 in each job, so that s B_i A_i is all that the
-  client has changed.
+- The head is trained and averaged as all other parameters are.
+- Stale updates are added without a correction.
 """
 
 from __future__ import annotations

@@ -25,33 +25,28 @@ Each batch takes three optimizer steps. The networks that a step does not train 
 D is the squared maximum mean discrepancy with five Gaussian kernels.
 
 Departures from the paper
-- Noise is normal, as in the paper; noise="uniform" on [0, 1) is what the authors' code has.
-- mu is constant, as in the authors' code. For mu, the paper cites a work with the ramp
-  exp(-5 (1 - t/T)^2); prototype_ramp=True multiplies mu by this ramp.
-- Prototypes start at 0, and a class that is not in the batch keeps its prototype, as in the
-  authors' code. So the first batch with class k sets c_k to mu times the mean of its features.
+- Noise is normal, as in the paper; in the authors' code it is uniform on [0, 1) (noise="uniform").
+- mu is constant, as in the authors' code. The paper cites a work that multiplies mu by the ramp
+  exp(-5 (1 - t/T)^2), as prototype_ramp=True does.
+- Prototypes start at 0, as in the authors' code. The first batch with class k therefore sets c_k to
+  mu times the mean of its features.
 - The paper's weights of the three cross-entropies are illegible; the weights here are those of the
   authors' code.
 - D is computed once for each batch, over all classes together, as in the authors' code. The paper's
-  text says "for each class". The option "mmd_classes" does this: it computes D for each class that
-  both sets of features have, and takes the mean.
-- rho and beta follow the global round, not the iteration, as in the authors' code, and are constant
-  after round T. The paper's gamma is meant for T = 300, and rho starts higher with fewer rounds.
-  ramp_rounds=300 multiplies gamma by 300/T instead.
-- Nothing bounds the norm of generated features. If D is the mean squared error (the option "mse"),
-  the norm grows fast. With MMD it grows slowly, because the widths of the kernels grow with the
-  distances. A smaller lambda_G or a smaller learning rate of the generator helps. For example,
-  after 40 rounds on scikit-learn's digits with MMD, real features have a norm of 13. Generated ones
-  have 65, 17 and 8 with lambda_G = 10, 1 and 0, and 27 with lambda_G = 10 and a fifth of the rate.
-  The history has both norms, and the share of synthetic features that the head classifies
-  correctly. A run whose norms differ too much warns.
-- BatchNorm is recognised by its type. The authors' code uses names, which miss the shortcuts of a
+  text says "for each class", as the option "mmd_classes" does.
+- rho and beta depend on the round, not on the step, as in the authors' code. They are constant
+  after round T.
+- The paper's gamma is meant for T = 300, so that rho starts higher with fewer rounds. To correct
+  this, ramp_rounds=300 multiplies gamma by 300/T.
+- The norm of generated features has no bound. It can become much larger than the norm of real
+  features, above all with the option "mse". The history has both norms, and the run then warns. A
+  smaller lambda_G or a smaller learning rate of the generator helps.
+- Layers are BatchNorm by their type. The authors' code uses names, which miss the shortcuts of a
   ResNet.
-- Optimizers keep their state from round to round, as in the authors' code; keep_optimizer=False
-  resets them. Each job shuffles the client's samples again; in the authors' code a round continues
-  where the last one stopped.
-- The learning rates of generator and RTNet are multiples of local.lr. Their optimizers have the
-  other settings of the local optimizer unchanged.
+- A client keeps the states of its optimizers from round to round, as in the authors' code;
+  keep_optimizer=False resets them.
+- The learning rates of generator and RTNet are multiples of local.lr. All other settings of their
+  optimizers are those of the local optimizer.
 - A batch of one sample is left out, as in the authors' code, because BatchNorm cannot normalise it.
 """
 
@@ -220,19 +215,20 @@ class FRAug(Method):
     With "mse" the generator is compared with prototypes.
     generator_lr_factor, rtnet_lr_factor: factors on local.lr.
     generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
-    rtnet_norm: True ends RTNet with BatchNorm.
-    ramp, gamma: the formula and the speed of the ramp rho. `raysim/methods/ramps.py` has the
-    formulas "exp", "laine_aila", "reciprocal" and "constant".
+    rtnet_norm: True adds a BatchNorm at the end of RTNet.
+    ramp: the formula of rho, a weight that grows from round to round: "exp", "laine_aila",
+    "reciprocal" or "constant" (see `raysim/methods/ramps.py`).
+    gamma: the constant in this formula.
     ramp_rounds: the number of rounds for which gamma is meant; None means `rounds`.
     weight: the largest share beta of generated features in the classifier's loss.
-    residual: the factor on RTNet's output, which is added to features in the classifier's step;
-    None uses the ramp rho.
-    prototype_weight: mu. With the mean feature m of its class in the batch, a prototype c becomes
-    (1 - mu) c + mu m.
-    prototype_ramp: True multiplies mu by a ramp that reaches 1 in the last round.
+    residual: the factor on RTNet's output in the classifier's loss; None uses rho.
+    prototype_weight: the share mu of the batch's mean features in a new prototype. The share of the
+    old prototype is 1 - mu.
+    prototype_ramp: True multiplies mu by a factor that grows to 1 until the last round.
+    use_generator, use_rtnet: False removes this network.
     keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
 
-    Each row of the paper's Table 3 removes one part of FRAug. A setting removes each part, too:
+    The paper's Table 3 removes one component of FRAug at a time. These settings do the same:
 
     - use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent.
     - use_rtnet=False (transformation network): v^ = rho G + (1 - rho) c, as in the authors' code.
@@ -421,11 +417,7 @@ class FRAug(Method):
 
     # --- a client's job -------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Set to 0 the four sums over steps from which `end` computes the reported means.
-
-        The sums are: the norms of real features, the norms of generated features, the shares of
-        correct predictions, and the number of steps.
-        """
+        """Set the sums to 0 from which `end` computes the reported means."""
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
 
     def draw_noise(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
@@ -502,12 +494,11 @@ class FRAug(Method):
         return rtnet_loss(domain, real, proto, anchors, weight, bias, lam, metric, labels, turn)
 
     def end(self, job: LocalJob) -> None:
-        """Report means over the job's steps, which become columns of the history.
+        """Report three means over the job's steps, which become columns of the history.
 
-        "real_norm" and "generated_norm" are the norms of real features and of the features that the
-        generator makes. "synthetic_accuracy" is the share of synthetic features that the head
-        classifies correctly. Without a generator, "generated_norm" is left out. A job without a
-        step reports nothing.
+        "real_norm" and "generated_norm" are the norms of real features and of the generator's
+        features. "synthetic_accuracy" is the share of synthetic features that the head classifies
+        correctly.
         """
         real, generated, correct, steps = job.scratch["sums"].tolist()
         if not steps:
@@ -597,10 +588,8 @@ def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
 
 
 def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
-    """Add the numbers of a step to the job's four sums.
+    """Add the numbers of a step to the sums that `end` reports, and 1 to the number of steps.
 
-    These are the mean norm of the real features, the mean norm of the generated features, the share
-    of correct predictions, and 1.
     real: [B, D], the real features.
     generated: [2 B, ...], the features from the generator, or the noise if there is no generator.
     is_correct: bool [2 B], True for each synthetic feature whose class the head predicts.

@@ -10,7 +10,6 @@ by the smoothed Weiszfeld algorithm: z starts as the weighted mean, and is repla
 with g_i the updates and a_i their weights (by samples unless the run says otherwise).
 
 Departures from the paper
-- z stays in the span of the updates, so that their Gram matrix and one weighted sum suffice.
 - BatchNorm's statistics are averaged as in FedAvg.
 """
 
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
 
 
 def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) -> Tensor:
-    """Return weights b [m]: the mean of m updates, weighted by b, is their geometric median.
+    """Return the weights [m] with which the weighted mean of m updates is their geometric median.
 
-    The sum of b is not 1.
+    The weights are not normalised.
 
     products: the Gram matrix of the updates, float64 [m, m].
-    weights: [m], the weights a of the updates in the usual mean.
+    weights: [m], the weights of the updates in FedAvg's mean.
     steps: the number of steps of Weiszfeld's algorithm; with 0 the result is `weights`.
     nu: the smallest distance in the formula; a smaller distance to the median counts as nu.
     """

@@ -8,12 +8,11 @@ Shifts" (ICLR 2020), Algorithm 1, in the federated form of FedBR's Appendix A:
     q_i <- q_i exp(eta_q l_i)      for the participants, who are averaged with q_i / sum q_j
 
 Departures from the paper
-- l_i is the task loss of the received model on the first local batch, as in FedBR's code;
-  batches="all" takes the mean over all local steps.
-- Each client has a q, as in the paper. In FedBR's code, q_i belongs to the i-th participant of a
-  round, which is another client in each round. q is not normalised after a round, because only
-  ratios of q count.
-- Mixup and momentum across rounds, which FedBR's code always uses, are separate choices.
+- l_i is the task loss of the received model on the first local batch, as in FedBR's code. With
+  batches="all", it is the mean loss over all local steps.
+- q_i belongs to client i, as in the paper. In FedBR's code, it belongs to the i-th participant of a
+  round, which is another client in each round.
+- FedBR's code always uses Mixup, and momentum across rounds. Here both are separate choices.
 """
 
 from __future__ import annotations

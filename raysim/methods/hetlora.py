@@ -11,21 +11,19 @@ Client i has the rank r_i:
 
 with q = floor(gamma r_i) and Frobenius norms; |B_i A_i| is the norm of the products of all layers
 together. lam is the weight of the penalty S_i, and gamma the share of ranks without a penalty. The
-product of the mean factors is not the mean of the products: the aggregation is not exact.
+aggregation is not exact: the product of the mean factors is not the mean of the products.
 
-Choices that the paper, which treats a single pair of matrices, leaves open
-- With several layers, S_i is a sum over layers, and p_i has the norm of all products together. A
-  client has one rank for all layers, and prunes all of them at once, to 1 or more.
+Choices that the paper leaves open
+- The paper has a single pair of matrices. With several layers, a client has one rank for all of
+  them, and prunes all of them at once.
 - lam = 0.001 and gamma = 0.99 by default.
 
 Departures from the paper
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
-- p_i multiplies the weight that the run and other methods give client i, which is uniform unless
-  `weighting` says otherwise. It applies to the head, too, which is trained and averaged like any
-  other parameter.
-- A client keeps its pruned rank as client state. The paper's server learns it from the size of the
-  client's matrices, and sends matrices of this rank afterwards. Here virtual time and traffic count
-  the rank before pruning, because a plan cannot depend on training.
+- p_i multiplies the weight that the run and other methods give client i. This also applies to the
+  head, which is trained and averaged.
+- A client keeps its pruned rank as client state, and the paper's server sends matrices of this
+  rank. Here virtual time and traffic count the rank before pruning.
 """
 
 from __future__ import annotations
@@ -98,9 +96,9 @@ class HetLoRA(Method):
     {phone_low: 2, tablet: 8}.
     sparsity: True weighs each client by the norm of the product B A of its two factors; False
     leaves the weights as the run and other methods set them.
-    lam: the weight of a penalty that makes the last columns of B and the last rows of A small. A
-    client can then prune them, and has a lower rank from then on. 0 switches this off.
-    gamma: the share of a client's ranks without the penalty, counted from the first rank.
+    lam: the weight of a penalty that makes the last columns of B and the last rows of A small, so
+    that a client can remove them and has a lower rank. 0 switches this off.
+    gamma: the share of a client's ranks without the penalty; these are its first ranks.
     """
 
     name = "hetlora"

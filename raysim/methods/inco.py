@@ -16,17 +16,14 @@ convJ of a later block is block 0's conv2 if the shapes are equal, otherwise blo
 transformers, the source of a block's norm2 is its norm1.
 
 Departures from the paper
-- By default (align="always") the rule is the one of the authors' code. The paper derives it from a
-  minimisation that changes g only if g opposes g0 (align="conflict"). Neither computes the exact
-  minimum, because theta is computed before g and g0 are normalised. Clamp and clip are in the
-  authors' code only.
-- The authors' routine fails on bottlenecks; here tensors without a source of their shape keep the
-  mean update. A 1x1 kernel is one number and has no direction, so the whole tensor is mixed as one
-  vector.
+- All updates that have a source are changed, as in the authors' code. In the paper's derivation,
+  g changes only if <g, g0> is negative (align="conflict").
+- The clamp of theta and the clip are in the authors' code only.
+- A tensor without a source of its shape is not changed. The authors' code fails on such tensors.
+- A tensor with 1x1 kernels is mixed as one vector.
 - The authors' code divides a transformer's updates by the number of local epochs; here nothing is
   divided.
-- Weights are uniform, as in the authors' code. Buffers are averaged as values, so that no variance
-  can become negative, and the authors' clamp is not needed.
+- All clients have the same weight, as in the authors' code. Buffers are averaged.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ least score, Multi-Krum the mean of the `selected` updates with the least scores
 arbitrary updates if 2 f + 2 < n.
 
 Departures from the paper
-- If n - f - 2 is below 1, only the closest update is counted. Of updates with equal scores, the
+- If n - f - 2 is below 1, a score has only the closest update. Of updates with equal scores, the
   first one in the order of aggregation is used.
-- Weights only decide which updates are considered: an update of weight 0 is not. BatchNorm's
-  statistics are averaged as in FedAvg.
+- Weights have no effect, except that an update of weight 0 is left out. BatchNorm's statistics are
+  averaged as in FedAvg.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Functions for methods with special rules for the factors A and B of adapters.
 
 They find the factors in a vector and give clients different ranks. `raysim/models/lora.py`
-describes the factors. Client i with the rank r_i receives the first r_i rows of A and columns of B,
-trains and sends them. In the vector all later rows and columns are 0, and so are their gradients.
+describes the factors. A client of rank r receives, trains and sends the first r rows of A and
+columns of B. In the vector, its other rows and columns are 0.
 """
 
 from __future__ import annotations
@@ -248,10 +248,8 @@ def needs_mask(run: Setup, ranks: Ranks) -> bool:
 
 
 def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
-    """Do not call the hooks `begin` and `gradient` of the method if they do nothing in this run.
+    """Declare that raysim need not call the hooks `begin` and `gradient`, if they have no effect.
 
-    `begin` does nothing if all clients have the rank of the model, and `gradient` if no gradient
-    must be masked (`needs_mask`).
     ranks: the method's setting; None gives all clients the rank of the model.
     """
     if ranks is None:

@@ -7,9 +7,9 @@ Source: Zeng, Guo, Wang, Wang, Zhou and Qu, "Tackling Data Heterogeneity in Fede
 Loss Decomposition" (MICCAI 2024), eqs. (1) and (2).
 
 Departures from the paper
-- The paper uses the absolute values of the last two parts, and calls them "losses". But only parts
-  with signs add up to the loss. The result has the signed parts, and the absolute values as
-  "distribution_shift_loss" and "aggregation_loss".
+- The last two parts may be negative; only then do the three parts add up to the loss. The paper
+  uses their absolute values, which the result also has, as "distribution_shift_loss" and
+  "aggregation_loss".
 """
 
 from __future__ import annotations

@@ -10,12 +10,11 @@ previous local model:
     loss  = cross-entropy + mu l_con
 
 Departures from the paper
-- The first job of a client has no previous model, and its loss has no l_con. The authors' code
-  gives this client a random model as the previous one.
-- The received model and the previous models are in eval mode, as in the authors' code. The code of
-  FedBR contains MOON as a baseline. There the previous model is never updated, which is an error
-  and is not copied.
-- A client stores its previous models with their classifiers, although only the features are used.
+- In a client's first job there is no previous model, and the loss has no l_con. In the authors'
+  code the previous model is then a random one.
+- The received model and the previous models are in eval mode, as in the authors' code.
+- The code of FedBR, which has MOON as a baseline, never updates the previous model. This error is
+  not copied.
 """
 
 from __future__ import annotations

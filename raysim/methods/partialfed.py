@@ -17,20 +17,16 @@ and a layer is loaded if pi_l0 >= pi_l1.
 Departures from the paper
 - No code was released, and the text of the paper was not available: the training of the adaptive
   policy is a reconstruction.
-- A layer is a module of the model that directly has parameters or buffers. All of them, including
-  integer buffers, are mixed with the same u_l. Networks that other methods add are always loaded,
-  and parameters that stay on the client anyway (FedBN) are not mixed.
+- A layer is a module of the model that directly has parameters or buffers. Networks that other
+  methods add are always loaded.
 - strategy=no_bn keeps on the client all modules whose type is BatchNorm, as FedBN does;
   strategy=no_classifier keeps the head.
-- A client's first job loads the shared model of its round. So strategy=none is local training, and
+- A client's first job loads the whole shared model. So strategy=none is local training, and
   strategy=no_bn is FedBN, only if all clients start in the same round.
-- The policy's batches are the client's own samples, not augmented, from separate random streams.
-  The model is in eval mode, and BatchNorm's running statistics are mixed like parameters. The loss
-  is the plain cross-entropy.
-- Other methods use the mixed model in place of the received one. FedProx and SCAFFOLD compute the
-  difference to it, and MOON compares features with it. The averaged update is still
-  the difference to the shared model. A method that uses the received model before training
-  (FedBSS) gets the mixed one if it comes later in the list.
+- The policy is trained on the client's samples without augmentation, with the cross-entropy alone.
+  The model is in eval mode, and BatchNorm's running statistics are mixed, too.
+- For other methods, such as FedProx, SCAFFOLD and MOON, the mixed model takes the place of the
+  received one. But an update is the difference to the model that the server sent.
 - The whole model travels in both directions, even layers that no client ever loads.
 """
 
@@ -97,9 +93,10 @@ def partial_initialize(
 ) -> list[Tensor]:
     """Return for each layer a mixture of the received values and the client's values.
 
-    global_layers, local_layers: the L tensors of the received model, and those of the client.
-    load_global: [L], the share of the received values in each layer. If its dtype is bool, the
-    result for a layer is the tensor of `global_layers` (True) or of `local_layers` (False) itself.
+    global_layers: the received values of each of L layers.
+    local_layers: the client's values of each layer.
+    load_global: [L], the share of the received values in the mixture of each layer; or bool, True
+    for the received values and False for the client's values.
     """
     layers = []
     if load_global.dtype == torch.bool:
@@ -127,17 +124,18 @@ def _layer(entry: Entry) -> str:
 class PartialFed(Method):
     """A method that loads only some layers of the shared model.
 
-    strategy: which layers are loaded: the first ("bottom_up") or last ("top_down") `num_loaded`;
-    all but BatchNorm ("no_bn"), the head ("no_classifier") or both ("no_bn_no_classifier"); "all";
-    "none"; or those that the client's policy chooses ("adaptive").
-    num_loaded: the number of loaded layers, for bottom_up and top_down.
+    strategy: which layers a client loads. "bottom_up" loads the first `num_loaded` layers,
+    "top_down" the last ones. "no_bn" loads all layers except BatchNorm, "no_classifier" all layers
+    except the head, and "no_bn_no_classifier" all layers except BatchNorm and the head. "all" loads
+    all layers, "none" no layer. With "adaptive", each client learns a policy that chooses layers.
+    num_loaded: the number of loaded layers, for "bottom_up" and "top_down"; otherwise None.
     max_staleness: the largest number of versions since the base version of a client's last job. If
     more versions have passed, the client loads all layers. None sets no limit.
-    policy_steps, policy_lr, policy_batch: for strategy=adaptive, the steps of Adam in each job,
-    their learning rate and the samples of each step.
-    temperature, decay, floor: the relaxation has the temperature
-    max(floor, temperature * decay^v) in version v.
-    sample_decision: True adds noise to the logits when the layers to load are chosen.
+    policy_steps, policy_lr, policy_batch: for "adaptive", the number of Adam steps in each job,
+    their learning rate and the number of samples in each step.
+    temperature, decay, floor: for "adaptive", the temperature of the softmax in the policy's
+    training is max(floor, temperature * decay^v) in version v.
+    sample_decision: True adds noise to the policy's logits when the layers are chosen.
     """
 
     name = "partialfed"
@@ -222,11 +220,9 @@ class PartialFed(Method):
             )
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of training the policy: the samples of all its steps together.
+        """Return the cost of training the policy, in trained samples.
 
-        The unit is a forward and a backward pass of one sample. There are `policy_steps` steps of
-        `policy_batch` samples, or of all samples of a client with fewer. A client's first job
-        costs nothing, because the client has no model of its own yet.
+        A client's first job costs nothing, because it has no layers to choose from.
         """
         if not job.earlier_jobs:
             return 0.0
@@ -343,10 +339,10 @@ class PartialFed(Method):
 
 
 def _layer_indices(entries: Sequence[Entry], layers: Sequence[str]) -> list[int]:
-    """Return for each entry the position of its layer in `layers`.
+    """Return the position in `layers` of the layer of each tensor.
 
-    entries: tensors (parameters and buffers), with their places in the vector. The tensors of other
-    networks than the model have no layer, and get len(layers).
+    entries: the tensors. If a tensor belongs to a network that another method added, its result is
+    len(layers).
     layers: the paths of the model's layers.
     """
     index_of = {path: index for index, path in enumerate(layers)}
@@ -363,13 +359,14 @@ def _mix(
     received: Tensor,
     previous: Tensor,
 ) -> Tensor:
-    """Return one flat tensor with received values where a layer is loaded, else previous values.
+    """Return a flat tensor: received values of loaded layers, previous values of other layers.
 
-    Networks other than the model are always loaded.
-    entries: the tensors of the result, with their places in `received` and `previous`.
+    Networks that other methods added are always loaded.
+    entries: the tensors of the result, with their positions in `received` and `previous`.
     layers: the paths of the model's L layers.
     mask: bool [L], True for the layers that are loaded.
-    received, previous: flat tensors: the received model, and what the client trained last.
+    received: the values that the client received, flat.
+    previous: the values that the client trained last, flat.
     """
     loads_other_networks = torch.ones(1, dtype=torch.bool)
     loads_index = torch.cat([mask.cpu(), loads_other_networks])
@@ -385,7 +382,7 @@ def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Te
 
     The previous values are those that the client trained last.
     layers: the paths of the model's L layers.
-    shares: [L], the share of the received values in each layer; the result is differentiable in it.
+    shares: [L], the share of the received values in the mixture of each layer. Gradients reach it.
     """
     entries = [
         entry for entry in job.layout.entries if entry.network == "model" and not entry.personal
@@ -405,10 +402,11 @@ def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Te
 def _fold_statistics(
     path: str, module: nn.modules.batchnorm._BatchNorm, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a BatchNorm, with its running statistics moved into weight and bias.
+    """Return tensors of a BatchNorm with the same outputs in eval mode, but with gradients.
 
-    The outputs in eval mode stay the same. torch differentiates weight and bias, but not running
-    statistics. A BatchNorm without weight and bias gets its running statistics without gradients.
+    torch computes no gradients for running statistics. Therefore the result has mean 0 and
+    variance 1, and a weight and a bias that depend on the running statistics. A BatchNorm without
+    weight and bias gets no gradients.
     path: the path of the BatchNorm in the model.
     module: the BatchNorm.
     tensors: the model's tensors by path, with the values to use.

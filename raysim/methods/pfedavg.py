@@ -10,14 +10,14 @@ is not Per-FedAvg, the meta-learning method. With w the shared model, client k's
     finetune_last    like finetune, but clients are fine-tuned only after the last round
 
 Departures from the paper
-- The paper names neither the mode nor the number of steps, so a reported result must name its
-  mode. The accuracy of v_k is the column `accuracy` in after_local, and the column
-  `accuracy_finetuned` in the fine-tuning modes.
-- Fine-tuning starts with a new optimizer of the run's settings, at the learning rate of the current
-  version. It uses the run's batch size, cross-entropy alone and separate random streams. BatchNorm
-  is in train mode. head_only trains the head, with the extractor in eval mode.
-- A client that never trained is scored with the shared model in after_local; if few clients take
-  part, use finetune.
+- The paper does not say which of these models it means, so a reported result must name its mode.
+- The accuracy of v_k is the column `accuracy` with mode=after_local, and the column
+  `accuracy_finetuned` with all other modes.
+- Fine-tuning has a new optimizer with the run's settings, the current learning rate and the run's
+  batch size. The loss is the cross-entropy alone. BatchNorm is in train mode.
+- With head_only=True, only the head is fine-tuned, and the extractor is in eval mode.
+- With mode=after_local, a client that never trained is scored with the shared model. If few clients
+  take part, choose mode=finetune.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ Source: Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Enve
 A client is scored with the theta of its last batch.
 
 Departures from the paper
-- theta starts from w in each batch. lam (w - theta) is the gradient of w: eta is local.lr, and
-  weight decay, momentum, clipping and corrections of other methods act on it. f has the terms that
-  other methods add to the loss.
-- w overshoots theta if local.lr * lam is above 1.
+- lam (w - theta) is used as the gradient of w. The rate eta is local.lr. Weight decay, momentum,
+  clipping and corrections of other methods also apply.
+- f includes the terms that other methods add to the loss.
+- If local.lr * lam is above 1, w overshoots theta.
 - BatchNorm's running statistics are updated in the forward passes at w only. theta is scored with
   the running statistics that the client had after its last job.
-- Only parameters of x move by beta; buffers are averaged.
+- beta applies to parameters only; buffers are averaged.
 - A client that never trained is scored with the shared model.
 """
 
@@ -43,15 +43,16 @@ if TYPE_CHECKING:
 def envelope_shift(
     grad: Tensor, gradient_at: Callable[[Tensor], Tensor], steps: int, rate: float, lam: float
 ) -> Tensor:
-    """Return theta - w [n]: the personal parameters theta, minus the shared parameters w.
+    """Train the personal parameters theta on a batch; return the shift theta - w, [n].
 
-    theta starts at w. Each step descends on the loss plus lam / 2 times the squared norm of the
-    shift theta - w.
+    theta starts at the shared parameters w. Each step descends on the loss plus lam / 2 times the
+    squared norm of the shift.
 
     grad: [n], the gradient of the loss at w.
-    gradient_at(shift): the gradient of the loss at w + shift, [n].
+    gradient_at: function that returns the gradient of the loss at w + shift for a shift [n].
     steps: the number of steps, at least 1.
     rate: the learning rate of the steps.
+    lam: the weight of the pull to the shared parameters.
     """
     shift = -rate * grad
     for _ in range(steps - 1):
