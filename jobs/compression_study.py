@@ -135,9 +135,8 @@ def collect(folder: Path) -> None:
 
 # --- the page -----------------------------------------------------------------------------------
 def reached(curve: Sequence[Sequence[float]]) -> Sequence[float] | None:
-    """Return the costs at which a run first has at least the accuracy TARGET.
+    """Return the costs at which a run first reaches the accuracy `TARGET`; None if it never does.
 
-    Return None if the run never has it.
     curve: one row for each scored round: its costs so far, and its accuracy as the last number.
     """
     return next((costs for *costs, accuracy in curve if accuracy >= TARGET), None)

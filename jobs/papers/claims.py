@@ -129,7 +129,7 @@ class Finding:
 
     @property
     def is_trained(self) -> bool:
-        """Return True if `other` reaches at least the share `TRAINED` of its printed accuracy.
+        """Return True if the accuracy of `other` is at least `TRAINED` times its printed accuracy.
 
         Return True, too, if the paper prints no accuracy.
         """
@@ -189,7 +189,7 @@ def seeds_needed(deviation: float, difference: float) -> str:
 
 # --- findings -------------------------------------------------------------------------------------
 def findings(claim: Claim, runs: Sequence[Run]) -> list[Finding]:
-    """Return a finding for each setting of a claim in which both methods share a seed."""
+    """Return a finding for each setting at which both methods of a claim have runs with equal seeds."""
     by_setting: dict[str, dict[str, dict[int, Run]]] = {}
     for run in runs:
         methods, overrides = overrides_of(run)

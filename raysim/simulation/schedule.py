@@ -286,11 +286,11 @@ class Deadline(_Policy):
         return self.late == "stale"
 
     def decide(self, view: View) -> Action:
-        """Dispatch a round, and aggregate what has arrived when its time limit is reached.
+        """Dispatch a round; at the time limit, aggregate the updates that have arrived.
 
-        Aggregate earlier if all jobs have ended. If no update has arrived at the limit, aggregate
-        when the first one arrives. With late="discard", first discard the jobs that are still in
-        flight, and then aggregate.
+        Aggregate earlier if all jobs have ended. If no update has arrived at the time limit,
+        aggregate when the first one arrives. With late="discard", first discard the jobs that are
+        still in flight.
         """
         if not view.sent or not (view.running or view.arrived):
             if view.idle:

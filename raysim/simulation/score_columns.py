@@ -225,9 +225,9 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with validation scores, and with test scores in each client's best round.
 
-        There are two validation columns: the mean over clients of their current scores, and the
-        mean of the scores in each client's best round. Only the main metric has best rounds; other
-        metrics get only the column of the current scores.
+        There are two validation columns: the mean over clients of the scores in this round, and the
+        mean of the scores in each client's best round. Only the main metric has best rounds. For
+        every other metric, return only the first of these columns.
 
         scoring: the scored clients.
         tested: the metric's value for each test sample of these clients, one client after another.
@@ -251,11 +251,11 @@ class ScoreColumns:
     def _best_shared_columns(self, version: int, row: Row) -> Row:
         """Return columns with the shared model's best round, and its central score in that round.
 
-        The best round is the one with the best mean validation score. Return {} for other metrics
-        than the main one, and without validation samples.
+        The best round is the round with the best mean validation score. Return {} if the metric is
+        not the main metric, or if there are no validation samples.
 
         version: the number of the scored version.
-        row: the columns of the current round.
+        row: the columns of this round.
         """
         name, sign = self.metric.name, 1 if self.metric.higher else -1
         validation = row.get(f"{name}_validation")

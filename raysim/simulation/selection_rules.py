@@ -135,9 +135,10 @@ class FedCS(Selection):
     deadline: the time limit of a round, in virtual seconds.
     candidates: the number of idle clients that are drawn, and from which the rule chooses; None
     uses all idle clients.
-    uplink: how clients send their updates. "shared": over one link, one client after another, as in
-    the paper. "own": each client over a separate link, as on the virtual clock. Clients then do not
-    delay each other, and the fastest clients that meet the deadline are chosen.
+    uplink: the links over which clients send their updates. "shared": one link for all clients, so
+    that they send one after another. The paper assumes this. "own": a link for each client, so that
+    clients do not delay each other. raysim's virtual clock assumes this. The fastest clients that
+    meet the deadline are then chosen.
     """
 
     deadline: float = 60.0

@@ -295,11 +295,10 @@ class Selector:
         return self._seconds
 
     def _sending_seconds(self, clients: Sequence[int]) -> Floats:
-        """Return the virtual seconds that each of these clients needs to send its update.
+        """Return the virtual seconds that each of these clients needs to send its first update.
 
-        The result is float64 [len(clients)]. The seconds are those of the client's first update,
-        even if its later ones have other sizes. They are 0 if the fleet does not tell how long
-        sending takes.
+        The result is float64 [len(clients)]. It is also used for later updates. It is 0 if the
+        fleet does not tell how long sending takes.
         """
         if not isinstance(self._devices, DevicesWithPhases):
             return np.zeros(len(clients))

@@ -549,13 +549,13 @@ def make_server(
 ) -> Server:
     """Return the server of a replica, for a run that has not begun.
 
-    vector, counters: the initial shared vector and integer buffers. Several replicas may share
-    these tensors.
+    vector, counters: the initial shared vector and integer buffers. Several replicas may have the
+    same tensors.
     size: the largest number of updates in one aggregation.
-    counts: int64 [clients], the training samples of each client; 0 for clients of other replicas.
-    None uses the counts of all clients of the run.
-    unseen: the number of clients that this replica never trains. With `counts`, it includes the
-    clients of other replicas. None uses the number of the run's unseen clients.
+    counts: int64 [clients], the number of training samples of each client; 0 for clients of other
+    replicas. None uses the counts of all clients of the run.
+    unseen: the number of clients that never train this replica; None uses the number of the run's
+    unseen clients.
     replica: the number of the replica.
     """
     settings, partition = spec.settings, spec.data.partition

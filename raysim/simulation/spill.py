@@ -68,16 +68,13 @@ class SpillFile:
         self._pieces[client] = pieces
 
     def read(self, client: int) -> dict[str, np.ndarray]:
-        """Return a copy of a client's arrays, read-only.
-
-        The arrays are not mapped from the file, because the pages of a map stay in the memory of
-        this process after their use.
-        """
+        """Return a copy of a client's arrays, read-only."""
         pieces = self._pieces[client]
         if not pieces:
             return {}
         start = pieces[0].start
         end = pieces[-1].start + pieces[-1].size
+        # A copy, because the pages of a memory map stay in the memory of this process.
         content = np.empty(end - start, np.uint8)
         self._file.read(start, content)
         content.flags.writeable = False

@@ -72,9 +72,10 @@ class RecordedDevices(NamedTuple):
 class Trace(Fleet):
     """A fleet whose clients behave like the devices of a trace.
 
-    If the run has as many clients as the trace has rows, client k is row k; both numbers start at
-    0. If it has fewer clients, each client gets a different row, drawn at random at the start. If
-    it has more, rows are used several times: each row equally often, or once more.
+    If the run has as many clients as the trace has rows, client 0 follows row 0, client 1 follows
+    row 1, and so on. If it has fewer clients, each client follows a different row, drawn at random
+    at the start. If it has more, several clients follow the same row: each row has equally many
+    clients, or one more.
     file: the path of the trace.
     wrap: True repeats a client's trace after its period; False makes the client unavailable then.
     availability: "trace" uses the intervals of the file. Any other value means the same as in other

@@ -16,9 +16,9 @@ from raysim.primitives.streams import stream
 
 
 def cut_batches(order: np.ndarray, batch: int, drop_single: bool) -> list[np.ndarray]:
-    """Cut an order of samples into consecutive batches.
+    """Cut a sequence of samples into consecutive batches.
 
-    order: positions of samples. The batches keep the order.
+    order: the positions of the samples, in the order of training.
     batch: the number of samples in a batch; the last batch may be smaller.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """

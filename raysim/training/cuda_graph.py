@@ -23,7 +23,7 @@ def recorder(device: torch.device) -> Record:
 
     The returned function takes a computation, which is a function without arguments that returns
     tensors. It returns a function that repeats this computation: on a GPU by a CUDA graph,
-    elsewhere by calling the computation again. All its CUDA graphs share a pool of memory.
+    elsewhere by calling the computation again.
     """
     if device.type != "cuda":
         return lambda compute: compute

@@ -145,7 +145,7 @@ class NoReading(TorchFunctionMode):
     """A torch function mode that forbids Python to read values of tensors.
 
     A CUDA graph does not repeat what Python does with such a value. With this mode, a step that
-    reads one raises an error on every device, and not only during the capture of a graph.
+    reads a value raises an error on every device, and not only during the capture of a graph.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -52,10 +52,9 @@ def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.devic
 
 
 def gpu_utilization(device: torch.device) -> float | None:
-    """Return the share of about the last second in which a GPU was busy, 0 to 1.
+    """Return the share of the last second in which a GPU was busy, 0 to 1.
 
-    The driver measures this share over its own sample period, at most a second. Return None if the
-    device is not a GPU, or if its driver does not report the share.
+    Return None if the device is not a GPU, or if its driver does not report the share.
     """
     if device.type != "cuda":
         return None

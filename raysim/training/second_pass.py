@@ -67,10 +67,10 @@ class RecordedOutputs(Outputs):
 
 
 class RepeatedOutputs(Outputs):
-    """The same outputs at other parameters, with the random numbers of the first pass.
+    """Outputs of the second pass: computed at shifted parameters, with the same random numbers.
 
-    An earlier stage of the step may have computed some of the outputs. Therefore each output
-    has its own generator state.
+    Each output has a separate generator state, because an earlier stage of the step may have
+    computed some of the outputs.
     """
 
     __slots__ = ("_first",)

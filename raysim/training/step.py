@@ -195,9 +195,10 @@ class Step:
         return RecordedOutputs(ctx, batch)
 
     def objective(self, ctx: Context, out: Outputs) -> tuple[Tensor, Tensor | None]:
-        """Return the loss that the current stage minimises, and the task loss without added terms.
+        """Return the loss that the current stage minimises, and the task loss of this stage.
 
-        The task loss is None in a stage with a loss of its own.
+        The task loss has no terms of methods. It is None if a method has declared the loss of this
+        stage.
         """
         if self.precision is None:
             return self._objective(ctx, out)

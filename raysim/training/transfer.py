@@ -57,10 +57,10 @@ _dataset_tensors: WeakValueDictionary[tuple[str, torch.device], Tensor] = WeakVa
 def dataset_on_device(dataset: Dataset, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return inputs and labels of a data set on the device; on a CPU they are views.
 
-    A process makes one copy and returns it in all later calls. Other processes, such as Ray's
-    workers, have their own copies, because shared GPU memory is lost when the process that
-    allocated it dies.
+    A process makes one copy and returns it in all later calls.
     """
+    # Other processes have their own copies, because shared GPU memory is lost when the process that
+    # allocated it dies.
     tensors = []
     for part, array in (("inputs", dataset.inputs), ("labels", dataset.labels)):
         key = f"{dataset.path}, {part}", device

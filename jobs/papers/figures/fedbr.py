@@ -176,11 +176,11 @@ def pseudo_data(runs: Runs) -> Sequence[Panel]:
 def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
     """Return panels about a client's model after one round of FedAvg from a start model.
 
-    The panels show the features of the start model and of the client's model, and the client's
-    mean output on classes that it lacks.
-    epochs: the number of epochs of the centralized training that makes the start model; 0 takes
-    the final model of a federated run.
-    overrides: overrides of the round. They may give parts of the start model new random values.
+    The panels show the features of the start model and of the client's model, and the client's mean
+    output on classes that it lacks.
+    epochs: the number of epochs of the centralized training that makes the start model. With 0, the
+    start model is the final model of a federated run.
+    overrides: overrides of the round of FedAvg.
     """
     if epochs:
         words = ["method=centralized", f"rounds={epochs}", "local.steps=null", "local.epochs=1"]
