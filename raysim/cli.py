@@ -370,11 +370,10 @@ def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag:
 
 
 def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) -> argparse.Namespace:
-    """Import the packages that --allow names, and add their folders of options to `arguments.conf`.
+    """Import the packages that --allow names, and add their options to `arguments.conf`.
 
     Return the changed arguments.
-    are_remote: True adds the folders without importing the packages. `raysim submit` needs this,
-    because the packages are imported on the cluster only.
+    are_remote: True only adds the folders, because the packages are imported on a cluster.
     """
     if getattr(arguments, "allow", None):
         from raysim.experiment.plugins import allow_packages, conf_folders_of
@@ -865,8 +864,6 @@ def _run(arguments: argparse.Namespace) -> int:
 def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> None:
     """Raise `RefusedError` if a new run gets a used folder, or if `resume` finds no run.
 
-    Resuming without a run would start a run with the default configuration, which the user did not
-    request.
     out, resume: the values of the keys `out` and `resume`; None means that there is no `resume=`.
     arguments: the parsed arguments of the command.
     """

@@ -83,9 +83,9 @@ class Learner(Method):
     `raysim.run(learner=MyLearner())`. It can be combined with schedules, fleets and server-side
     methods.
 
-    Parameters are a nested structure of arrays, or bytes such as serialized trees. The server
-    averages arrays of floats. For arrays of integers or booleans, it takes the largest value of all
-    clients at each position. If parameters are bytes, the learner must implement `aggregate`, and
+    Parameters are a nested structure of arrays, or bytes such as serialized trees. Arrays of floats
+    are averaged on the server. In arrays of integers or booleans, each entry becomes the largest
+    value among the clients. If parameters are bytes, the learner must implement `aggregate`, and
     the number of bytes may change.
     """
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class LocalJob:
     """A client's local training, as one method sees it: the argument of the hooks of a job.
 
-    Methods use short names: `job.state["control"]` of SCAFFOLD is stored as "scaffold.control".
-    All parameters are in one flat vector, `job.params`. Hooks such as `gradient` get the slice `at`
-    of the parameters that they work on: `job.params[at]`.
+    Methods use short names: `job.state["control"]` of SCAFFOLD is stored as "scaffold.control". All
+    parameters are in one flat vector, `job.params`. A hook that works on some of them, such as
+    `gradient`, gets their position in the vector as a slice `at`: `job.params[at]`.
 
     state: the client state that the method declared with `Setup.client_state`. Assign new values;
     never change tensors in place.

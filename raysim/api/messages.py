@@ -187,11 +187,12 @@ class Update(NamedTuple):
     seconds: the wall seconds that the job took on its worker; for reports only.
     counters: int64 [layout.shared_counters], the buffers of integers after training.
     extras: the tensors that methods upload, by "method.name".
-    moves: a tuple (start, stop, rates) for each trained part [start, stop) of the shared
-    parameters; `rates` is the sum of the learning rates of all optimizer steps on this part.
+    moves: a tuple (start, stop, rates) for each trained range of the shared parameters. The range
+    is [start:stop] of the vector, and `rates` is the sum of the learning rates of all optimizer
+    steps on it.
     report: numbers for the history, by "method.column".
     probe: the features and outputs of the trained model; None if it was not probed.
-    loss_rows: the number of rows in all steps with the task loss, in all epochs.
+    loss_rows: the number of samples in all steps with the task loss; each epoch counts them again.
     norm: the Euclidean norm of the change of the trained parameters.
     replica: the number of the replica from which the job started.
     delta: [layout.shared], the trained minus the received parameters; None if the worker has added

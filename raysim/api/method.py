@@ -84,11 +84,11 @@ class Method:
         """
 
     def cost(self, job: Participation) -> float:
-        """Return how many samples a job passes through the model in addition to plain training.
+        """Return the method's additional cost in a job, as a number of samples.
 
-        A sample counts 1 for a forward and a backward pass, and 1/3 (the constant
-        `raysim.api.declarations.FORWARD`) for a forward pass alone. The virtual clock needs the
-        cost at dispatch, so it cannot depend on training.
+        A forward and a backward pass of a sample costs 1. A forward pass alone costs 1/3 (the
+        constant `raysim.api.declarations.FORWARD`). The virtual clock needs the cost at dispatch,
+        so it cannot depend on training.
         """
         return 0.0
 

@@ -22,11 +22,11 @@ Weighting: TypeAlias = Literal["samples", "uniform"]
 class Aggregation:
     """The updates of one aggregation, as one method sees them.
 
-    updates: what the clients sent, in the order in which the planner put the updates into the
-    aggregation.
+    updates: what the clients sent. The order is that of the planner, and does not depend on the
+    workers.
     deltas: for each update the trained minus the received parameters, [layout.shared], on the CPU.
-    It is empty if no method of the run overrides `weigh` or `combine` or calls `Setup.read_updates`
-    or `Setup.change_updates`: workers may then send sums of updates.
+    To have them, a method must override `weigh` or `combine`, or call `Setup.read_updates` or
+    `Setup.change_updates`. If no method of the run does, `deltas` is empty.
     weights: a weight for each update, not normalised.
     staleness: for each update, the number of aggregations between its base version and the current
     version.
@@ -34,8 +34,7 @@ class Aggregation:
     method: the name of the method that sees this object.
     normaliser: a function of the weights. It returns the number by which the weighted sum of the
     updates is divided. The default is `sum`; a method may pass another one to `with_weights`.
-    combined: in the hook `step`, the result [layout.trained] of `combine`, before the step of any
-    method has changed it; None in all other hooks.
+    combined: in the hook `step`, the result [layout.trained] of `combine`; None in all other hooks.
     """
 
     updates: Sequence[Update]

@@ -186,9 +186,9 @@ class MethodDeclaration:
     def sees_updates(self) -> bool:
         """Return True if the server can learn more about clients than their mean update.
 
-        This is True if the method declares `Setup.upload` or `Setup.gather`, or has the hook
-        `weigh` or `absorb`. It is also True if the method has the hook `step`, unless this hook
-        replaces the server's step (declared with `Setup.owns("step")`).
+        Declarations and hooks that show more are `Setup.upload`, `Setup.gather`, `weigh` and
+        `absorb`. The hook `step` shows more only if it does not replace the server's step with
+        `Setup.owns("step")`.
         """
         if self.contribute is not None or self.uploads:
             return True
@@ -365,8 +365,8 @@ class Setup:
     ) -> None:
         """Keep tensors on the client instead of sending and averaging them.
 
-        names: full names such as "model.bn1.weight". Or a function that returns them; its argument
-        is a dictionary of all networks of the run, including networks of later methods.
+        names: full names such as "model.bn1.weight". If they depend on networks of later methods,
+        pass a function. It gets a dictionary of all networks of the run, and returns the names.
         """
         if callable(names):
             self.declared.late_private_parameters.append(names)
@@ -442,8 +442,8 @@ class Setup:
         when: a function that is called when a job is dispatched, and returns True if the job's
         client receives the tensor.
         varies: True allows the size to differ between versions; `floats` is then the size in
-        version 0. Virtual time and traffic count the real size, so a job is planned only after its
-        base version exists. It cannot be used with `once` or `when`.
+        version 0. It cannot be used with `once` or `when`. Planning takes longer, because it must
+        wait for the real size.
         """
         if varies and (once or when is not always):
             raise ValueError(
@@ -547,9 +547,8 @@ class Setup:
         """Replace updates when they reach the server, before they are counted and weighted.
 
         change(arrivals, server) receives a list with an entry for each job of an aggregation: an
-        `Update`, or a `Failure` if the job failed. The entries are in the planner's order. The
-        function returns a list of the same length. Workers then send every single update to the
-        coordinator, and not sums of updates.
+        `Update`, or a `Failure` if the job failed. The function returns a list of the same length
+        and order.
         """
         self.declared.change_updates = change
 
@@ -603,9 +602,9 @@ class Setup:
     def stages(self, stages: Sequence[Stage] | Callable[[Plan], Cycle]) -> None:
         """Set the stages of the step on each batch; only one method of a list may do so.
 
-        stages: the stages of every step, in order. Or a function of the job's plan, if the steps
-        differ: it returns a list in which entry i has the stages of step i. The job repeats the
-        list. At most one stage of a step has the task loss.
+        stages: the stages of every step, in order. If steps have different stages, pass a function
+        of the job's plan. It returns a list with the stages of step 0, of step 1, and so on; after
+        its end the list is repeated. At most one stage of a step has the task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 
@@ -614,8 +613,8 @@ class Setup:
 
         choose(job, epoch, epochs) is called for epoch 1, 2, ..., epochs. It returns positions
         (int64) in the client's samples. If it returns None for epoch 1, the job uses all samples in
-        all epochs; None for a later epoch is an error. With `local.steps`, an "epoch" is one of
-        `local.phases` parts of the job's steps.
+        all epochs. If `local.steps` is set, the job's steps are divided into `local.phases` parts,
+        which count as epochs.
         """
         self.declared.select = choose
 

@@ -15,9 +15,9 @@ from raysim.primitives.kinds import TargetField
 def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str, Tensor]]:
     """Return for each sample the dictionary of arrays that is packed in its row.
 
-    rows: [n, floats], a row for each sample. A row has a part for each array of the sample, in the
-    order of `fields`. A part begins with the length of the array along its first axis. Then come
-    the values of the array, and unused floats up to the size of the largest shape.
+    rows: [n, floats], a row for each sample. It has all arrays of the sample in the order of
+    `fields`. Each array begins with the length of its first axis, and is filled up with unused
+    floats.
     fields: the name, the largest shape and the type of each array.
     """
     targets: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]

@@ -110,8 +110,6 @@ def _entry(name: str, option: str, node: Mapping[str, Any], allow: Sequence[str]
 def _import_method(name: str, node: Mapping[str, Any], allow: Sequence[str]) -> MethodSource:
     """Import a method's class; return its docstrings, paper and hooks.
 
-    This is for methods whose source file raysim cannot read without an import, such as a user's
-    own.
     name: the method's name.
     node: the method's configuration; its key `_target_` names the class.
     allow: the packages from which classes may be imported.

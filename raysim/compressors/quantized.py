@@ -140,12 +140,11 @@ def _restore(
 def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> None:
     """Write the sum and the sum of squares of each bucket's values.
 
-    Each sum is computed as four partial sums, because the CPU can make additions to different sums
-    at the same time.
     values: float32 [entries].
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     sums: float64 [buckets, 2], the array to fill.
     """
+    # Each sum has four partial sums, because the CPU can add to different sums at the same time.
     for bucket in range(len(starts) - 1):
         part = values[starts[bucket] : starts[bucket + 1]]
         whole = len(part) // 4
@@ -186,7 +185,7 @@ def sum_powers(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 class _Quantizer(Compressor):
     """A compressor that sends a scale for each bucket of entries and a level for each entry.
 
-    A bucket is a part of the vector whose entries share a scale.
+    A bucket is a range of consecutive entries of the vector, which share a scale.
     levels: the number of levels above 0; an entry is sent as a level and a sign.
     """
 
@@ -270,11 +269,12 @@ class _Quantizer(Compressor):
 
 
 class QSGD(_Quantizer):
-    """A compressor that rounds entries randomly to multiples of the norm divided by s.
+    """A compressor that rounds entries randomly to multiples of norm / s.
 
+    The norm is that of a bucket of entries, and s is the number of levels.
     levels: the number s of levels.
-    bucket: the number of consecutive entries that share a norm. None uses one bucket for all
-    entries, as FedPAQ does.
+    bucket: the number of consecutive entries in a bucket. None uses one bucket for all entries, as
+    FedPAQ does.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
     """

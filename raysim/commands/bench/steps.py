@@ -136,9 +136,9 @@ def _seconds_per_step(coordinator: Coordinator) -> float:
 def fedbss_and_its_parts() -> tuple[float, float]:
     """Return the seconds of FedBSS's jobs, and the seconds of FedAvg doing the same work.
 
-    In each round FedBSS makes a forward pass over a client's data, and then trains on some of its
-    samples. The second number is the time of such forward passes, plus the time of FedAvg's steps
-    on equally many samples.
+    A job of FedBSS makes a forward pass over all samples of a client, and trains on some of them.
+    The second result is the time of these forward passes, plus the time of FedAvg's steps on as
+    many samples.
     """
     settings = _settings(Local(lr=0.01, batch=BATCH, epochs=3))
     fedbss = _run_spec(replace(step_spec(FedBSS(0)), settings=settings))

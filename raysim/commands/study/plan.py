@@ -56,10 +56,11 @@ class StudyPlan:
 
     folder: the folder of the study; each run has a folder inside it.
     conf: the user's own folders of options.
-    overrides: for each key one override per value, such as {"seed": ("seed=0", "seed=1")}.
+    overrides: the overrides of each key, one for each value, such as {"seed": ("seed=0",
+    "seed=1")}.
     runs: all runs, those of the first seed first.
-    is_new: True if the study needs a new folder, and an existing folder is an error. False if the
-    study may use an existing folder and continue the study in it.
+    is_new: True if the folder of the study must not exist yet. False if it may exist, so that the
+    study is continued in it.
     is_dated: True if the user gave no `out=`, so that the folder's name is the time of the start.
     """
 
@@ -118,8 +119,8 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
 
     overrides: the overrides of `raysim run`, but each can have several values, such as
     "method=fedavg,fedprox", "seed=0..4" and "rounds=20". The study has a run for each combination
-    of values. A key such as method.fedprox.mu is used only in runs whose options have this key. If
-    a study is continued, the overrides are added to those of its study.yaml.
+    of values. Runs that do not have a key, such as method.fedprox.mu, ignore its override. If the
+    folder has a study already, its stored overrides are used as well.
     conf: the user's own folders of options.
 
     Raise `RefusedError` if no run of the study has the key of an override, or if the folder of a
@@ -265,12 +266,12 @@ def _has_key(node: object, key: str) -> bool:
 
 
 def _name_parts(keys: Sequence[str]) -> dict[str, str]:
-    """Map each key to the short text that stands for the key in a run's name.
+    """Return the short name of each key, which the names of runs contain.
 
-    The text is the last part of the key, or the whole key if several keys have the same last part.
-    A run's name is also the name of its folder. If these texts changed, a continued study would not
-    find the folders of its runs.
+    It is the last word of the key, or the whole key if several keys have the same last word.
     """
+    # A run's name is also the name of its folder. If these names changed, a continued study would
+    # not find the folders of its runs.
     parts = {}
     for key, short_name in zip(keys, short_names(keys), strict=True):
         parts[key] = key if "." in short_name else short_name

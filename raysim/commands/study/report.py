@@ -220,9 +220,9 @@ def compare_settings(
 ) -> list[Comparison]:
     """Compare settings in pairs of runs that have the same seed; return all comparisons.
 
-    Settings form a group if they have the same values of `_other_keys`, for example the same data
-    and partition. The first setting of a group is the reference. All other settings of the group
-    are compared with it. Holm's correction of the p-values covers the comparisons of all groups.
+    Only settings with the same values of `_other_keys` are compared, for example on the same data
+    and partition. The first of these settings is the reference for all others. The p-values have
+    Holm's correction for all returned comparisons.
 
     metric: the name of the compared metric.
     """
@@ -540,10 +540,9 @@ def _difference_sections(
     comparisons: Mapping[str, Sequence[Comparison]],
     results: Sequence[Run],
 ) -> list[ReportSection]:
-    """Return the sections of report.html that show the differences to the reference.
+    """Write study.png; return the sections of report.html about differences to the reference.
 
-    Each metric with a comparison has a section. Also write study.png, a picture of the differences
-    in the first metric.
+    The picture shows the first metric. There is a section for each metric that has comparisons.
     names: the names of the metrics.
     comparisons: maps the name of each metric to its comparisons.
     results: all finished runs of the study.

@@ -82,9 +82,10 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
 
 
 def _share_cpus(config: Node, parallel: int) -> Node:
-    """Return the configuration of a run with fewer workers if it shares the CPUs with other runs.
+    """Return the configuration with fewer workers, so that parallel runs share the CPUs.
 
-    Only the number of workers with runtime=local is changed, and only if the user did not set it.
+    Nothing changes if the run has another runtime than "local", or if the user set the number of
+    workers.
     parallel: the number of runs at a time on this machine.
     """
     runtime = config["runtime"]
@@ -122,9 +123,8 @@ def make_runs(
     parallel: the number of runs at a time.
     allow: the packages whose classes the options use.
     say: function that gets a line for each run that has ended.
-    show: function that displays the progress on the terminal. When a run begins, it gets the text
-    "running: NAMES". If `parallel` is 1, it is called after every round, too, with a second text
-    such as " · round 3/20".
+    show: function that displays the progress on the terminal. It gets the text "running: NAMES"
+    and, if `parallel` is 1, a second text after every round, such as " · round 3/20".
 
     Raise `Interrupted` if the user stops the study.
     """

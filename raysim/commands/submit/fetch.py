@@ -1,7 +1,7 @@
 """Implement `raysim fetch`: copy the folder of a job's results to this machine.
 
-This machine connects only to the job server. A second, small job runs on the node of the first job,
-packs the folder, and prints the archive as text. The job server returns this text. Results at a URL
+This machine connects only to the job server. It starts a small job on the node that has the
+results, which prints the packed folder as text. The job server returns this text. Results at a URL
 are read from the URL instead.
 """
 

@@ -180,8 +180,7 @@ class ConnectionToJob:
     def follow(self) -> None:
         """Write the job's output until the job ends.
 
-        After a reconnection the job server sends the output from its beginning; the part that has
-        been written already is then left out.
+        After a reconnection, output that was written before is not written again.
         """
         while True:
             try:

@@ -189,8 +189,8 @@ class JobCommand:
     def entrypoint(self) -> str:
         """Return the command line for the cluster's shell.
 
-        `runtime=cluster` is added unless the command has a `runtime=`. It is also not added if the
-        command continues a study or a sweep, because their plans have stored the runtime.
+        `runtime=cluster` is added if the command has no `runtime=` and starts something new. The
+        plan of a continued study or sweep has its runtime.
         """
         continues = "resume" in self.settings and self.words[0] != "run"
         joins = [] if continues or "runtime" in self.settings else ["runtime=cluster"]

@@ -40,10 +40,12 @@ class SweepOverrides:
 def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ()) -> SweepOverrides:
     """Sort the overrides of a sweep into three groups.
 
-    "sweep=NAME" chooses a file of `conf/sweep`, and "sweep.trials=8" sets an option of the sweep.
-    "method.fedprox.mu=0.01,0.1" and "local.lr='tag(log, interval(1e-3, 1))'" search a key. Any
-    other override, such as "rounds=20", is used in all runs. Its key is then not searched, even if
-    the chosen file searches it.
+    - Options of the sweep: "sweep=NAME" chooses a file of `conf/sweep`, and "sweep.trials=8" sets
+      an option.
+    - Searched keys: a list such as "method.fedprox.mu=0.01,0.1", or an interval such as
+      "local.lr='tag(log, interval(1e-3, 1))'".
+    - Fixed values, such as "rounds=20". They replace a search of the same key in the chosen file.
+
     folders: the user's own folders of options.
 
     Raise `RefusedError` for an option or a range that does not exist.

@@ -207,10 +207,10 @@ class SweepPlan:
         return self.options.trials or DEFAULT_TRIALS
 
     def samples(self) -> list[Point]:
-        """Return a few settings that show before the sweep whether searched values are possible.
+        """Return a few settings to check before the sweep whether all searched values are possible.
 
-        Together these settings have every listed value, both ends of every interval, and every
-        combination of searched options. The caller builds a run for each of them.
+        Each listed value, each end of an interval, and each combination of options is in one of
+        them.
         """
         corners = corner_points(self.space)
         points = list(corners)
@@ -324,8 +324,8 @@ class SweepRequest:
     plan: the sweep.
     folder: the folder of the sweep.
     conf: the user's own folders of options.
-    is_new: True if the sweep needs a new folder, and an existing folder is an error. False if the
-    sweep may use an existing folder and continue the sweep in it.
+    is_new: True if the folder must not exist yet. False if it may exist, so that the sweep is
+    continued in it.
     is_dated: True if the user gave no `out=`, so that the folder's name has the time of the start.
     """
 

@@ -86,8 +86,7 @@ class TrialRecords:
     tracked: True if the trials are tracked in MLflow.
     uri: MLflow's server, to which each row is sent at once; "" if `raysim ui` sends the rows later.
 
-    The attribute `deadline` is the end of the sweep's time limit, as a value of time.monotonic(). A
-    trial that ends early after this time was ended by the limit, and not by the scheduler.
+    The attribute `deadline` is the end of the sweep's time limit, as a value of time.monotonic().
     The attribute `most_running` is the largest number of trials that ran at once in this session.
     """
 
@@ -210,8 +209,8 @@ class TrialRecords:
     ) -> None:
         """Add new rows to the history of a trial, and delete its rows of later rounds.
 
-        Rows of later rounds exist only in population-based training: a trial goes back to an
-        earlier round if it continues from the checkpoint of a better trial.
+        Later rounds exist if population-based training has moved the trial back to the checkpoint
+        of a better trial.
 
         number: the trial's number.
         point: the values of the searched keys, which population-based training may have changed.

@@ -163,8 +163,8 @@ def _choose_metric(
 ) -> SweepPlan:
     """Return the plan with values for sweep.metric and sweep.mode.
 
-    If the user did not set sweep.metric, trials are ranked by their validation scores. If a trial
-    has no validation samples, all are ranked by a test score, and a line tells the user.
+    If the user did not set sweep.metric, it is a validation score. If a run has no validation
+    samples, it is a test score, and a line is printed.
     experiments: a few built runs of the sweep, which give the metrics and the samples.
     console: where to print the line.
     """
@@ -293,9 +293,8 @@ class SweepSession:
     def _introduce(self, records: TrialRecords, trials_at_once: int) -> None:
         """Print the searched keys, the search algorithm, the resources, and warnings.
 
-        records: the trials of the sweep, including those that ended before it was continued.
-        trials_at_once: the number of trials that run at once. It is smaller than `self.capacity` if
-        the user sets a lower sweep.concurrent, or if the sweep has fewer trials.
+        records: the trials of the sweep.
+        trials_at_once: the number of trials that run at once.
         """
         options = self.plan.options
         spec = self.experiments[0].spec

@@ -120,8 +120,7 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
 def random_points(space: Space, count: int, generator: np.random.Generator) -> list[Point]:
     """Return `count` independent random points.
 
-    With generators of the same seed, a larger `count` returns the points of a smaller `count`,
-    followed by further points.
+    The first points do not depend on `count`, if the generator has the same seed.
     space: the list or the interval of each searched key.
     generator: the generator of random numbers.
     """

@@ -44,8 +44,9 @@ class Trial:
     def advance(self) -> list[Row]:
         """Advance to the next round that measures the metric, or to the end; return the new rows.
 
-        A row is the mean over the seeds. The runs' histories are on the disk when this function
-        returns. Raise `RunStoppedError` if the runs end without a measurement of the metric.
+        A row is the mean over the seeds. When this function returns, the runs have written their
+        histories to the disk. Raise `RunStoppedError` if the runs end without a measurement of the
+        metric.
         """
         rows: list[Row] = []
         while self.rounds_done < self.rounds:

@@ -70,10 +70,9 @@ class TrialTask:
     of a trial reserves.
     allow: packages whose classes and options the configurations may use.
     packages: names of packages whose installed files must be the same in all processes.
-    driver: the versions, code and hardware of the process that runs the sweep. The bits of a
-    trial's results may depend on them.
-    mixed: `runtime.mixed`. With False, a trial fails if its process has other versions, code or
-    hardware than `driver`.
+    driver: the versions, code and hardware of the process that runs the sweep.
+    mixed: `runtime.mixed`; False requires that trials have the versions, code and hardware of
+    `driver`, on which the bits of results may depend.
     """
 
     folder: str
@@ -412,10 +411,7 @@ def _population_based_training(plan: SweepPlan) -> PopulationBasedTraining:
 
 
 def _searcher(plan: SweepPlan, records: TrialRecords) -> Searcher | None:
-    """Return the Optuna search of a sweep; None if the sweep is a grid or a random search.
-
-    The search suggests the settings of earlier sessions again before it suggests new ones.
-    """
+    """Return the Optuna search of a sweep; None if the sweep is a grid or a random search."""
     if plan.options.search != "optuna":
         return None
     import optuna

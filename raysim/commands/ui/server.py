@@ -1,9 +1,6 @@
 """Implement `raysim ui`: send stored runs to MLflow's database, and open their charts.
 
 While MLflow's server runs, new rows of runs in progress are sent every few seconds.
-
-By default, MLflow 3 shows traces of language models when the user opens an experiment. So raysim
-opens an address that selects the page with the charts.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from raysim.results.mlflow_server import find_experiment_id, make_experiment, se
 HOST = "127.0.0.1"
 # The filter hides studies and sweeps. In its usual order (by creation) MLflow would show them
 # nevertheless, with their runs folded below them and without curves. So runs are sorted by name.
+# By default, MLflow 3 shows traces of language models in place of charts.
 CHARTS = (
     "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     "&searchFilter=tags.kind%20!%3D%20%27study%27%20and%20tags.kind%20!%3D%20%27sweep%27"
