@@ -48,9 +48,10 @@ def _encode(compressor: Compressor, values: Tensor, layout: Layout) -> np.ndarra
 
 
 def check_size(compressor: Compressor, layout: Layout) -> None:
-    """Check that messages have the size that `words` declares, and are equal for equal arguments.
+    """Check that messages have the size that `words` declares.
 
-    Check also that `encode` does not change the values that it encodes.
+    Check also that `encode` returns the same message for the same arguments, and does not change
+    the values that it encodes.
     """
     words = compressor.words(layout)
     for what, values in _examples(layout).items():

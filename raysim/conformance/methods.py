@@ -174,8 +174,7 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None, **settings: Any)
 def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
     """Check that no update contains personal parameters or undeclared client state.
 
-    Check also that the name of each upload begins with the name of a method and a dot, such as
-    "scaffold.control".
+    Check also that the name of each upload begins with the name of a method, such as "scaffold.".
     seen: the run and its recorded messages.
     names: the names of the run's methods.
     """
@@ -243,8 +242,8 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
     """Check that the history counts exactly the floats that messages contain.
 
     seen: the run and its recorded messages.
-    pooled: True if a method trains one model on the data of all clients together. Such a run sends
-    nothing, and its history must not count any floats.
+    pooled: True if one model is trained on the data of all clients together, so that nothing is
+    sent.
     """
     spy, row = seen.spy, seen.run.rows[-1]
     if pooled:
@@ -296,11 +295,10 @@ def _step_messages(coordinator: Coordinator) -> StepMessages | None:
 
 
 def _omitted(seen: WatchedRun, job: Job, direction: Literal["down", "up"]) -> int:
-    """Return how many of the model's floats a job does not transfer because methods omit them.
+    """Return how many floats of the model a job does not transfer (`Setup.omit`).
 
     seen: the run and its recorded messages.
-    direction: "down" counts the floats that the job does not receive, "up" the floats that it does
-    not send.
+    direction: "down" for the message that the client receives, "up" for the message that it sends.
     """
     coordinator = seen.run.coordinator
     samples, spec = int(coordinator.counts[job.client]), coordinator.spec

@@ -270,7 +270,7 @@ class Spy(InProcess):
     trained: the results of training.
     states: the client states that the worker returned.
     contributed: the arrays that clients sent before the first round.
-    constants: arrays that every client receives with its first job and then keeps, by name.
+    constants: the arrays that each client receives only with its first job, by name.
     """
 
     def __init__(self, spec: RunSpec):

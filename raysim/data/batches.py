@@ -25,13 +25,13 @@ class Pipeline:
     """The normalisation of inputs and their augmentation in training.
 
     mean, std: one number for all channels or one per channel; None only scales images to [0, 1].
-    augment: any of `resized_crop`, `crop`, `flip`, `rotate`, `jitter` and `grey`. They are applied
-    in this order, whatever their order in the tuple.
+    augment: the names of the augmentations to apply: `resized_crop`, `crop`, `flip`, `rotate`,
+    `jitter` and `grey`. They are always applied in this order.
     crop_area: the smallest and the largest share of the image that `resized_crop` takes.
-    crop_padding: zeros on each side for `crop`.
+    crop_padding: the number of pixels with the value 0 that `crop` first adds on each side.
     rotate_degrees: the largest angle of `rotate`.
     jitter: the strength of `jitter`, which changes brightness, contrast, saturation and hue.
-    grey: the probability of a grey image.
+    grey: the probability that `grey` makes an image grey.
     """
 
     mean: tuple[float, ...] | None = None

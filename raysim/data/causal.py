@@ -1,13 +1,12 @@
 """Turn documents into rows of tokens; the label of each token is the next token.
 
-Documents are joined to streams: `end` document `end` document ... `end`. The token `end` stands in
-front of each document and after the last one. A stream is cut into rows. The inputs of a row are T
-consecutive tokens of the stream, and the label of each token is the next token. So every token of a
-stream is a label once, except for the first `end`.
+Documents are joined to streams: `end` document `end` document ... `end`. A stream is then cut into
+rows. The inputs of a row are T consecutive tokens of the stream, and the labels are the T tokens
+that begin one position later.
 
 A document may begin with a prompt, which a model reads but is not trained to write. The labels of a
-prompt are `IGNORED`: no loss is computed for them. So are the labels that fill up the last row of a
-stream.
+prompt are `IGNORED`: no loss is computed for them. The last row of a stream is filled up with
+ignored labels.
 """
 
 from __future__ import annotations
@@ -242,7 +241,8 @@ def pack(
     """Return documents as rows of at most `length` tokens; labels are the following tokens.
 
     Rows in which all labels are `IGNORED` are left out.
-    vocabulary: gives the token that stands between documents, and the token that fills short rows.
+    vocabulary: the tokens, with the token that separates documents and the token that fills short
+    rows.
     is_packed: True joins all documents of a user, and then cuts them into rows. With False, each
     document begins a new row.
     place: the name of the data in errors.

@@ -15,7 +15,7 @@ LUMA = (19595, 38470, 7471)
 
 
 def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply every level by the image's factor.
+    """Multiply every value of an image by the image's factor.
 
     images: uint8 [B, 1 or 3, h, w].
     factors: float32 [B].
@@ -26,7 +26,7 @@ def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
 def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
     """Change the contrast of each image.
 
-    The difference of every level from the image's mean brightness is multiplied by the image's
+    The difference between a value and the image's mean brightness is multiplied by the image's
     factor.
     images: uint8 [B, 1 or 3, h, w].
     factors: float32 [B]; 0 makes an image uniform, 1 changes nothing.
@@ -66,7 +66,7 @@ def make_grey(images: Tensor, is_chosen: Tensor) -> Tensor:
 
 
 def luma(images: Tensor) -> Tensor:
-    """Return the brightness of every pixel in whole levels, int32 [B, 1, h, w]."""
+    """Return the brightness of every pixel, from 0 to 255: int32 [B, 1, h, w]."""
     if images.shape[1] == 1:
         return images.to(torch.int32)
     red, green, blue = images.to(torch.int32).split(1, dim=1)

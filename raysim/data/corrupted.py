@@ -29,10 +29,12 @@ NO_ANGLE = -1  # the angle number of an image that no client has
 def corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> Dataset:
     """Return the data set with the source's corruptions; the clean one if there are none.
 
-    There are up to three corruptions, in this order. Some labels of training rows become wrong,
-    images are rotated, and blocks of pixels are replaced by their mean (`data.pool`). If images are
-    rotated and the source has one domain, each angle becomes a domain. Training rows that belong to
-    no client get no wrong labels and no rotation.
+    The corruptions are applied in this order:
+    - Some training labels of each client become wrong (`data.label_noise`).
+    - Images are rotated (`data.rotation`). If the source has only one domain, each angle becomes a
+      domain.
+    - Blocks of pixels are replaced by their mean (`data.pool`).
+
     source: the source, whose settings describe the corruptions.
     clean: the data set without corruptions.
     partition: the rows of each client, because noise and angles are drawn by client.

@@ -164,11 +164,11 @@ def open_or_build(
 
     cache: `data.cache`, the folder of stored data sets; None for the usual folder.
     name: the beginning of the file's name, such as "digits".
-    content: the settings that determine the data set; the file's name also has their checksum.
+    content: the settings that determine the data set. The file's name ends with their checksum.
     build: a function that returns the data set.
 
-    If several processes need the same data set at the same time, one builds it and the others wait.
-    Other processes never see an incomplete file.
+    Several processes may call this function at the same time: one builds the data set, and the
+    others wait.
     """
     text = json.dumps({"format": FORMAT, **content}, sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

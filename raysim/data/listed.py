@@ -90,10 +90,10 @@ def store_lists(
 
 
 def is_lists_of_rows(part: object) -> bool:
-    """Return True if `part` holds lists of rows, False if it holds settings of a partition.
+    """Return True if a partition is given as lists of rows, False if it is given as settings.
 
-    A list or a tuple always holds lists of rows. A dictionary that is not empty holds lists of rows
-    in two cases: all its values are lists or arrays, or none of its keys is text.
+    Lists and tuples are lists of rows. A dictionary is lists of rows if it is not empty, and all
+    its values are lists or arrays, or none of its keys is text.
     part: the argument `partition` of `raysim.run`.
     """
     if isinstance(part, Mapping):
