@@ -98,10 +98,7 @@ class PseudoData:
         return {name: value for name, value in vars(self).items() if name != "proxy_set"}
 
     def declare(self, run: Setup) -> None:
-        """Declare what clients send before round 0 and what they receive.
-
-        If `fresh` is True, jobs make the means, but traffic counts them as sent by the server.
-        """
+        """Declare what clients send before round 0, and what the server sends to them."""
         self._check(run)
         floats = self.rows * math.prod(run.task.shape)
         if self.fresh:
@@ -179,7 +176,7 @@ def random_sample_mean(inputs: Tensor, indices: Tensor) -> Tensor:
 def class_chances(labels: np.ndarray) -> np.ndarray:
     """Return the probability of each sample, float64 [n], if classes are drawn equally often.
 
-    labels: int64 [n]; only classes that occur count.
+    labels: int64 [n]; classes without a sample are ignored.
     """
     _, classes, frequency = np.unique(labels, return_inverse=True, return_counts=True)
     chances: np.ndarray = 1 / (frequency[classes] * len(frequency))

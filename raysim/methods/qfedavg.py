@@ -3,8 +3,9 @@
 The accuracy of the clients becomes more equal.
 
 Source: Li, Sanjabi, Beirami and Smith, "Fair Resource Allocation in Federated Learning" (ICLR
-2020), Algorithm 2, for the objective q-FFL, sum_i F_i^(q+1) / (q+1). With F_i the loss of the
-received model on all training samples of client i, D_i its update, and L = 1 / eta:
+2020), Algorithm 2. It minimises sum_i F_i^(q+1) / (q+1). F_i is the loss of the received model on
+all training samples of client i. D_i is the client's update, eta the learning rate, and L = 1 /
+eta:
 
     x <- x + sum_i L F_i^q D_i / sum_i h_i
     h_i = q F_i^(q-1) |L D_i|^2 + L F_i^q
@@ -12,11 +13,11 @@ received model on all training samples of client i, D_i its update, and L = 1 / 
 q = 0 is the mean of updates.
 
 Departures from the paper
-- The sums have the weights of the run: uniform, unless the configuration says otherwise.
-- F_i is measured in eval mode, without augmentation and terms of other methods, and is at least
+- The sums are weighted: uniformly, unless the configuration says otherwise.
+- F_i is measured in eval mode, without augmentation and loss terms of other methods. It is at least
   1e-10.
 - eta is the learning rate of the job. |D_i| is the norm over the shared trainable parameters.
-- Each client uploads F_i and L |D_i|^2, because the server does not know the job's rate.
+- Each client uploads F_i and L |D_i|^2, because the server does not know the job's learning rate.
 - Buffers are averaged with the weights F_i^q.
 """
 

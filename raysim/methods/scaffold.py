@@ -155,7 +155,7 @@ class Scaffold(Method):
         job.upload["control"] = control - old
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Add the mean change of all clients' control variates to the server's."""
+        """Add the mean change of all clients' control variates to the server's control variate."""
         changes = torch.stack(aggregation.uploads("control"))
         control = server.state["control"]
         server.state["control"] = server_control_variate(control, changes, server.population)

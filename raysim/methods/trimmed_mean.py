@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 
 def num_trimmed(count: int, share: float) -> int:
-    """Return how many of `count` values are left out at either end: share * count, rounded down."""
+    """Return how many of `count` values are left out at either end.
+
+    share: the share of the values that is left out at either end. The result is share * count,
+    rounded down.
+    """
     # 0.29 x 100 is 28.999999999999996 in floating point.
     return int(share * count + 1e-9)
 

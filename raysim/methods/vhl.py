@@ -250,7 +250,7 @@ class Vhl(Method):
 
     # --- the virtual set -----------------------------------------------------------------------
     def labels(self, server: ServerView) -> Tensor:
-        """Return the labels of the virtual images, int64 [virtual]: classes 0 to C-1 in turn."""
+        """Return the labels of the virtual images, int64 [virtual]: 0, 1, ..., C - 1, 0, 1, ..."""
         return torch.arange(self.virtual) % server.task.num_classes
 
     def inputs(self, server: ServerView) -> Tensor:
@@ -301,7 +301,6 @@ class Vhl(Method):
         return loss + sum(terms)
 
     def _aligns(self, job: LocalJob) -> bool:
-        """Return True if this step aligns features."""
         if self.gamma == 0 and self.kappa == 0:
             return False
         epochs = job.local.epochs

@@ -43,13 +43,13 @@ class Classifier(nn.Module):
 
 
 class ModelRecipe:
-    """A recipe: the settings of a network, and the function `build` that makes the network.
+    """A recipe: the settings of a neural network, and the function `build` that makes it.
 
-    A subclass overrides `extractor`. If its networks do not consist of an extractor and a linear
-    head, it overrides `network` instead.
+    A subclass overrides `extractor`. If its neural networks do not consist of an extractor and a
+    linear head, it overrides `network` instead.
     lora: the settings of the adapters that `build` adds; by default there are none.
-    reads: the inputs that the networks take: "images" [channels, height, width], "tokens" (token
-    numbers), "numbers" of any shape, or "any" of these.
+    reads: the inputs that the neural networks take: "images" [channels, height, width], "tokens"
+    (token numbers), "numbers" of any shape, or "any" of these.
     """
 
     lora: Lora = Lora()
@@ -67,7 +67,7 @@ class ModelRecipe:
         )
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
-        """Return a new network, initialised from torch's generator, which the caller has seeded.
+        """Return a new neural network, initialised from torch's generator, which the caller seeds.
 
         input_shape: the shape of one sample.
         num_classes: the number of outputs: classes, or numbers of a regression.
@@ -79,7 +79,7 @@ class ModelRecipe:
     def build(
         self, input_shape: Shape, num_classes: int, seed: int, tokens: Tokens | None = None
     ) -> Classifier:
-        """Return a network whose parameters depend on the seed.
+        """Return a new neural network, whose initial parameters depend on the seed.
 
         The state of the global generators stays unchanged. Raise ValueError if the network cannot
         take such inputs.

@@ -1,4 +1,4 @@
-"""A small transformer for language data, in the form of GPT-2 (Radford et al. 2019)."""
+"""A small transformer for language data: GPT-2 (Radford et al. 2019)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unpack samples with several inputs, which are stored as rows of floats, for a network."""
+"""Unpack samples that have several inputs and are stored as rows of floats."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ def split_network(
 
     head: the name of a linear layer; None means the last linear layer.
     inputs: examples [B, ...], for which the split network must compute the same outputs.
-    Raise ValueError if the network does not accept these examples, if it does not have
-    `num_classes` outputs, or if `head` is not its linear head.
+    Raise ValueError if the network does not accept these examples, or does not have `num_classes`
+    outputs. Also raise it if `head` is not a linear layer whose outputs are those of the network.
     """
     if isinstance(net, Classifier):
         return net

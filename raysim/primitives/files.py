@@ -253,7 +253,7 @@ def _lock(handle: TextIO, wait: bool = False) -> bool:
     """Lock a file until it is closed; return False if another process has locked it.
 
     On network file systems without locks it returns True in every process.
-    wait: True waits until the other process ends its lock.
+    wait: True waits until no other process has locked the file.
     """
     import fcntl
 

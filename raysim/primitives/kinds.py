@@ -1,4 +1,4 @@
-"""The kinds of inputs and labels that data, models and tasks share."""
+"""Types that describe the inputs and the labels of a data set."""
 
 from __future__ import annotations
 

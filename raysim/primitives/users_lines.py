@@ -14,8 +14,8 @@ def users_line(error: BaseException, folder: Path | None = None) -> str:
     """Return the line of the user's code in which an error was raised: " (file, line N: code)".
 
     Return "" if no line of the error's traceback belongs to the user.
-    folder: the folder of the user's code; None if unknown. If no line is in this folder, the
-    innermost line outside of raysim, of Python and of installed packages is used.
+    folder: the folder of the user's code; None if unknown. If no line is in this folder, use the
+    innermost line that belongs neither to raysim nor to Python nor to an installed package.
     """
     frames = [
         frame

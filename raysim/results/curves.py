@@ -374,8 +374,8 @@ def _draw_png(
     """Draw curves as a PNG, with a panel for each axis; return the PNG.
 
     ylabel: the label of the vertical axis.
-    axes_shown: the horizontal axes. () takes the first `USUAL_AXES` entries of `AXES`, and each
-    later entry of `AXES` for which some curve has a value that is not 0.
+    axes_shown: the horizontal axes. () takes the usual axes, and each further axis on which some
+    curve is not 0.
     title: the figure's title.
     """
     import matplotlib

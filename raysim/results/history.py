@@ -224,11 +224,9 @@ def summarise(
     """Return the content of `summary.json`: last value of each column, scores, and `facts`.
 
     The scores ("best5_mean", "last10_mean", ...) are computed from the column of the main metric,
-    such as `accuracy`, which is measured on the clients' test sets. If this column is empty, they
-    are computed from `accuracy_global`, which is measured on the central test set. If both columns
-    have values, the scores are computed from both; those from `accuracy_global` get the suffix
-    `_global`.
-
+    such as `accuracy`. This column has the scores on the clients' test sets. The column
+    `accuracy_global` has the scores on the central test set. If both columns have values, the
+    scores from `accuracy_global` get the suffix `_global`.
 
     thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     lower: the metrics for which a lower score is better.

@@ -220,8 +220,7 @@ def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, s
 def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
     """Map each group in `GROUPS` to its option.
 
-    The group "loss" is added if its option is not "usual". Such an option may have no settings, and
-    so nothing else would show that it was chosen.
+    The group "loss" is added if its option is not "usual".
     config: the configuration of a run.
     """
     has_own_loss = chosen_option(config, "loss") not in (MISSING, "usual")

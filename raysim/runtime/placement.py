@@ -195,12 +195,12 @@ def choose_size(
 ) -> Size:
     """Return the number of workers and their resources.
 
-    The number is `runtime.workers`. If that is not set, it is the number of workers that fit on the
-    nodes, but at most `most`, because further workers would never have work.
+    The number is `runtime.workers`. If this setting is None, the number is the smaller one of
+    `most` and the number of workers that fit on the nodes.
     options: the settings `runtime.*`.
     per_worker: the resources that a worker reserves.
     nodes: the resources of each node.
-    most: the number of clients in flight at once.
+    most: the number of clients in flight at once; more workers would never have work.
     Raises NoRoomError if fewer workers fit than `runtime.workers`, or not even one worker. The text
     of the error says how many workers fit.
     """

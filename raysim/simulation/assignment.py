@@ -144,7 +144,7 @@ def _longest_load(jobs: Sequence[Job], loads: Sequence[float]) -> float:
 
 
 class _Unit(NamedTuple):
-    """Jobs that a worker or a node trains together: one part of the summation tree.
+    """Jobs that a worker or a node trains together: a subtree of the summation tree.
 
     work: the number of samples of all jobs.
     """
@@ -153,7 +153,7 @@ class _Unit(NamedTuple):
     jobs: tuple[Job, ...]
 
     def halves(self) -> tuple[_Unit, _Unit]:
-        """Return the two halves of this part of the summation tree."""
+        """Return the two halves of this subtree of the summation tree."""
         middle = halves(range(len(self.jobs)))[0].stop
         first, second = self.jobs[:middle], self.jobs[middle:]
         first_work = total_work(first)
@@ -201,8 +201,8 @@ def _split_until_balanced(
 ) -> list[list[_Unit]] | None:
     """Split units until the load of every place is at most `limit`; return each place's units.
 
-    A unit is a set of jobs below one part of the summation tree; a place is a worker or a node.
-    Return None if a load is still above the limit after the largest number of splits.
+    A unit is a subtree of the summation tree; a place is a worker or a node. Return None if a load
+    is still above the limit after the largest number of splits.
     loads: for each place, the number of samples of earlier jobs, divided by its workers.
     capacities: the number of workers of each place; 1 if the place is a worker.
     limit: the largest allowed load of a place, in samples for each worker.
@@ -260,7 +260,7 @@ def _split_among_nodes(
 ) -> list[list[_Unit]] | None:
     """Split units among nodes, then split each node's units among its workers.
 
-    A unit is a set of jobs below one part of the summation tree.
+    A unit is a subtree of the summation tree.
     Return the units of each worker; None if a load stays above the limit.
     loads: for each worker, the number of samples that it must already train.
     nodes: the node of each worker.

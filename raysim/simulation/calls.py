@@ -390,7 +390,6 @@ class WorkerCalls:
         self._move_calls(worker, remaining)
 
     def _move_calls(self, worker: int, remaining: Sequence[int]) -> None:
-        """Move the unanswered calls of a worker to the remaining workers."""
         calls, self._unanswered[worker] = self._unanswered[worker], []
         # A job may start from the state that the previous job leaves, so all calls go to one
         # worker.

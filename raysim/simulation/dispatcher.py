@@ -158,7 +158,6 @@ class Dispatcher:
         return [self._loads[worker] for worker in self._calls.active]
 
     def _active_nodes(self) -> list[int]:
-        """Return the node of each active worker."""
         nodes = self._runtime.nodes
         return [nodes[worker] for worker in self._calls.active]
 
@@ -347,8 +346,8 @@ class Dispatcher:
     def collect(self, jobs: Sequence[Job]) -> tuple[list[Update | Failure], GroupSums]:
         """Wait until these jobs are trained; return their updates, and the sums that workers made.
 
-        There is an update or a failure for each job. If a worker has summed the update, only its
-        metrics are in the first result.
+        There is an update or a failure for each job. If a worker has added the update to a sum, the
+        first result has only the update's metrics.
         jobs: the jobs of an aggregation, in the order in which they are aggregated.
         """
         calls = self.calls_of(jobs)

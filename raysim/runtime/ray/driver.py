@@ -107,10 +107,10 @@ def plan_now(
 ) -> Size:
     """Choose the number of workers, and the resources that each of them reserves.
 
-    If `runtime.workers` is set, this is the number of workers. Otherwise as many workers are chosen
-    as fit on the nodes' CPUs, GPUs and memory, but not more than there are clients in flight. In a
-    cluster that raysim has joined, resources that other runs use are not counted. Inside a trial of
-    a sweep, the bundles of the trial's placement group decide.
+    If `runtime.workers` is set, this is the number of workers. Otherwise the nodes' CPUs, GPUs and
+    memory decide, but no more workers are chosen than clients are in flight. In a cluster that
+    raysim has joined, resources that other runs use are not counted. Inside a trial of a sweep, the
+    bundles of the trial's placement group decide.
     options: the settings `runtime.*`.
     spec: the run.
     concurrency: the number of clients in flight.
