@@ -370,7 +370,7 @@ class TestJobServer:
         ("exit_code", "status", "signal_number"),
         [(1, 1, None), (130, 130, None), (137, 137, 9), (-15, 143, 15)],
     )
-    def test_killed_job_is_explained_in_one_sentence(
+    def test_error_of_a_job_killed_by_a_signal_says_how_to_resume(
         self, exit_code: int, status: int, signal_number: int | None
     ) -> None:
         from ray.job_submission import JobStatus
@@ -424,7 +424,7 @@ class TestJobServer:
     def test_fetch_finds_the_folder_of_a_job(self, entrypoint: str, folder: str) -> None:
         assert fetch.find_folder(entrypoint) == folder
 
-    def test_fetch_packs_folder_in_home_directory(
+    def test_fetch_copies_a_folder_whose_path_starts_with_the_home_directory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder = tmp_path / "home" / "runs"

@@ -42,7 +42,7 @@ def test_crop_boxes_are_placed_uniformly() -> None:
     assert len(places) == 3 and places.min() > 0.9 * places.max(), "rows 0, 1 and 2"
 
 
-def test_crop_boxes_take_first_draw_that_fits() -> None:
+def test_crop_box_is_the_first_drawn_box_that_fits_the_image() -> None:
     uniforms = np.full((4, TRIES, 1), 0.5)
     uniforms[0, :2], uniforms[1, 1:] = 1.0, 0.5
     uniforms[1, 0] = 0.0  # all of the area at aspect 3/4 is taller than the image

@@ -117,7 +117,7 @@ def test_rotation_does_not_change_the_domains_of_the_samples() -> None:
     assert np.array_equal(data.open().domains, replace(SOURCE, domains=3).build().domains)
 
 
-def test_pooling_comes_after_rotation() -> None:
+def test_block_averages_are_computed_after_the_rotation() -> None:
     source = replace(SOURCE, pool=2, rotation=Rotation(per="client", angles=[135.0]))
     data, clean = federate(source, IID(1), 0), SOURCE.build()
     turned = rotate_images(images=clean.inputs, angles=np.full(320, 135.0), interpolation="nearest")
@@ -154,7 +154,9 @@ def test_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
         ({"classes": 1, "label_noise": 0.5}, "data.label_noise=0.5"),
     ],
 )
-def test_settings_that_contradict_images_or_classes_are_rejected(settings: dict, key: str) -> None:
+def test_data_settings_that_do_not_fit_images_or_classes_are_rejected(
+    settings: dict, key: str
+) -> None:
     with pytest.raises(ValueError, match=key):
         federate(replace(SOURCE, **settings), IID(5), 0)
 
@@ -183,7 +185,7 @@ def test_validation_samples_are_rotated_like_the_others_of_their_client() -> Non
     assert pool_clients(having).partition.validation is validation
 
 
-def test_clients_can_be_tested_on_central_rows_of_their_domain() -> None:
+def test_clients_can_be_tested_on_central_test_samples_of_their_domain() -> None:
     source = Synthetic(samples=300, test_samples=60, domains=3)
     for partitioner in (
         Domain(2, test_fraction=None),
@@ -212,7 +214,9 @@ def test_clients_can_be_tested_on_central_rows_of_their_domain() -> None:
         (Synthetic(rotation=Rotation(per="client")), "data.rotation.per=client"),
     ],
 )
-def test_clients_need_central_test_samples_of_their_domain(source: Synthetic, key: str) -> None:
+def test_null_as_test_fraction_needs_central_test_samples_of_each_domain(
+    source: Synthetic, key: str
+) -> None:
     with pytest.raises(ValueError, match=f"partition.test_fraction=null .*{key}"):
         federate(source, Domain(test_fraction=None), 0)
 

@@ -195,7 +195,7 @@ def test_dirichlet_client_with_draw_of_1_gets_its_last_possible_class(
     assert rows.indices.tolist() == [label]
 
 
-def test_balanced_dirichlet_fills_client_below_its_equal_share() -> None:
+def test_balanced_dirichlet_adds_samples_to_client_below_its_equal_share() -> None:
     # After class 0 the first client holds one of four samples, half of its equal share.
     rows = dirichlet_label_split(
         labels=[0, 1, 1, 1],
@@ -375,7 +375,9 @@ def listed_rows(content: object, tmp_path: Path, test_fraction: float = 0.2) -> 
 
 
 @pytest.mark.parametrize("content", [[[3, 1], [], [9]], {"alice": [3, 1], "bob": [], "carol": [9]}])
-def test_listed_partition_has_the_rows_of_its_file(content: object, tmp_path: Path) -> None:
+def test_listed_partition_gives_clients_the_samples_listed_in_its_file(
+    content: object, tmp_path: Path
+) -> None:
     partition = listed_rows(content, tmp_path, test_fraction=0.0)
     assert [partition.train.rows(client).tolist() for client in range(3)] == [[3, 1], [], [9]]
     partition = listed_rows([[*range(10)]], tmp_path, test_fraction=0.3)
@@ -425,7 +427,7 @@ def test_domain_partition_ignores_test_samples_of_untrained_domains() -> None:
     assert [tests.rows(client).tolist() for client in range(2)] == [[0, 3], [2]]
 
 
-def test_samples_of_a_domain_are_divided_evenly_among_its_clients() -> None:
+def test_central_test_samples_of_a_domain_are_divided_among_its_clients() -> None:
     domains = np.array([0] * 4 + [1] * 5)
     tests = Domain(3).tests(np.zeros(9, np.int64), domains, 2)
     rows = [tests.rows(client).tolist() for client in range(6)]

@@ -65,7 +65,7 @@ def test_data_cache_setting_takes_precedence_over_environment(tmp_path: Path) ->
     assert Synthetic(cache=str(tmp_path / "other")).build().path.parent == tmp_path / "other"
 
 
-def test_one_of_several_processes_builds_the_file(cache: Path) -> None:
+def test_only_one_of_several_simultaneous_builds_writes_the_data_file(cache: Path) -> None:
     built = []
 
     def make() -> Samples:

@@ -71,7 +71,9 @@ Writer = Callable[..., Any]
 
 # ---- which column is which -----------------------------------------------------------------------
 @pytest.mark.parametrize("write", WRITERS)
-def test_table_columns_are_inferred(write: Writer, tmp_path: Path) -> None:
+def test_inputs_label_and_users_are_inferred_from_the_columns_of_a_table(
+    write: Writer, tmp_path: Path
+) -> None:
     dataset = write(tmp_path, COLUMNS).build()
     expected = np.stack([COLUMNS["age"], COLUMNS["score"], COLUMNS["member"]], axis=1).astype(
         np.float32
@@ -232,7 +234,7 @@ def test_table_users_are_clients(write: Writer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_csv, write_json_lines])
-def test_file_of_a_table_becomes_the_test_samples(write: Writer, tmp_path: Path) -> None:
+def test_the_test_file_of_a_table_becomes_its_test_samples(write: Writer, tmp_path: Path) -> None:
     write(tmp_path, {name: values[:4] for name, values in COLUMNS.items()}, "test")
     source = write(tmp_path, COLUMNS)
     assert (source.build().train_rows, len(source.build())) == (ROWS, ROWS + 4)
@@ -395,7 +397,7 @@ def test_each_npz_archive_becomes_one_client(tmp_path: Path) -> None:
         assert (dataset.inputs[rows] == int(dataset.domain_names[dataset.domains[rows[0]]])).all()
 
 
-def test_samples_of_a_client_come_from_its_npz_test_archive(tmp_path: Path) -> None:
+def test_npz_test_archive_of_a_client_contains_its_test_samples(tmp_path: Path) -> None:
     write_clients(tmp_path, "train", [4, 4])
     write_clients(tmp_path, "test", [2, 2])
     data = federate(Npz(str(tmp_path)), Domain(test_fraction=None), 0)

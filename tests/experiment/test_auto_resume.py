@@ -79,7 +79,9 @@ def test_lost_process_restarts_from_checkpoint(fails: list[int], tmp_path: Path)
     assert out.getvalue().count("a node is gone. The run restarts from its last checkpoint") == 4
 
 
-def test_run_ends_after_restarts_without_progress(fails: list[int], tmp_path: Path) -> None:
+def test_run_fails_after_three_restarts_without_a_new_checkpoint(
+    fails: list[int], tmp_path: Path
+) -> None:
     fails += [3] * 9
     with pytest.raises(ProcessLostError, match="a node is gone; resume=latest"):
         raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)

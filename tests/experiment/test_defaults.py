@@ -139,7 +139,7 @@ def check_defaults(option: str) -> None:
 
 
 @pytest.mark.parametrize(("group", "base"), [("data", Source), ("partition", Partitioner)])
-def test_option_files_can_be_built(group: str, base: type) -> None:
+def test_object_of_every_option_file_can_be_built(group: str, base: type) -> None:
     for option in OPTIONS[group]:
         node = option_parts(option)[group]
         part = build_object(resolve(node[TARGET], group), node, group)

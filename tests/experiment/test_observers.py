@@ -185,7 +185,7 @@ def jobs(folder: str) -> list[dict[str, Any]]:
     return list(pq.read_table(Path(folder, "jobs.parquet")).to_pylist())
 
 
-def test_job_files_are_equal_after_two_resumes() -> None:
+def test_job_files_of_twice_resumed_run_equal_those_of_uninterrupted_run() -> None:
     def stop(row: dict[str, Any]) -> None:
         if row["round"] == 7:
             raise KeyboardInterrupt

@@ -184,7 +184,7 @@ def test_unstorable_object_is_marked_in_the_configuration() -> None:
         assert OBJECT in object_node(part), part
 
 
-def test_unstorable_object_must_be_passed_again(
+def test_object_that_cannot_be_stored_must_be_passed_again_to_resume(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = Holding(what=lambda: 0)

@@ -116,7 +116,7 @@ def test_load_of_a_url_without_a_run_is_refused() -> None:
         raysim.load("memory://nothing/here")
 
 
-def test_files_are_sent_at_each_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_sent_to_the_url_at_each_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "memory://runs/stopped"
 
     def stop(row: dict[str, Any]) -> None:

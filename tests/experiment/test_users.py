@@ -132,7 +132,7 @@ def test_clients_of_data_without_users_have_no_names() -> None:
     assert data.label(3) == "client 3"
 
 
-def test_client_with_pooled_data_has_no_user_name() -> None:
+def test_client_with_data_of_all_users_has_no_user_name() -> None:
     assert pool_clients(split(TEXTS)).label(0) == "client 0"
 
 

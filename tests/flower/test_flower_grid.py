@@ -102,7 +102,7 @@ def test_grid_message_expires_after_its_ttl():
     assert [reply.metadata.created_at for reply in replies] == [1.0, 2.0, 2.5, 2.5]
 
 
-def test_grid_keeps_the_state_of_a_client_that_fails():
+def test_grid_does_not_change_the_state_of_a_client_that_fails():
     grid = make_grid()
     node = next(iter(grid.get_node_ids()))
     seen = []

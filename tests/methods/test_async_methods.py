@@ -126,7 +126,7 @@ def test_fedasync_mixing_rates_stay_between_0_and_1_if_scaled_by_samples() -> No
     assert rates == [0.3, 1.0, 0.0]
 
 
-def test_fedasync_with_alpha_1_takes_the_last_trained_model() -> None:
+def test_fedasync_with_alpha_1_replaces_the_model_by_the_last_trained_one() -> None:
     at, bases = server(FedAsync(1.0, "constant")), dict[int, Tensor]()
     arrive(at, (0, 1.0), (1, 2.0), bases=bases)
     assert at.vector.tolist() == [2.0] * WIDTH

@@ -155,7 +155,7 @@ class Starts(Method):
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_fedbn_clients_differ_only_in_private_tensors(scope: Any) -> None:
+def test_fedbn_clients_start_with_different_personal_tensors_only(scope: Any) -> None:
     starts = Starts()
     finished = run(study(FedBN(scope), starts), Synchronous(5), rounds=3)
     layout = finished.coordinator.layout
@@ -227,7 +227,7 @@ def test_fedbn_recomputed_statistics_weigh_batches_by_their_samples() -> None:
     assert torch.equal(state, torch.get_rng_state()), "dropout stays in eval mode"
 
 
-def test_fedbn_restores_modes_and_momenta_after_an_error() -> None:
+def test_fedbn_recomputation_restores_mode_and_momentum_after_an_error() -> None:
     norm = nn.BatchNorm1d(3).eval()
     batches = [(torch.ones(2, 3, 4, 5), torch.ones(2))]
     with pytest.raises(ValueError, match="expected 2D"):

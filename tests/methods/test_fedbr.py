@@ -71,7 +71,7 @@ def test_fedbr_traffic_has_pseudo_data_only_when_they_change(
     assert found.rows[-1]["floats_up"] == finished * shared + pool
 
 
-def test_fedbr_fresh_pseudo_data_are_downloaded_but_not_uploaded() -> None:
+def test_fedbr_fresh_pseudo_data_are_sent_to_clients_and_never_uploaded() -> None:
     found, spy = watched(small(fresh=True), rounds=3)
     shared, jobs = found.coordinator.layout.shared, len(spy.sent)
     assert not any(spy.contributed)
@@ -196,7 +196,9 @@ def test_fedbr_refuses_mixture_without_a_proxy_set(proxy: Source | None) -> None
     [{"pseudo_refresh": "once"}, {"pseudo": "mixture", "proxy": PROXY}],
     ids=["once", "mixture"],
 )
-def test_fedbr_refuses_fresh_with_refresh_once_or_a_mixture(settings: dict[str, Any]) -> None:
+def test_fedbr_setting_fresh_excludes_refresh_once_and_mixture_data(
+    settings: dict[str, Any],
+) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.fresh=true"):
         FedBR(fresh=True, **settings)
 

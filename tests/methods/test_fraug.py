@@ -151,7 +151,7 @@ def test_fraug_has_the_same_bits_with_and_without_fedbn_in_the_list(order: int) 
 
 
 @pytest.mark.parametrize("norm", ["shared", "local"])
-def test_fraug_sends_both_networks_without_batchnorm(norm: Any) -> None:
+def test_fraug_sends_classifier_and_generator_with_its_norm_only_if_shared(norm: Any) -> None:
     features, noise, classes = 12, 6, 5
     result = run(run_spec(small(generator_norm=norm), model=NORMED_MLP), ROUNDS, rounds=1)
     classifier = 64 * features + features + features * classes + classes

@@ -61,7 +61,7 @@ def test_lora_base_is_neither_sent_nor_stored(
 
 
 @pytest.mark.parametrize("base", ["float32", "bfloat16"])
-def test_memory_has_one_lora_base_for_any_number_of_clients(base: Any) -> None:
+def test_memory_holds_a_single_lora_base_for_any_number_of_clients(base: Any) -> None:
     model = Mlp((WIDTH,), Lora(RANK, base=base))
 
     def count_bases(clients: int) -> int:

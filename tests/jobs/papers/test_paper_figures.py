@@ -127,7 +127,7 @@ def test_option_half_of_method_loss_half_trains_on_low_or_high_losses(tmp_path: 
     assert float(every.rows[-1]["moved.moved"] or 0) > 0
 
 
-def test_method_named_split_points_reports_a_share_per_client(tmp_path: Path) -> None:
+def test_method_split_points_reports_a_share_for_each_of_its_clients(tmp_path: Path) -> None:
     words = ("method=split_points", "method.split_points.clients=2")
     rows = Runs(tmp_path, DIGITS).run(*words).rows
     shares = {key: row for row in rows for key, row in row.items() if "client_" in key}

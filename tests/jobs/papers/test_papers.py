@@ -61,7 +61,9 @@ def line(text: str, label: str) -> str:
 
 # --- the numbers ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("paper", PAPERS)
-def test_published_numbers_are_unchanged(paper: str, shared: Path) -> None:
+def test_stored_numbers_of_a_paper_equal_those_of_the_shared_paper_file(
+    paper: str, shared: Path
+) -> None:
     ours = Path(report.__file__).parent / f"{paper}.json"
     assert ours.read_bytes() == (shared / "papers" / f"{paper}.json").read_bytes()
 
