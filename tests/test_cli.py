@@ -111,7 +111,9 @@ DRAFT = ".config.yaml." + "0f" * 16
 
 class TestRun:
     @pytest.mark.pictures
-    def test_run_leaves_its_results_in_its_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_run_writes_its_results_into_its_folder(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         run("out=a", "method=[scaffold]")
         names = {path.name for path in Path("a").iterdir()}
         files = {"config.yaml", "history.parquet", "summary.json", "model.safetensors"}
@@ -203,7 +205,7 @@ class TestRefusals:
             (["--verbose"], ""),
         ],
     )
-    def test_error_of_unknown_flag_names_the_override(
+    def test_error_of_an_unknown_flag_suggests_the_override(
         self, words: list[str], override: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         flag = words[0].partition("=")[0]
@@ -415,7 +417,7 @@ class TestResume:
         run("out=a", "resume=latest", "rounds=6", "runtime.lanes=2", status=2)
         run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
 
-    def test_error_of_resuming_an_older_raysims_run_names_the_version(
+    def test_error_of_resuming_a_run_without_a_key_contains_the_version(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a")
@@ -466,7 +468,9 @@ class TestResume:
             assert cli.call(["study", "out=s", "resume=latest"]) == 2
         assert "s is in use by" in capsys.readouterr().err
 
-    def test_error_of_damaged_checkpoint_names_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_error_of_a_damaged_checkpoint_contains_its_name(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         run("out=a")
         last = list_complete(Path("a/checkpoints"))[-1]
         with (last / "server.safetensors").open("r+b") as file:
@@ -647,7 +651,7 @@ class Failing(Method):
 class TestFailures:
     @pytest.mark.parametrize("hook", ["personalise", "absorb"])
     @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-    def test_run_stopped_by_a_failing_hook_names_the_method(
+    def test_error_of_a_run_stopped_by_a_failing_hook_contains_the_method(
         self, hook: str, error: type[BaseException]
     ) -> None:
         experiment = build([*QUICK, "out=a"])
@@ -857,7 +861,7 @@ class TestHelp:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_error_of_a_flag_of_hydra_or_ray_tune_names_a_replacement(
+    def test_error_of_a_flag_of_hydra_or_ray_tune_suggests_a_replacement(
         self, words: list[str], replacement: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert replacement in printed(words, capsys, status=2)

@@ -57,7 +57,9 @@ def test_core_imports_no_optional_package() -> None:
         ("mlflow", {"results/mlflow_server.py"}),
     ],
 )
-def test_optional_packages_are_imported_in_listed_files(library: str, places: set[str]) -> None:
+def test_optional_packages_are_imported_only_in_listed_files(
+    library: str, places: set[str]
+) -> None:
     pattern = re.compile(rf"^\s*(import|from) {library}\b", re.MULTILINE)
     found = {
         str(path.relative_to(PACKAGE))

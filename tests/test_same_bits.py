@@ -55,7 +55,7 @@ def study(methods: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(("name", "schedule_name"), STUDIES)
-def test_bits_are_the_same_in_process_and_on_ray(
+def test_run_has_the_same_bits_in_process_and_on_ray(
     name: str, schedule_name: str, workers: Workers
 ) -> None:
     methods, schedule = STUDIES[name, schedule_name], SCHEDULES[schedule_name]
@@ -73,7 +73,7 @@ def test_bits_are_the_same_in_process_and_on_ray(
     assert expected.history[-1]["failures"] == 0
 
 
-def test_bits_are_the_same_if_workers_return_sums_of_updates(
+def test_run_has_the_same_bits_if_workers_return_sums_of_updates(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"data": equal_clients(), "model": NORMED, "local": LOCAL}
@@ -99,7 +99,7 @@ def test_bits_are_the_same_if_workers_return_sums_of_updates(
 @pytest.mark.parametrize(
     ("methods", "graph"), [([], False), ([Scaffold()], True)], ids=["lanes", "recorded"]
 )
-def test_bits_of_lanes_are_the_same_on_ray_and_after_resume(
+def test_run_with_lanes_has_the_same_bits_on_ray_and_after_resume(
     methods: list[Any], graph: bool, workers: Workers, tmp_path: Path
 ) -> None:
     def lanes_study() -> Any:
@@ -136,7 +136,7 @@ def _ranked(result: FinishedRun) -> list[int]:
     return [int(value[0]) for key, value in states.items() if key.endswith("fedbss.version")]
 
 
-def test_bits_are_the_same_if_the_coordinator_is_an_actor(ray_session: None) -> None:
+def test_run_has_the_same_bits_if_the_coordinator_is_an_actor(ray_session: None) -> None:
     from raysim.runtime import ray as on_ray
 
     methods: list[Any] = [
@@ -160,7 +160,7 @@ def test_bits_are_the_same_if_the_coordinator_is_an_actor(ray_session: None) -> 
     "size", [2, 5], ids=["clients sit out", "clients return before the buffer is full"]
 )
 @pytest.mark.parametrize("methods", [[], [Scaffold(), FedBN()]], ids=["stateless", "stateful"])
-def test_bits_do_not_depend_on_workers_before_and_after_resume(
+def test_run_has_the_same_bits_with_several_workers_and_after_resume(
     methods: list[Any], size: int, count: int, tmp_path: Path
 ) -> None:
     schedule, settings = (
@@ -188,7 +188,7 @@ def test_bits_do_not_depend_on_workers_before_and_after_resume(
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
-def test_bits_depend_on_the_seed() -> None:
+def test_bits_of_a_run_depend_on_the_seed() -> None:
     bits = {run(run_spec(model=MLP, seed=seed), rounds=1).bits for seed in (SEED, SEED, SEED + 1)}
     assert len(bits) == 2
 
@@ -200,7 +200,7 @@ def test_state_checksum_covers_clients_and_server() -> None:
 
 
 @pytest.mark.parametrize("cohort", [3, 10, 24])
-def test_bits_of_sums_do_not_depend_on_workers(cohort: int) -> None:
+def test_sums_of_updates_have_the_same_bits_for_1_to_8_workers(cohort: int) -> None:
     study, schedule = run_spec(data=equal_clients(clients=30, samples=600)), Synchronous(cohort)
     alone = run(study, schedule, Ideal()).bits
     for workers in (1, 2, 3, 5, 8):

@@ -353,7 +353,7 @@ def test_partialfed_policy_steps_change_logits_only(model: ModelRecipe) -> None:
     )
 
 
-def test_partialfed_policy_keeps_its_optimizer_between_jobs() -> None:
+def test_partialfed_policy_optimizer_continues_in_the_clients_next_job() -> None:
     client = Client(PartialFed("adaptive", policy_steps=3))
     for _ in range(3):
         client.train(client.initial)
@@ -523,7 +523,7 @@ def test_partialfed_refuses_strategy_that_does_not_fit_model() -> None:
         assert not warnings(method)
 
 
-def test_partialfed_loads_layer_with_slightly_larger_logit() -> None:
+def test_partialfed_uses_the_shared_layer_if_its_logit_is_larger() -> None:
     client = Client(PartialFed("adaptive", policy_lr=1e-9))
     client.train()
     spoilt = client.state["partialfed.model"].clone()

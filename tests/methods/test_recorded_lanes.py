@@ -370,7 +370,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "read", [Tensor.item, bool, float, int, Tensor.tolist, Tensor.numpy, nonzeros]
     )
-    def test_recording_error_names_method_that_reads_tensor_values(
+    def test_error_says_which_method_reads_tensor_values_in_a_recording(
         self, read: Callable[[Tensor], Any]
     ) -> None:
         assert not run(study(Asking(read), lanes=1, graph=False), rounds=1).failures
@@ -379,7 +379,7 @@ class TestRefusals:
         ):
             run(study(Asking(read)), rounds=1)
 
-    def test_recording_error_names_method_that_reports_during_a_step(self) -> None:
+    def test_error_says_which_method_reports_during_a_recorded_step(self) -> None:
         with pytest.raises(LanesError, match=r"^runtime\.graph=true: method 'reporting'"):
             run(study(Reporting()), rounds=1)
 

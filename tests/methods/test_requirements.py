@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[[], RunSpec], str]] = {
 
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")
 @pytest.mark.parametrize("row", REFUSED)
-def test_run_without_what_its_method_requires_is_refused(row: str) -> None:
+def test_run_is_refused_if_it_lacks_what_its_method_requires(row: str) -> None:
     make_spec, start = REFUSED[row]
     with pytest.raises(ValueError, match=f"^{re.escape(start)}"):
         declare_run(make_spec())
@@ -139,7 +139,7 @@ def options_of_methods() -> list[tuple[type[Method], str]]:
 
 
 @pytest.mark.parametrize(("method", "argument"), options_of_methods())
-def test_method_refuses_an_unknown_option_and_names_the_setting(
+def test_error_of_an_unknown_method_option_contains_its_setting(
     method: type[Method], argument: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"{argument}.*'unknown'|{argument}=unknown"):

@@ -39,7 +39,7 @@ def test_diloco_client_downloads_fragments_due_since_its_last_job() -> None:
     assert due_fragments(0, 9, 3) == [0, 1, 2]  # all, each of them once
 
 
-def test_diloco_round_counts_the_bytes_of_its_fragment() -> None:
+def test_diloco_traffic_of_a_round_is_the_size_of_its_fragment() -> None:
     ended = run(run_spec(StreamingDiLoCo(2), model=DEEP), Synchronous(6), rounds=4)
     layout = ended.coordinator.layout
     first, second = SIZES[0] + SIZES[2], SIZES[1] + SIZES[3]

@@ -84,7 +84,7 @@ def test_vhl_virtual_images_depend_only_on_the_seed_and_the_data() -> None:
     assert not torch.equal(first[0], other)
 
 
-def test_virtual_set_is_standardised_and_has_classes_of_equal_size() -> None:
+def test_vhl_virtual_images_are_standardised_and_have_balanced_classes() -> None:
     method = Vhl(virtual=33, virtual_batch=6)
     images, labels = virtual_set(method, run_spec(method))
     assert images.shape == (33, *tiny_data().open().shape) and images.dtype == torch.float32
@@ -93,7 +93,7 @@ def test_virtual_set_is_standardised_and_has_classes_of_equal_size() -> None:
     assert images.std(correction=0).item() == pytest.approx(1, abs=1e-6)
 
 
-def test_virtual_images_are_noise_around_the_mean_of_their_class() -> None:
+def test_vhl_virtual_images_are_noise_around_the_mean_of_their_class() -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(400) % 2
     images = virtual_images(
@@ -134,7 +134,7 @@ def views(method: Vhl) -> Tensor:
     return torch.stack(list(method.draw_views(job, np.random.default_rng(0))))
 
 
-def test_vhl_step_draws_images_without_replacement_and_crops() -> None:
+def test_vhl_step_draws_images_without_replacement_and_crops_them() -> None:
     drawn = views(Vhl(**SMALL))
     assert drawn.shape == (40, 4, 6) and drawn.dtype == torch.int64
     rows, offsets, flips = drawn[:, 0], drawn[:, 1:3], drawn[:, 3]
@@ -156,7 +156,7 @@ def test_vhl_step_draws_images_without_replacement_and_crops() -> None:
         ({"virtual_batch": 2, "virtual": 4}, r"virtual=4: .*virtual=5 "),
     ],
 )
-def test_virtual_set_that_is_too_small_is_refused(settings: dict[str, int], key: str) -> None:
+def test_vhl_with_too_few_virtual_images_is_refused(settings: dict[str, int], key: str) -> None:
     with pytest.raises(ValueError, match=rf"^method\.vhl\.{key}"):
         declare_run(run_spec(Vhl(**settings)))
     declare_run(run_spec(Vhl(**(NONE | settings))))

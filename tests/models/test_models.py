@@ -257,7 +257,7 @@ def test_initial_parameters_depend_on_the_seed_only(
     assert not torch.equal(next(one.parameters()), next(other.parameters()))
 
 
-def test_feature_maps_have_the_shapes_of_the_papers_networks() -> None:
+def test_feature_maps_have_the_shapes_given_in_the_papers() -> None:
     vgg = [(64, 32, 32), (128, 16, 16), *2 * [(256, 8, 8)], *2 * [(512, 4, 4)], *2 * [(512, 2, 2)]]
     assert outputs(on_meta(TABLE["vgg11"]), (nn.Conv2d,), CIFAR) == vgg
     assert outputs(on_meta(TABLE["mnist_cnn"]), GN, MNIST) == [(64, 28, 28), *3 * [(128, 14, 14)]]

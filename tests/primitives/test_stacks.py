@@ -39,7 +39,7 @@ def read_until(text: str, source: StackSource) -> str:
     return stacks
 
 
-def test_stacks_of_a_blocked_process_name_its_function() -> None:
+def test_stacks_of_a_blocked_process_contain_its_current_function() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, text=True
     ) as process:

@@ -60,13 +60,13 @@ def test_files_of_a_store_are_written_listed_and_read(address: str) -> None:
     ("url", "why"),
     [("nosuch://bucket/run", "Protocol not known"), ("s3://bucket/run", "s3fs")],
 )
-def test_unusable_url_error_has_no_password(url: str, why: str) -> None:
+def test_error_of_an_unusable_url_contains_no_password(url: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as error:
         open_store(url.replace("://", "://me:secret@"))
     assert "secret" not in str(error.value)
 
 
-def test_address_is_split_into_parent_and_last_name() -> None:
+def test_address_is_split_into_its_folder_and_its_last_part() -> None:
     assert split_address("s3://bucket/run/round-000010/") == ("s3://bucket/run", "round-000010")
     assert split_address(Path("a/b/round-000010")) == ("a/b", "round-000010")
     assert split_address("round-000010") == (".", "round-000010")

@@ -129,7 +129,7 @@ def seedings(tree: ast.AST) -> int:
     return sum(name.startswith("torch.") and name.endswith("manual_seed") for name in names)
 
 
-def test_package_uses_no_global_generator() -> None:
+def test_package_uses_global_random_generators_in_listed_files_only() -> None:
     draws, seeds = {}, {}
     words = re.compile("|".join(["random", "manual_seed", *(rf"torch\.{name}" for name in TORCH)]))
     for path in sources():
@@ -156,5 +156,5 @@ def test_package_uses_no_global_generator() -> None:
         "import random as r",
     ],
 )
-def test_check_finds_code_that_uses_a_global_generator(line: str) -> None:
+def test_search_finds_code_that_uses_a_global_random_generator(line: str) -> None:
     assert list(global_draws(ast.parse(line)))

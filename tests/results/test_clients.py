@@ -116,7 +116,7 @@ GOOD = {"client": [0, 1], "label": [0, 1], "samples": [3, 4]}
         (GOOD, "no json"),
     ],
 )
-def test_error_names_damaged_split(
+def test_error_of_a_damaged_split_contains_its_file_name(
     tmp_path: Path, columns: dict[str, list[object]], content: str
 ) -> None:
     pq.write_table(
@@ -126,7 +126,7 @@ def test_error_names_damaged_split(
         read_split(tmp_path)
 
 
-def test_error_names_damaged_tables_of_clients(tmp_path: Path) -> None:
+def test_error_of_a_damaged_client_table_contains_its_file_name(tmp_path: Path) -> None:
     for name, read in ((SPLIT_FILE, read_split), (CLIENTS_FILE, read_clients)):
         (tmp_path / name).write_bytes(b"PAR1 no")
         with pytest.raises(ValueError, match=name):

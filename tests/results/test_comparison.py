@@ -68,7 +68,7 @@ def test_report_marks_settings_that_differ_significantly_from_the_first(study: P
     assert from_best["final_mark"].to_dict() == {"fedprox": "", "fedavgm": "‡", "moon": "‡"}
 
 
-def test_differences_are_paired_and_corrected(study: Path) -> None:
+def test_settings_are_compared_by_paired_t_tests_with_holm_correction(study: Path) -> None:
     table = raysim.report(study, order="fedavgm", columns=["final"]).differences
     rows = {row["compared"]: row for row in table.to_dict("records")}
     p = {

@@ -40,7 +40,7 @@ def test_curves_are_drawn_against_bytes() -> None:
     assert read({"floats_down": None, "floats_up": None}) == 0
 
 
-def test_mean_curve_has_only_rounds_that_every_seed_scored() -> None:
+def test_mean_curve_has_only_rounds_in_which_every_seed_has_a_score() -> None:
     each = [history([0.5, None, 0.5]), history([0.25, 0.5, 1.0]), history([0.75, 0.5, 0.75, 0.75])]
     found = curves.mean_curve("x", each, "accuracy", 9)
     assert [(row["round"], y) for row, y in found.points] == [(1, 0.5), (3, 0.75)]
@@ -54,7 +54,7 @@ def test_band_of_curves_needs_three_seeds(seeds: int) -> None:
     assert curves.mean_curve("x", [history([0.5, 0.75])] * seeds, "accuracy", 0).deviations == []
 
 
-def test_long_history_is_thinned_and_keeps_its_ends() -> None:
+def test_curve_of_a_long_history_has_fewer_points_but_both_ends() -> None:
     found = curves.mean_curve("x", [history([0.5] * 5000)], "accuracy", 0)
     assert len(found.points) == curves.MAX_POINTS
     assert [found.points[place][0]["round"] for place in (0, -1)] == [1, 5000]

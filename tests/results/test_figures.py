@@ -116,7 +116,7 @@ def test_bias_figure_is_drawn_even_if_some_rounds_have_no_probes(tmp_path: Path)
         assert size(tmp_path / f"{name}.png") == (1820, 650)
 
 
-def test_history_without_probes_draws_no_bias(tmp_path: Path) -> None:
+def test_bias_figure_is_not_drawn_without_probes(tmp_path: Path) -> None:
     rows: list[Row] = [{"round": 1, "accuracy_global": 0.5}, {"round": 2, **summarise_probes([])}]
     assert not figures.draw_bias(rows, tmp_path / "bias.png", "bias")
     assert not figures.draw_bias([], tmp_path / "bias.png", "bias")

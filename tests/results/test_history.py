@@ -102,7 +102,7 @@ def test_failed_write_of_history_keeps_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["h.parquet"]
 
 
-def test_error_names_broken_history_file(tmp_path: Path) -> None:
+def test_error_of_a_broken_history_file_contains_its_name(tmp_path: Path) -> None:
     (tmp_path / "h.parquet").write_bytes(b"PAR1 and then nothing")
     with pytest.raises(ValueError, match=r"h\.parquet"):
         metrics.read_history(tmp_path / "h.parquet")
@@ -160,7 +160,7 @@ def test_summary_has_last_values_best_scores_and_totals() -> None:
     assert {key: summary[key] for key in expected} == expected
 
 
-def test_summary_without_client_tests_uses_the_central_set() -> None:
+def test_summary_uses_central_scores_if_there_are_no_client_scores() -> None:
     summary = metrics.summarise([row(1, None, accuracy_global=0.5)], [0.5])
     assert (summary["best5_mean"], summary["rounds_to"]) == (0.5, {"0.50": 1})
     assert "best5_mean_global" not in summary

@@ -101,7 +101,7 @@ def test_resumed_run_without_a_job_file_writes_none(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_error_names_broken_job_file(tmp_path: Path) -> None:
+def test_error_of_a_broken_job_file_contains_its_name(tmp_path: Path) -> None:
     write(tmp_path, range(1, 3))
     (tmp_path / JOBS / "part-000000.parquet").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"part-000000\.parquet"):

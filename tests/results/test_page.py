@@ -82,7 +82,7 @@ def test_page_escapes_markup_and_loads_no_external_files(tmp_path: Path) -> None
     assert "alert(1)" in "".join(found.words) and "{{7*7}}" in "".join(found.words)
 
 
-def test_page_of_older_run_names_missing_files(tmp_path: Path) -> None:
+def test_page_of_an_older_run_says_which_results_are_missing(tmp_path: Path) -> None:
     run = make(tmp_path / "one", [0.5, 0.75], "seed: 3")
     text = written([replace(run, summary={"rounds": 2, "accuracy": 0.75})], tmp_path)
     assert (
@@ -94,7 +94,7 @@ def test_page_of_older_run_names_missing_files(tmp_path: Path) -> None:
     assert "raysim run --config" in section(text, "How to repeat it")
 
 
-def test_page_explains_the_deviation_after_numbers(tmp_path: Path) -> None:
+def test_page_explains_the_deviation_behind_plus_minus(tmp_path: Path) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(
         tmp_path, "fedavgm", [0.25, 0.25, 0.25]
     )
@@ -188,7 +188,7 @@ def test_page_limits_the_list_of_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_page_shows_a_shared_split_once(tmp_path: Path) -> None:
+def test_page_shows_a_split_that_several_runs_share_only_once(tmp_path: Path) -> None:
     runs = [make(tmp_path / name, [0.5], f"{{method: {{{name}: {{}}}}}}") for name in "abc"]
     same = ClientLabels(
         np.array([0, 0, 2]), np.array([0, 1, 1]), np.array([3, 1, 4]), 3, ["cat", "dog"]

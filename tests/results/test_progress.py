@@ -61,7 +61,7 @@ def test_progress_shows_activity_after_last_round() -> None:
         assert out.getvalue() == f"{'':<10}drawing pictures\n", "before it is done"
 
 
-def test_progress_line_names_silent_worker_until_next_round() -> None:
+def test_progress_line_shows_a_silent_worker_until_the_next_round() -> None:
     progress = Progress(3, console=Console(file=(out := io.StringIO()), width=99))
     progress.wait(1, ["4", "17"], 35.0)
     assert out.getvalue() == progress.line() + "\n", "a log has it at once"

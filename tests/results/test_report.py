@@ -111,7 +111,9 @@ def test_folder_without_run_is_refused(tmp_path: Path) -> None:
         ("summary.json", "[]"),
     ],
 )
-def test_error_of_report_names_broken_file(tmp_path: Path, name: str, content: str) -> None:
+def test_report_error_contains_the_name_of_a_broken_file(
+    tmp_path: Path, name: str, content: str
+) -> None:
     make(tmp_path / "one", [0.5])
     (tmp_path / "one" / name).write_text(content)
     with pytest.raises(ValueError, match=re.escape(name)):
@@ -192,7 +194,7 @@ def test_table_starts_with_best_run_and_marks_best_values(tmp_path: Path) -> Non
     assert "3 k*" not in lines[4]  # of fewer rounds
 
 
-def test_table_explains_the_deviation_after_numbers(tmp_path: Path) -> None:
+def test_table_explains_the_deviation_behind_plus_minus(tmp_path: Path) -> None:
     note = "last 10: mean ± deviation over these rounds"
     assert table([make(tmp_path / "one", [0.25, 0.5])]).splitlines()[-1] == note
     assert note not in table([make(tmp_path / "none", [None])])
@@ -406,7 +408,7 @@ def test_table_marks_the_best_virtual_time_but_no_best_wall_time(tmp_path: Path)
     assert best["virtual"] and not best["wall"]
 
 
-def test_table_names_the_metric_and_the_test_set(tmp_path: Path) -> None:
+def test_table_says_which_metric_and_test_set_its_scores_have(tmp_path: Path) -> None:
     both = make(tmp_path / "both", [0.5])
     central = replace(both, rows=[row | {"accuracy": None} for row in both.rows])
     own = replace(both, rows=[row | {"accuracy_global": None} for row in both.rows])

@@ -30,7 +30,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_error_of_a_too_long_ray_path_names_length_and_variable(
+def test_error_of_a_too_long_ray_path_contains_length_and_variable(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{folder}/ray/session/sockets/plasma_store"
@@ -83,7 +83,7 @@ def test_error_of_a_failed_ray_start_shows_the_cause_from_the_ray_log(folder: Pa
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_error_of_failed_start_names_key_and_advice(
+def test_error_of_a_failed_ray_start_contains_its_key_and_advice(
     error: Exception, key: str, advice: str, folder: Path
 ) -> None:
     text = describe_failed_start("local", error)
@@ -107,7 +107,9 @@ def test_error_of_failed_start_names_key_and_advice(
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_error_of_failed_joining_names_address_and_advice(error: Exception, advice: str) -> None:
+def test_error_of_failed_joining_contains_the_address_and_advice(
+    error: Exception, advice: str
+) -> None:
     text = describe_failed_start("10.0.0.1:6379", error)
     assert text.startswith("runtime.address=10.0.0.1:6379: ") and advice in text
 

@@ -102,7 +102,7 @@ def test_node_watch_reports_lost_silent_and_leaving_nodes(monkeypatch: pytest.Mo
     assert "silent" not in watched.lost and len(watched.usable_nodes()) == 3
 
 
-def test_new_workers_avoid_silent_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_workers_are_not_started_on_silent_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [entry(1, "far"), entry(2, "here"), entry(3, "gone", alive=False), entry(1, "away")]
     monkeypatch.setattr(node_watch.ray, "nodes", lambda: nodes)
     context = SimpleNamespace(get_node_id=lambda: "here")

@@ -106,7 +106,7 @@ def test_gpu_share_lets_exactly_the_requested_workers_fit_on_a_gpu(workers: int)
     assert node_capacity({"GPU": 1.0}, {"GPU": gpu_share(workers)}) == workers
 
 
-def test_error_of_too_many_workers_names_nodes_and_the_maximum() -> None:
+def test_error_of_too_many_workers_lists_nodes_and_the_maximum() -> None:
     nodes = "a node of 4 CPU and 1 GPU and 2 nodes of 2 CPU and 0 GPU each"
     with pytest.raises(NoRoomError, match=rf"^runtime\.workers=9 .*{nodes}.* GPU.*workers=4\.$"):
         choose_size(RayOptions(workers=9), {"CPU": 1.0, "GPU": 0.25}, CLUSTER, 20)
@@ -254,7 +254,7 @@ def test_restrict_data_keeps_samples_of_the_chosen_client_only() -> None:
     assert len(data.partition.test) == len(tiny_data().partition.test) and len(data.central) == 3
 
 
-def test_preflight_trains_one_largest_client_per_lane() -> None:
+def test_preflight_with_two_lanes_trains_two_clients_of_largest_size() -> None:
     data = restrict_data(tiny_data(), [3, 0], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [0, 3]
     largest = tiny_data().partition.train.rows(3).tolist()

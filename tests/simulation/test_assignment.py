@@ -50,7 +50,7 @@ def test_client_stays_on_its_worker_until_its_last_job_ends() -> None:
     ) == [1]
 
 
-def test_client_moves_to_a_worker_of_the_same_node() -> None:
+def test_client_moves_to_a_less_loaded_worker_of_the_same_node() -> None:
     loads, nodes = [0.0, 9.0, 1.0], [0, 1, 1]
     assert assign_units(
         units_of(1), loads, nodes, lambda client: StateHome(1, is_pending=False)

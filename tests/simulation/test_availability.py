@@ -151,7 +151,7 @@ presences = st.one_of(
 
 @given(presence=presences, now=st.integers(0, 400_000), parts=st.integers(1, 20))
 @settings(max_examples=80, deadline=None)
-def test_next_change_of_availability_is_the_first_one(
+def test_availability_does_not_change_before_its_next_change(
     presence: Availability, now: int, parts: int
 ) -> None:
     until = now + 200_000.0

@@ -120,7 +120,7 @@ def test_best_model_comes_from_a_round_with_a_score(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("methods", [[], [FedBN()], [FedExP()]])
 @pytest.mark.parametrize("validation", [0.2, 0.0])
-def test_best_model_file_is_kept_on_resume(
+def test_resumed_run_writes_the_same_best_model_file(
     methods: list[Method], validation: float, tmp_path: Path
 ) -> None:
     spec = study(*methods, validation=validation)

@@ -316,7 +316,7 @@ def test_resume_ignores_a_checkpoint_whose_replacement_failed(
     assert checkpoint.find_latest(tmp_path) == paths[0]
 
 
-def test_run_resumed_in_another_folder_stores_all_client_states(tmp_path: Path) -> None:
+def test_run_resumed_in_another_folder_copies_all_client_states(tmp_path: Path) -> None:
     first = Checkpoints(tmp_path / "a").write(1, states(range(5), job=1))
     before = content(tmp_path / "a")
     now = after(states(range(5), job=1), 2, job=50)
@@ -430,7 +430,7 @@ FILES = [
 @pytest.mark.parametrize(
     "harm", [flip, cut, Path.unlink], ids=["a changed bit", "a missing end", "a missing file"]
 )
-def test_error_of_damaged_checkpoint_names_a_valid_one(
+def test_error_of_a_damaged_checkpoint_suggests_a_valid_one(
     harm: Callable[[Path], None], file: str, tmp_path: Path
 ) -> None:
     run = Checkpoints(tmp_path)
@@ -823,7 +823,7 @@ def test_manifest_of_a_checkpoint_is_written_last(
     assert synced[True] == {folder.stat().st_ino for folder in (path, tmp_path)}
 
 
-def test_error_of_full_disk_has_the_needed_bytes(
+def test_error_of_a_full_disk_says_how_many_bytes_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -848,7 +848,7 @@ def test_resumed_run_reuses_the_files_of_the_client_state_log(remote: bool, tmp_
     assert before and [name for name in there.names("log") if name.startswith("states")] == before
 
 
-def test_run_stops_if_another_process_writes_to_its_url(
+def test_run_stops_if_another_process_writes_to_the_same_url(
     tmp_path: Path,
 ) -> None:
     where = f"memory://{tmp_path.name}-two"
@@ -861,7 +861,7 @@ def test_run_stops_if_another_process_writes_to_its_url(
     later.write(3, snapshot(3.0))
 
 
-def test_manifest_cannot_name_files_outside_the_checkpoint(tmp_path: Path) -> None:
+def test_manifest_that_lists_files_outside_the_checkpoint_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 1, snapshot())
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(dict(reversed(manifest.items()))))

@@ -99,7 +99,7 @@ METHODS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "schedule"), [("fedbn", "rounds"), ("fedbss", "buffer"), ("scaffold", "buffer")]
 )
-def test_client_state_is_kept_in_missed_rounds_on_ray(
+def test_state_of_a_client_that_misses_rounds_on_ray_is_unchanged(
     name: str, schedule: str, workers: Workers, tmp_path: Path
 ) -> None:
     here = every_round(tmp_path / "here", METHODS[name](), schedule=schedule)
@@ -123,7 +123,9 @@ def test_client_state_is_kept_in_missed_rounds_on_ray(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_scaffold_server_control_is_the_mean_of_all_clients(schedule: str, tmp_path: Path) -> None:
+def test_scaffold_server_control_is_the_mean_of_all_client_controls(
+    schedule: str, tmp_path: Path
+) -> None:
     for index, snapshot in enumerate(every_round(tmp_path, Scaffold(), schedule=schedule)):
         own = [state["scaffold.control"] for state in snapshot.clients.values()]
         mean = np.sum(own, axis=0, dtype=np.float64) / 5  # who never took part has zero

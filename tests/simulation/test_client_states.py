@@ -131,7 +131,7 @@ def test_client_state_of_unknown_size_counts_as_0_bytes() -> None:
     ) == [0.0]
 
 
-def test_client_on_another_worker_is_sent_its_state() -> None:
+def test_state_is_sent_if_its_client_trains_on_another_worker() -> None:
     books = Books()
     books.done(1)
     _, sent, read = books.send(1)

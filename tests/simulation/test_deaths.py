@@ -336,7 +336,7 @@ def test_loss_of_the_last_node_ends_the_run() -> None:
         )
 
 
-def test_waiting_event_names_the_silent_worker_and_its_node(clock: None) -> None:
+def test_waiting_event_contains_the_silent_worker_and_its_node(clock: None) -> None:
     asked = {"rounds": 4, "faults": Faults(timeout=35.0), "evaluate": Evaluation(every=10**9)}
     spec, in_hand = study("sums on workers"), set()
     for number in range(5, 9):

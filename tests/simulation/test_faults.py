@@ -221,7 +221,7 @@ def test_failure_has_client_version_method_and_worker() -> None:
     assert "in begin" in failure.traceback
 
 
-def test_error_of_diverged_client_names_local_lr() -> None:
+def test_error_of_a_diverged_client_mentions_the_learning_rate() -> None:
     (failure,) = run(run_spec(Diverging(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert "the loss is not finite from step 2 of" in failure.error
     assert "learning rate 0.05" in failure.error
@@ -235,7 +235,7 @@ def test_infinite_loss_in_first_step_is_not_blamed_on_local_lr() -> None:
     assert "method 'infinite'" in failure.error and "local.lr" not in failure.error
 
 
-def test_error_of_infinite_upload_names_its_method() -> None:
+def test_error_of_an_infinite_upload_contains_its_method() -> None:
     (failure,) = run(run_spec(Overflowing(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert failure.method == "overflowing"
     assert "overflowing.value" in failure.error
@@ -451,7 +451,7 @@ def test_error_of_an_invalid_client_hook_is_one_line(method: Method, sentence: s
 @pytest.mark.parametrize(
     ("hook", "sentence"), [(raises, "ValueError: my bug"), (reads, UNDECLARED)]
 )
-def test_error_of_failing_hook_shows_the_users_lines(hook: Any, sentence: str) -> None:
+def test_error_of_a_failing_hook_shows_lines_of_the_users_code(hook: Any, sentence: str) -> None:
     first, *trace = stopped_by(user_method(end=hook))
     assert first.startswith(
         "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, "
@@ -535,7 +535,7 @@ def test_hook_that_returns_no_tensor_raises_hook_error(setup: Any, sentence: str
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, ValueError, SystemExit])
 @pytest.mark.parametrize("hook", ["weigh", "step", "absorb"])
-def test_error_of_failing_server_hook_names_its_method(
+def test_error_of_a_failing_server_hook_contains_its_method(
     hook: str, error: type[BaseException]
 ) -> None:
     with pytest.raises(RunStoppedError) as stopped:

@@ -313,7 +313,9 @@ def test_fleet_values_out_of_range_are_refused(make: Any, text: str) -> None:
         (["fleet=fadas", "fleet.kinds.slow.speed=1"], "fleet.kinds.slow.speed does not exist"),
     ],
 )
-def test_unknown_fleet_key_is_refused_with_the_nearest(words: list[str], text: str) -> None:
+def test_error_of_an_unknown_fleet_key_suggests_the_nearest_key(
+    words: list[str], text: str
+) -> None:
     with pytest.raises(RefusedError) as caught:
         build_run([*QUICK, *words])
     assert text in str(caught.value)

@@ -389,7 +389,7 @@ def operations(plan: Planner, count: int) -> float:
     [Immediate, lambda most: Buffered(most, 10), lambda most: Buffered(most, 10, 3)],
     ids=["immediate", "buffered", "at most three stale"],
 )
-def test_planning_cost_does_not_grow_with_jobs_in_flight(make: Any) -> None:
+def test_operations_of_planning_do_not_grow_with_jobs_in_flight(make: Any) -> None:
     def cost(most: int) -> float:
         plan = planner(make(most), Lognormal(dropout=0.1), 0, [1] * 20_000)
         plan.next_aggregation()
@@ -429,7 +429,7 @@ class Counted(MarkovAvailability):
     ],
     ids=lambda schedule: type(schedule).__name__,
 )
-def test_planning_cost_stays_small_if_few_clients_are_available(
+def test_planning_needs_few_operations_if_few_clients_are_available(
     schedule: Schedule,
 ) -> None:
     @dataclass(frozen=True)
@@ -605,7 +605,7 @@ def test_large_cohort_of_a_fixed_seed_equals_stored_clients(
     assert len(first) == len(second) == cohort and [*first[:4], *second[:4]] == clients
 
 
-def test_plan_counts_participations_and_accepted_jobs() -> None:
+def test_plan_counts_dispatched_and_aggregated_jobs_of_each_client() -> None:
     plan = planner(Buffered(5, 3), Lognormal(dropout=0.3), 0, [1] * CLIENTS)
     result = steps(plan, 12)
     clients = {job.number: job.client for step in result for job in step.dispatched}

@@ -166,7 +166,9 @@ def test_mapped_file_reuses_space_of_deleted_arrays() -> None:
     assert file._end == end and fourth[-1] == 4 and third[-1] == 3
 
 
-def test_mapped_file_keeps_arrays_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_in_a_mapped_file_are_unchanged_while_it_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(spill, "SEGMENT_BYTES", 5000)
     file = MappedFile("", "arrays", resident=0)
     arrays = [file.move(np.full(size, size, np.float32)) for size in (300, 700, 900, 9000, 10)]
@@ -175,7 +177,7 @@ def test_mapped_file_keeps_arrays_while_it_grows(monkeypatch: pytest.MonkeyPatch
         assert (array == len(array)).all() and file.contains(array)
 
 
-def test_error_of_full_disk_names_the_mapped_arrays(tmp_path: Path) -> None:
+def test_error_of_a_full_disk_says_that_it_wrote_mapped_arrays(tmp_path: Path) -> None:
     file = MappedFile(tmp_path, "replicas", resident=0)
     file.move(np.ones(4))
     assert list(tmp_path.iterdir()) == []  # the file has no name

@@ -159,7 +159,7 @@ def test_schedule_values_out_of_range_are_refused(make: Callable[[], object], va
         (Buffered(2, 3), "size=3", "size=2"),
     ],
 )
-def test_error_of_a_schedule_with_too_many_clients_names_the_limit(
+def test_error_of_a_schedule_with_too_many_clients_contains_the_limit(
     schedule: Schedule, value: str, largest: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"schedule\.{value} .* schedule\.{largest} "):
@@ -207,7 +207,7 @@ def test_schedule_decides_after_all_jobs_that_end_at_the_same_time() -> None:
     assert all(len(cohort) == 2 for cohort in ledger.cohorts)
 
 
-def test_staleness_counts_until_the_aggregation() -> None:
+def test_staleness_includes_aggregations_while_an_update_waits() -> None:
     # Four arrive in one instant and fill two buffers: the second one adds to a newer version than
     # the first.
     coordinator, ledger, _ = untrained_run(

@@ -410,7 +410,7 @@ def test_selection_rule_cannot_change_the_arrays_that_it_receives() -> None:
         (lambda: Oort(penalty=-1.0), "selection.penalty"),
     ],
 )
-def test_error_of_wrong_selection_setting_names_its_key(
+def test_error_of_a_wrong_selection_setting_contains_its_key(
     make: Callable[[], Selection], key: str
 ) -> None:
     with pytest.raises(ValueError, match=key):

@@ -164,7 +164,7 @@ def test_server_accepts_a_group_in_which_all_jobs_failed() -> None:
     assert not np.array_equal(result.vector.numpy(), START)
 
 
-def test_round_whose_jobs_all_fail_keeps_the_vector() -> None:
+def test_round_whose_jobs_all_fail_does_not_change_the_vector() -> None:
     result = step(server(), [None, None])
     assert np.array_equal(result.vector.numpy(), START)
     assert result.version == 1
@@ -217,7 +217,7 @@ def test_buffers_of_stale_updates_are_averaged() -> None:
     )
 
 
-def test_integer_buffers_get_the_largest_value() -> None:
+def test_integer_buffers_get_the_largest_value_of_all_clients() -> None:
     result = step(server(), [update(client, counter=1 + client % 5) for client in ALL])
     assert result.counters.tolist() == [5]
 

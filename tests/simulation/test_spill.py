@@ -180,7 +180,7 @@ def test_setting_state_budget_is_in_gib_and_cannot_be_negative(
 # --- the file -------------------------------------------------------------------------------------
 
 
-def test_spilled_arrays_come_back_unchanged() -> None:
+def test_spilled_arrays_are_read_back_unchanged() -> None:
     spill = SpillFile()
     rng = np.random.default_rng(0)
     written: dict[int, dict[str, np.ndarray]] = {}
@@ -233,7 +233,7 @@ def test_new_spilled_client_state_overwrites_the_earlier_one(tmp_path: Path) -> 
     )
 
 
-def test_error_of_a_full_disk_names_the_client_states() -> None:
+def test_error_of_a_full_disk_says_that_it_wrote_client_states() -> None:
     spill = SpillFile()
     spill._file._file.close()
     spill._file._file = open("/dev/full", "w+b", buffering=0)  # noqa: SIM115

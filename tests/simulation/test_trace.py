@@ -110,7 +110,7 @@ def test_trace_can_have_device_speeds_in_flops(tmp_path: Path) -> None:
     assert devices.seconds(np.array([100.0]), 0, 0) == 4.0  # 200 GFLOP at 50 GFLOP a second
 
 
-def test_trace_accepts_narrow_number_types_and_named_clients(tmp_path: Path) -> None:
+def test_trace_accepts_float32_int32_and_names_of_clients(tmp_path: Path) -> None:
     rows = [row(f"phone {each}", start=[10, 300], end=[200, 900], period=1000) for each in range(2)]  # type: ignore[arg-type]
     result = read(
         write_unchecked(tmp_path, rows, speed=pa.float32(), start=pa.large_list(pa.int32()))
@@ -232,7 +232,7 @@ BAD: list[tuple[Mapping[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "text"), BAD, ids=[text for _, text in BAD])
 @pytest.mark.parametrize("at", [0, 4])
-def test_error_of_wrong_trace_row_names_client_and_row(
+def test_error_of_a_wrong_trace_row_contains_client_and_row_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Mapping[str, Any], text: str, at: int
 ) -> None:
     monkeypatch.setattr(trace, "_ROWS", 3)

@@ -107,7 +107,7 @@ def test_unseen_clients_depend_on_the_seed() -> None:
     assert len(one) == 2 and one.tolist() == same.tolist() != other.tolist()
 
 
-def test_unseen_clients_lose_training_and_validation_samples() -> None:
+def test_unseen_clients_have_no_training_and_validation_samples() -> None:
     before, after = whole(0.2).partition, hold_out_clients(whole(0.2), 0.25, SEED).partition
     for client in range(CLIENTS):
         is_unseen = client in after.unseen  # type: ignore[operator]
@@ -203,7 +203,7 @@ def test_finetuning_uses_samples_of_unseen_clients() -> None:
     assert row["accuracy_unseen_finetuned"] > row["accuracy_unseen"]  # type: ignore[operator]
 
 
-def test_evaluate_clients_limits_unseen_clients_too() -> None:
+def test_setting_evaluate_clients_also_limits_scored_unseen_clients() -> None:
     finished_run = run(study(share=0.5), evaluate=Evaluation(clients=2))
     scores = {round(score, 9) for score in scores_by_hand(finished_run, unseen_of(finished_run))}
     pairs = {round((a + b) / 2, 6) for a in scores for b in scores}

@@ -380,7 +380,7 @@ def test_shared_model_is_scored_on_client_and_central_samples() -> None:
     assert len(set(wanted.values())) > 8, "or columns could be taken for one another"
 
 
-def test_personal_models_are_scored_on_own_and_central_samples() -> None:
+def test_personal_models_are_scored_on_client_and_central_samples() -> None:
     ended, models = scored(FedBN(), evaluate=replace(EVERYTHING, common=True))
     common = np.mean([hits(model, SPREAD.central).mean() for model in models.values()])
     wanted = (
@@ -391,7 +391,7 @@ def test_personal_models_are_scored_on_own_and_central_samples() -> None:
     assert columns(ended) == pytest.approx(wanted, rel=1e-9)
 
 
-def test_personalising_method_scores_own_and_shared_models() -> None:
+def test_personalising_method_scores_personal_and_shared_models() -> None:
     ended, models = scored(Opposite(), evaluate=Evaluation(common=True))
     shared = models[0]
     turned = {name: t if is_buffer(name) else -t for name, t in shared.items()}

@@ -200,7 +200,7 @@ def test_hf_trainer_equals_raysims_steps_without_shuffling() -> None:
         ("learner=lightning learner.options.foo=1", r"learner\.options"),
     ],
 )
-def test_built_in_learner_error_names_the_key(words: str, key: str) -> None:
+def test_error_of_a_built_in_learner_contains_the_wrong_key(words: str, key: str) -> None:
     with pytest.raises(RefusedError, match=key):
         raysim.build(f"data=synthetic runtime=inprocess {words}")
 

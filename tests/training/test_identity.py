@@ -98,7 +98,7 @@ def test_workers_with_equal_identities_are_accepted() -> None:
     ]
 
 
-def test_error_of_unequal_hardware_names_workers_nodes_and_facts() -> None:
+def test_error_of_unequal_hardware_lists_workers_nodes_and_facts() -> None:
     slow = {"CPU_capability": "AVX2", INSTRUCTIONS.replace(" ", "_"): "avx avx2"}
     with pytest.raises(UnequalWorkersError) as refused:
         Participants(DRIVER).add(
@@ -128,7 +128,7 @@ def test_workers_must_have_equal_devices_but_not_that_of_the_driver() -> None:
         Participants(DRIVER).add(worker(0, device="H100"), worker(1, "node-b", device="A100"))
 
 
-def test_unequal_processes_can_be_allowed_and_are_recorded() -> None:
+def test_unequal_processes_can_be_allowed_and_are_listed_in_results() -> None:
     participants = Participants(DRIVER, mixed=True)
     participants.add(worker(0), worker(1, "node-b", CPU_capability="AVX2"), worker(2, "node-c"))
     assert not are_equal(participants.all)
@@ -141,7 +141,7 @@ def test_unequal_processes_can_be_allowed_and_are_recorded() -> None:
     assert groups[1]["nodes"] == ["node-a", "node-c"] and groups[2]["CPU capability"] == "AVX2"
 
 
-def test_error_of_unequal_processes_counts_many_differences() -> None:
+def test_error_of_unequal_processes_says_how_many_more_facts_differ() -> None:
     facts = {f"fact {number}": "a" for number in range(7)}
     other = Identity("worker-0", "node-b", dict.fromkeys(facts, "b"))
     with pytest.raises(UnequalWorkersError, match=r"fact 3 .*, 3 more"):

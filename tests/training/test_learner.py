@@ -135,7 +135,9 @@ def test_output_printed_by_a_learner_is_shown(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("wrong", "text"), [("outputs", "predict of Centroids"), ("predict", "'centroids'.*SystemExit")]
 )
-def test_error_of_predict_names_the_learner(wrong: str, text: str, tmp_path: Any) -> None:
+def test_error_of_the_predict_function_contains_its_learner(
+    wrong: str, text: str, tmp_path: Any
+) -> None:
     words = "data=synthetic data.samples=100 partition.clients=4 schedule.cohort=2 rounds=1"
     with pytest.raises(Exception, match=text):
         raysim.run(
@@ -179,7 +181,7 @@ def test_learner_parameters_may_have_any_name(key: str) -> None:
     np.testing.assert_array_equal(copy[key] if key else copy, np.ones(2))
 
 
-def test_error_of_a_learner_names_the_step_method_that_it_refuses() -> None:
+def test_learner_error_contains_the_step_method_that_it_refuses() -> None:
     with pytest.raises(ValueError, match=r"'fedprox'.*'centroids'"):
         run(run_spec(Centroids(), FedProx(0.1)), rounds=1)
 

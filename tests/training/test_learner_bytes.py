@@ -111,7 +111,7 @@ def test_learner_with_bytes_parameters_has_same_bits_on_several_workers(schedule
         assert [row[column] for row in one.rows] == [row[column] for row in two.rows]
 
 
-def test_learner_with_bytes_parameters_and_lost_jobs_resumes_equally(tmp_path: Path) -> None:
+def test_bytes_learner_with_lost_jobs_resumes_to_the_same_result(tmp_path: Path) -> None:
     words = f"{QUICK} fleet=lognormal fleet.dropout=0.3 schedule=buffered schedule.concurrency=3"
     words = words.replace("schedule.cohort=2 ", "") + " schedule.size=2 method=fedbuff"
     learner = Means()
@@ -339,6 +339,6 @@ def test_learner_evaluate_can_return_no_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, {"accuracy": "high"}], ids=["number", "text"])
-def test_error_of_learner_evaluate_names_the_function(wrong: Any) -> None:
+def test_error_of_the_evaluate_function_contains_its_learner(wrong: Any) -> None:
     with pytest.raises(Exception, match=r"scored.*evaluate"):
         run(run_spec(Scored(wrong)), rounds=1)

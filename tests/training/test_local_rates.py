@@ -189,7 +189,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "settings", [{"optimizer": "muon"}, {"rates": {"head": 2.0}}, {"warmup_steps": 2}], ids=str
     )
-    def test_error_of_lanes_names_the_unsupported_local_setting(
+    def test_lanes_error_contains_the_unsupported_local_setting(
         self, settings: dict[str, Any]
     ) -> None:
         with pytest.raises(LanesError, match=r"local\.|warmup_steps"):

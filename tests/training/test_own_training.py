@@ -147,7 +147,7 @@ def test_own_training_combines_with_server_methods() -> None:
     assert plain.bits != with_momentum.bits
 
 
-def test_error_of_own_training_names_the_step_method_it_refuses() -> None:
+def test_own_training_error_contains_the_step_method_it_refuses() -> None:
     with pytest.raises(ValueError, match=r"'fedprox'.*'plain_sgd'"):
         run(run_spec(PlainSgd(), FedProx(0.1)), rounds=1)
 
@@ -201,7 +201,7 @@ class Forgetful(PlainSgd):
         run.client_state("jobs", lambda samples: None)
 
 
-def test_error_of_a_wrong_initial_client_state_names_the_state() -> None:
+def test_error_of_a_wrong_initial_client_state_contains_its_name() -> None:
     with pytest.raises(UnstorableValueError, match=r"plain_sgd\.jobs"):
         run(run_spec(Forgetful()), rounds=1)
 

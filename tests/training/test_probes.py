@@ -191,7 +191,7 @@ def test_probe_file_written_and_read_has_the_same_bits(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["probes.safetensors"]
 
 
-def test_probe_file_keeps_arrays_with_other_strides(tmp_path: Path) -> None:
+def test_probe_file_stores_transposed_and_reversed_arrays_unchanged(tmp_path: Path) -> None:
     probe = make()
     across = Probe(
         0,
@@ -207,7 +207,7 @@ def test_probe_file_keeps_arrays_with_other_strides(tmp_path: Path) -> None:
     assert_same(across, load_probes(tmp_path / "probes.safetensors")[0])
 
 
-def test_probe_file_stores_received_features_once(tmp_path: Path) -> None:
+def test_probe_file_stores_features_of_a_received_version_once(tmp_path: Path) -> None:
     def length(versions: tuple[int, int]) -> int:
         probes = [make(client, version, features=500) for client, version in enumerate(versions)]
         save_probes(probes, tmp_path / "probes.safetensors")

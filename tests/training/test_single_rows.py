@@ -220,7 +220,7 @@ def test_schedule_never_draws_a_client_of_one_sample(name: str, lanes: int, tmp_
 @pytest.mark.parametrize("name", REFUSING)
 @pytest.mark.parametrize("sampling", ["shuffle", "replacement"])
 @pytest.mark.parametrize("budget", ["local.epochs=2", "local.steps=5"])
-def test_batches_never_have_one_sample(
+def test_run_never_trains_on_a_batch_of_one_sample(
     name: str, sampling: str, budget: str, tmp_path: Path
 ) -> None:
     words = ["rounds=4", "faults.tolerate=0", f"local.sampling={sampling}", budget]
@@ -322,7 +322,7 @@ def test_fedbr_refuses_pseudo_batches_of_one_sample() -> None:
 @pytest.mark.parametrize(
     "name", ["fraug", "ditto", "fedbn", "partialfed", "pfedavg", "fedpac", "fedrep", "moon"]
 )
-def test_batches_that_a_method_makes_have_two_samples(name: str, tmp_path: Path) -> None:
+def test_batches_that_a_method_makes_have_at_least_two_samples(name: str, tmp_path: Path) -> None:
     experiment = build_experiment(
         REFUSING["BatchNorm1d"], f"method={name}", "rounds=4", "faults.tolerate=0"
     )

@@ -46,7 +46,7 @@ def test_shared_tensors_come_before_personal_ones() -> None:
     assert (layout.shared_counters, layout.total_counters) == (0, 1)
 
 
-def test_integer_buffers_have_a_vector_of_their_own() -> None:
+def test_integer_buffers_are_in_a_separate_vector() -> None:
     layout = plan_layout(networks())
     assert [entry.name for entry in layout.counters] == ["model.1.num_batches_tracked"]
     assert (layout.shared_counters, layout.total_counters, layout.personal) == (1, 1, 0)

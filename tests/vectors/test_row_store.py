@@ -43,7 +43,7 @@ def filled(place: cache.Place, count: int = 3) -> Tensor:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_growing_row_cache_keeps_its_rows(place: cache.Place) -> None:
+def test_growing_a_row_cache_does_not_change_its_rows(place: cache.Place) -> None:
     assert reserve((5, 2, 4), torch.float32, place).shape == (0, 2, 4)
     rows = filled(place)
     rows.as_strided((5, *rows.shape[1:]), rows.stride())[len(rows) :].fill_(
