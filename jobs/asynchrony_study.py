@@ -93,7 +93,10 @@ def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) 
 
     for seed, local, algorithm in product(seeds, LOCAL, ALGORITHMS):
         out = folder / f"{algorithm}-{local}-{seed}"
-        print(f"{algorithm}, {local}, seed {seed}", flush=True)
+        print(
+            f"run of the server algorithm {algorithm} with {local} on the clients, seed {seed}",
+            flush=True,
+        )
         resume = ["resume=latest"] if out.exists() else []
         raysim.run([*words(algorithm, local, seed), f"out={out}", *resume, *more], quiet=True)
 
@@ -176,14 +179,14 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
     heads = [
         "algorithm",
         "schedule",
-        *(f"s to {t:.0%}" for t in TARGETS),
-        *(f"MB to {t:.0%}" for t in TARGETS),
+        *(f"virtual s until accuracy {t:.0%}" for t in TARGETS),
+        *(f"MB until accuracy {t:.0%}" for t in TARGETS),
     ]
     heads += [
         "final accuracy, %",
-        "virtual s in all",
-        "staleness (most)",
-        "jobs unused, %",
+        "virtual s of the run",
+        "staleness, mean (highest)",
+        "unused jobs, %",
         "workers busy, %",
     ]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]

@@ -88,7 +88,7 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
         out = folder_of(folder, name)
         if (out / "summary.json").exists():
             continue
-        print(name, flush=True)
+        print(f"run with the compressor {name}", flush=True)
         resume = ["resume=latest"] if out.exists() else []
         raysim.run([*SETTING, *overrides, f"out={out}", *resume, *more], quiet=True)
 
@@ -144,8 +144,9 @@ def reached(curve: Sequence[Sequence[float]]) -> Sequence[float] | None:
 
 def table(store: dict[str, Any]) -> str:
     """Return a table with a row for each compressor."""
-    heads = ["compression", "MB up", "MB up and down", "virtual s", "final accuracy, %"]
-    heads += [f"MB up to {TARGET:.0%}", f"virtual s to {TARGET:.0%}"]
+    heads = ["compression", "MB that clients send", "MB that they send and receive"]
+    heads += ["virtual s", "final accuracy, %", f"MB sent until accuracy {TARGET:.0%}"]
+    heads.append(f"virtual s until accuracy {TARGET:.0%}")
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for name, one in store.items():
         sent, both, seconds, accuracy = one["curve"][-1]

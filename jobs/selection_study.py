@@ -74,7 +74,7 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
         out = folder_of(folder, rule, seed)
         if (out / "summary.json").exists():
             continue
-        print(f"{rule}, seed {seed}", flush=True)
+        print(f"run with the selection {rule}, seed {seed}", flush=True)
         resume = ["resume=latest"] if out.exists() else []
         words = [*SETTING, *overrides, f"seed={seed}", f"out={out}", *resume, *more]
         raysim.run(words, quiet=True)
@@ -139,9 +139,9 @@ def table(store: dict[str, Any]) -> str:
     """Return a table with a row for each rule: means over the seeds."""
     names = {"seconds": "virtual s", "megabytes": "MB", "energy": "Wh"}
     goal = f"{TARGETS[1]:.2f}"
-    heads = ["selection", *(f"{names[cost]} to {TARGETS[1]:.0%}" for cost in COSTS)]
-    heads += ["virtual s to 80%", "final accuracy, %", "worst client, %"]
-    heads += ["clients that took part", "virtual s in all", "Wh in all"]
+    heads = ["selection", *(f"{names[cost]} until {TARGETS[1]:.0%}" for cost in COSTS)]
+    heads += ["virtual s until 80%", "final accuracy, %", "accuracy of the worst client, %"]
+    heads += ["clients that took part", "virtual s of the run", "Wh of the run"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for rule, by_seed in store.items():
         runs = list(by_seed.values())

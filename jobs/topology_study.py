@@ -66,7 +66,7 @@ TOPOLOGIES: dict[str, list[str]] = {
     "gossip on a ring": [*ALL, "topology=gossip"],
     "gossip on an expander": [*ALL, "topology=gossip", "topology.graph=expander"],
 }  # fmt: skip
-CENTRAL = "mean of models, %"
+CENTRAL = "accuracy of the mean of models, %"
 COSTS = ("virtual seconds", "MB on all links", "Wh of the devices")  # columns of a curve
 
 
@@ -95,7 +95,7 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
         out = folder_of(folder, data, topology, seed)
         if (out / "summary.json").exists():
             continue
-        print(f"{data}, {topology}, seed {seed}", flush=True)
+        print(f"run of the data {data} with the topology {topology}, seed {seed}", flush=True)
         norms = NORMS[data] if topology == "clustered by updates" else []
         words = [*SETTING, *DATA[data], *TOPOLOGIES[topology], *norms, f"seed={seed}"]
         resume = ["resume=latest"] if out.exists() else []
@@ -169,7 +169,8 @@ def table(of_data: dict[str, Any]) -> str:
 
     of_data: the stored numbers of the runs on one data set of `DATA`, by topology and seed.
     """
-    heads = ["topology", "clients' accuracy, %", "worst client, %", CENTRAL, "virtual s"]
+    heads = ["topology", "accuracy of clients, %", "accuracy of the worst client, %", CENTRAL]
+    heads.append("virtual s")
     heads += ["MB between clients and servers", "MB between edges and cloud", "MB between clients"]
     heads.append("Wh of the devices")
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]

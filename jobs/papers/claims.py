@@ -64,7 +64,9 @@ class Printed:
         for cell in find(self.table).cells:
             if (cell.label, cell.dataset, cell.column) == (label, self.dataset, self.column):
                 return cell
-        raise KeyError(f"{self.table}: no {label} in {self.dataset}, {self.column}")
+        raise KeyError(
+            f"{self.table} has no value for {label}, data set {self.dataset}, column {self.column}"
+        )
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     picture = (PICTURES if options.store else out) / f"{figure.file}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw(figure, panels, picture)
-    print(f"{numbers}\n{picture}")
+    print(f"numbers of the figure: {numbers}\npicture: {picture}")
 
 
 if __name__ == "__main__":

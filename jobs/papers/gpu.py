@@ -156,8 +156,8 @@ def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None
                 raise RefusedError(f"{run_folder}: this run is not prepared. Run `prepare` first.")
             if monotonic() >= deadline or not _continue_run(folder, run_folder, device, deadline):
                 print(
-                    f"the time limit (--minutes {minutes:g}) has passed; run the same command "
-                    "again to continue",
+                    f"stopped, because the time limit (--minutes {minutes:g}) has passed. Run the "
+                    "same command again to continue",
                     flush=True,
                 )
                 return
@@ -186,7 +186,10 @@ def _continue_run(folder: Path, run_folder: Path, device: str, deadline: float) 
             rows = list(event.rows)
         elif isinstance(event, Round):
             rows.append(event.row)
-            print(f"{run_folder.name}: round {len(rows)} of {settings.rounds}", flush=True)
+            print(
+                f"run {run_folder.name}: round {len(rows)} of {settings.rounds} is finished",
+                flush=True,
+            )
             if monotonic() >= deadline and len(rows) < settings.rounds:
                 events.close()  # type: ignore[attr-defined]
                 return False

@@ -21,7 +21,7 @@ STEP_HOOKS = ("batch", "loss", "gradient", "perturb")
 # Phrases for the actions that only one method of a list may take.
 _ALONE = {
     "model": "replace the model",
-    "perturb": "decide at which shifted points the gradient is taken",
+    "perturb": "compute the gradient at shifted parameters",
     "combine": "combine the updates",
     "personalise": "make the model that a client is scored with",
     "stages": "decide the stages of a step",
@@ -32,7 +32,7 @@ _ALONE = {
     "compressor": "compress updates or steps",
     "scored": "decide which vector is evaluated",
     "loss": "replace the training loss",
-    "step": "own the server's step",
+    "step": "compute the step of the server",
 }
 
 
@@ -259,8 +259,8 @@ def _check_targets(all_declared: Sequence[MethodDeclaration]) -> None:
     if "soft" in methods and "integer" in methods:
         soft, integer = methods["soft"], methods["integer"]
         raise ValueError(
-            f"method '{integer}' cannot be combined with method '{soft}': it needs integer labels, "
-            f"but '{soft}' makes labels soft. Keep one of them."
+            f"method '{integer}' cannot be combined with method '{soft}': '{integer}' needs "
+            f"integer labels, but '{soft}' makes labels soft. Keep one of them."
         )
 
 
@@ -354,8 +354,9 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
         if declared.keeps_optimizer:
             raise ValueError(
                 f"method '{declared.method}' cannot be combined with method '{owner.method}': "
-                f"'{declared.method}' continues raysim's optimizer of a client in the client's "
-                f"next job, but '{owner.method}' does not use this optimizer. Keep one of them."
+                f"'{declared.method}' keeps the state of raysim's optimizer from one job of a "
+                f"client to the next, but '{owner.method}' does not use this optimizer. Keep one "
+                "of them."
             )
 
 
@@ -373,9 +374,9 @@ def _check_pooling(all_declared: Sequence[MethodDeclaration]) -> None:
         keeps_a_model = declared.keeps_parameters or declared.has_hook("personalise")
         if keeps_a_model or declared.finetune is not None:
             raise ValueError(
-                f"method '{declared.method}' cannot be combined with method '{pooling}': it gives "
-                "every client its own model, but pooled data have one model for all. Keep one of "
-                "them."
+                f"method '{declared.method}' cannot be combined with method '{pooling}': "
+                f"'{declared.method}' gives every client its own model, but '{pooling}' trains one "
+                "model on the data of all clients. Keep one of them."
             )
 
 

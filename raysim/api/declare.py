@@ -298,7 +298,7 @@ def _tensor_names(name: str, network: ExtraNetwork) -> set[str]:
 def _check_state_names(declarations: Declarations) -> None:
     """Raise ValueError if two entries of a client's state have the same name."""
     taken = dict.fromkeys(
-        reserved_names(declarations.layout), "a private tensor of the run's networks"
+        reserved_names(declarations.layout), "a network tensor that stays on the client"
     )
     for declared in declarations.methods:
         if not declared.keeps_client_state:
@@ -315,4 +315,4 @@ def _check_state_names(declarations: Declarations) -> None:
                     f"method '{declared.method}' keeps client state under the name '{name}', "
                     f"which is already the name of {taken[name]}. Choose another name."
                 )
-            taken[name] = f"an entry of method '{declared.method}'"
+            taken[name] = f"a client state of method '{declared.method}'"

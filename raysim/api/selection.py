@@ -260,7 +260,9 @@ class Selection:
         client if no job is in flight. If it returns fewer than `view.count` clients, it is called
         again later.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not override select. Define it.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no function 'select'. Define it in this class."
+        )
 
 
 @dataclass(frozen=True)

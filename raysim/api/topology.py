@@ -142,7 +142,9 @@ class ClusterRule:
 
         A free replica that gets clients starts as a copy of `view.replica`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not override regroup. Define it.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no function 'regroup'. Define it in this class."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -422,7 +424,9 @@ class Topology:
 
         Raise ValueError if the settings do not fit the run.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not override connect. Define it.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no function 'connect'. Define it in this class."
+        )
 
 
 @dataclass(frozen=True)

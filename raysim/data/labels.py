@@ -236,8 +236,8 @@ def _number_with_ignored(
         return number_labels(classes, names, place)
     if not np.any(counts):
         raise ValueError(
-            f"{place} has only the label data.ignore={ignore}. Give other labels, or set "
-            "data.ignore to another label."
+            f"{place}: every label is {ignore}, which marks samples without a label "
+            f"(data.ignore={ignore}). Give at least one other label, or change data.ignore."
         )
     numbers, class_names = number_labels(classes[counts], names, place, len(classes))
     stored = np.full(len(classes), IGNORED, np.int64)

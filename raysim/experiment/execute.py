@@ -50,7 +50,7 @@ from raysim.simulation.schedule import Schedule
 if TYPE_CHECKING:
     from rich.console import Console
 
-RESUME_ADVICE = "resume=latest continues from the last checkpoint"
+RESUME_ADVICE = "Continue from the last checkpoint with the same settings and resume=latest."
 # Restarts after lost processes, if no new checkpoint is written between them.
 MAX_RESTARTS = 3
 
@@ -216,16 +216,22 @@ def _run_with_restarts(
             restarts_left = MAX_RESTARTS if has_progressed else restarts_left - 1
             has_begun = (place.folder / CONFIG).is_file()
             if restarts_left == 0 or not has_begun:
-                raise ProcessLostError(f"{error}; {RESUME_ADVICE}") from error
-            say(console, f"{error}. The run restarts from its last checkpoint")
+                raise ProcessLostError(_with_advice(error)) from error
+            reason = str(error).rstrip(".")
+            say(console, f"{reason}. The run restarts now from its last checkpoint")
         except RefusedError as error:
             if not place.is_restart:
                 raise
-            raise RunStoppedError(f"{error}; {RESUME_ADVICE}") from error
+            raise RunStoppedError(_with_advice(error)) from error
         execution = replace(experiment.execution, out=str(place.folder), resume="latest")
         experiment = replace(experiment, execution=execution)
         with errors_as_refusals():
             place = replace(choose_place(experiment), is_restart=True)
+
+
+def _with_advice(error: Exception) -> str:
+    """Return the text of an error, with the advice to continue the run."""
+    return f"{str(error).rstrip('.')}. {RESUME_ADVICE}"
 
 
 def _run_once(

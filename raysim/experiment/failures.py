@@ -39,7 +39,7 @@ def _name_failing_method() -> Iterator[None]:
         if not (name or isinstance(error, HookError)):
             raise
         text = f"method {name!r} failed: {format_error(error)}" if name else format_error(error)
-        text += ". Fix it; resume=latest continues the run."
+        text += ". Correct its code, then continue the run with resume=latest."
         raise RunStoppedError(f"{text}\n{format_traceback(error)}".rstrip("\n")) from error
 
 
@@ -53,13 +53,13 @@ def _report_unwritable_files(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = str(error)
-        fix = "Fix that"
+        fix = "Correct the cause"
         if is_disk_full(error):
-            fix = "Free some space"
+            fix = "Free space on the disk"
             if isinstance(error, OSError):
                 reason = str(error.strerror)
         has_begun = (folder / CONFIG).is_file()
-        command = f"out={folder} and resume=latest" if has_begun else "the same command"
-        raise RunStoppedError(
-            f"{reason}. {fix}; {command} continues from the last checkpoint."
-        ) from error
+        command = "start the run again with the same settings"
+        if has_begun:
+            command = f"continue the run with out={folder} resume=latest"
+        raise RunStoppedError(f"{reason}. {fix}, and {command}.") from error

@@ -187,7 +187,7 @@ def resume_hint(command: str, folder: Path, allow: Sequence[str] = ()) -> str:
     allow: the packages of --allow.
     """
     allow_options = "".join(f" --allow {package}" for package in allow)
-    return f"raysim {command} out={folder} resume=latest{allow_options} continues it"
+    return f"to continue it, run raysim {command} out={folder} resume=latest{allow_options}"
 
 
 def join_ray(options: RayOptions, session: ExitStack) -> None:

@@ -54,8 +54,8 @@ def build_part(
     node = config.get(group)
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
-            f"{group}={format_value(node)} does not name a class: choose an option of the group "
-            f"{group}"
+            f"{group}={format_value(node)} does not name a class. Choose an option of the group "
+            f"{group}."
         )
     refuse_missing(node, group)
     if group == "model":
@@ -125,16 +125,16 @@ def build_methods(
         learner = build_part(config, "learner", allow, objects)
         if not isinstance(learner, Method):
             raise RefusedError(
-                f"learner={type(learner).__name__} is not a learner: give a raysim.Learner, or a "
-                "raysim.Method that trains clients with run.train"
+                f"learner={type(learner).__name__} is not a learner. Give a raysim.Learner, or a "
+                "raysim.Method that trains clients with run.train."
             )
         methods = (learner, *methods)
     if config.get("compression"):  # older runs have no group compression
         compressor = build_part(config, "compression", allow, objects)
         if not isinstance(compressor, Compressor):
             raise RefusedError(
-                f"compression={type(compressor).__name__} is not a compressor: give a "
-                "raysim.Compressor"
+                f"compression={type(compressor).__name__} is not a compressor. Give a "
+                "raysim.Compressor."
             )
         methods = (*methods, compressor)
     check_names(methods)
@@ -188,8 +188,8 @@ def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[
     if not issubclass(cls, kind):
         group = path.partition(".")[0]
         raise RefusedError(
-            f"{path}.{TARGET}={node[TARGET]} is not a {group}: give a subclass of "
-            f"raysim.{kind.__name__}"
+            f"{path}.{TARGET}={node[TARGET]} is not a {group}. Give a subclass of "
+            f"raysim.{kind.__name__}."
         )
     return cls
 
@@ -220,8 +220,8 @@ def _import_metric(name: str, allow: Sequence[str]) -> Metric:
         return target
     if not callable(target):
         raise RefusedError(
-            f"evaluate.metrics={name} is not a function: give the path of a function, such as "
-            "mine.metrics.brier"
+            f"evaluate.metrics={name} is not a function. Give the path of a function, such as "
+            "mine.metrics.brier."
         )
     return Metric(target() if isinstance(target, type) else target)
 
@@ -285,8 +285,8 @@ def choose_device(name: str, is_remote: bool) -> str:
         )
     if kind == "cuda" and not is_remote and int(index or 0) >= torch.cuda.device_count():
         raise RefusedError(
-            f"device={name} needs a GPU that torch does not see "
-            f"(it sees {torch.cuda.device_count()}): set device=cpu"
+            f"device={name} does not exist, because torch sees {torch.cuda.device_count()} GPUs. "
+            "Set device=cpu, or check the GPU's driver."
         )
     if kind != "cuda" and index not in ("", "0"):
         raise RefusedError(
@@ -294,5 +294,5 @@ def choose_device(name: str, is_remote: bool) -> str:
             f"Set device={kind}."
         )
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise RefusedError("device=mps needs a Mac with Metal: set device=cpu")
+        raise RefusedError("device=mps needs a Mac with Metal. Set device=cpu.")
     return name

@@ -136,8 +136,9 @@ class Result:
             scores = read_client_scores(self.folder)
         if scores is None:
             raise RefusedError(
-                f"{self.folder} has no client_scores.parquet: an earlier version ran it, or no "
-                "client was scored. Run it again with test samples for clients."
+                f"{self.folder} has no client_scores.parquet, because an earlier version of raysim "
+                "wrote this run or because no client was scored. Start the run again, with "
+                "partition.test_fraction above 0."
             )
         return scores.to_pandas()
 
@@ -154,7 +155,10 @@ class Result:
         """
         self._refuse_personal()
         if not self._has_parameters():
-            raise RefusedError("the parameters of this learner are bytes: use result.parameters()")
+            raise RefusedError(
+                "the parameters of this learner are bytes, not a torch module. Use "
+                "result.parameters()."
+            )
         return _model_with(self.experiment.spec, self._shared(BEST if best else MODEL))
 
     def text(
@@ -180,8 +184,8 @@ class Result:
         spec = self.experiment.spec
         if spec.task.kind != "causal":
             raise RefusedError(
-                f"the data of this run is for {spec.task.kind}, but writing text needs "
-                "data.kind=causal"
+                f"this run has a model for {spec.task.kind}, but only a model for language data "
+                "(data.kind=causal) writes text. Load another run."
             )
         if best and client is not None:
             raise _no_best_client()
@@ -199,7 +203,7 @@ class Result:
             worker, task, published, state = final.scoring(None)
             network = getattr(worker.vector.networks["model"], "net", None)
             if not isinstance(network, LearnerNetwork):
-                raise RefusedError("this run has no learner: use result.model()")
+                raise RefusedError("this run has no learner. Use result.model().")
             if network.content is not None and not final.path:
                 raise RefusedError(
                     "checkpoint.every: the run wrote no checkpoint of its last round, and only "
@@ -272,7 +276,7 @@ class Result:
         count = len(self.experiment.spec.data.partition.test)
         if not (isinstance(client, (int, np.integer)) and 0 <= client < count):
             raise RefusedError(
-                f"client {client} does not exist: this run has clients 0 to {count - 1}"
+                f"client {client} does not exist. This run has the clients 0 to {count - 1}."
             )
         return int(client)
 

@@ -81,7 +81,7 @@ class AFL(Method):
         )
         run.warn_if_single("its weights change nothing")
         for other in ("fedasync", "fedcda", "ca2fl", "ace"):
-            run.excludes(other, "its weights have no effect on that method's step")
+            run.excludes(other, f"the server's step of '{other}' does not use the weights of 'afl'")
         run.server_state("weights", self._first_weights)
         run.upload("loss", 1)
 

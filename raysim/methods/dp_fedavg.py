@@ -176,7 +176,9 @@ class DPFedAvg(Method):
 
         The server state is the clipping bound and the number of rounds so far.
         """
-        run.excludes("fedexp", "its step depends on single updates, which are not private")
+        run.excludes(
+            "fedexp", "the step of 'fedexp' depends on single updates, which are not private"
+        )
         run.needs_clients("its noise hides a client among others")
         run.require(
             not run.has_stale_updates,

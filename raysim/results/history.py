@@ -107,8 +107,8 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
         is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
         if not is_number and not pa.types.is_null(kind):
             raise ValueError(
-                f"{path} has {kind} in the column {schema_field.name!r}, so it is not a history; "
-                "give the folder of a run."
+                f"{path} is not a history, because its column {schema_field.name!r} has the type "
+                f"{kind} instead of numbers; give the folder of a run."
             )
     if not pa.types.is_integer(table.schema.field("round").type) or table["round"].null_count:
         raise ValueError(

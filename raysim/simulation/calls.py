@@ -115,7 +115,7 @@ class WorkerCalls:
         if call.worker not in self.active:
             if call.method not in REPEATABLE:
                 raise ProcessLostError(
-                    f"worker {call.worker} is lost, with sums of updates that no other process has"
+                    f"worker {call.worker} is lost, and no other process has its sums of updates"
                 )
             call.worker = self._least_busy(self.active)
         if not self._unanswered[call.worker]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raysim.primitives.checks import above, at_least, require
+from raysim.primitives.checks import above, in_range, require
 from raysim.primitives.streams import stream, stream_key, uniform
 from raysim.simulation.availability import floats
 from raysim.simulation.fleet import Devices, Fate, Fleet, Labels, Trip
@@ -64,7 +64,8 @@ class Delays(Fleet):
         for name, kind in self.kinds.items():
             above(f"fleet.kinds.{name}.weight", kind.weight, 0)
             above(f"fleet.kinds.{name}.least", kind.least, 0)
-            at_least(f"fleet.kinds.{name}.most", kind.most, kind.least)
+            least, why = kind.least, f"this is fleet.kinds.{name}.least"
+            in_range(f"fleet.kinds.{name}.most", kind.most, least=least, why=why)
 
     def labels(self, seed: int, clients: int) -> Labels:
         """Draw the kind of each client."""

@@ -24,11 +24,12 @@ def check_failures(
         return
     first = failures[0]
     method = f"method {first.method!r}, " if first.method else ""
-    text = f"{len(failures)} of {jobs} clients failed in round {version + 1}, first: {method}"
-    text += first.error.removesuffix(".")
+    text = f"{len(failures)} of {jobs} clients failed in round {version + 1}. The first failure: "
+    text += method + first.error.removesuffix(".")
     share = len(failures) / jobs
     if share < 1:  # otherwise there is no update to continue with
-        text += f". faults.tolerate={tolerate} allows fewer; set it to {share:g} to leave them out"
+        text += f". faults.tolerate={tolerate} allows a smaller share of failed clients. To go on "
+        text += f"without the failed clients, set faults.tolerate={share:g}"
     if saver.has_folder:
-        text += f"; resume continues from {saver.save().path}"
+        text += f". Continue from this round with resume={saver.save().path}"
     raise TooManyFailuresError(f"{text}\n{first.traceback}".rstrip("\n"))

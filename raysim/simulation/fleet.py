@@ -137,7 +137,8 @@ class Fleet:
         backward pass of one sample.
         """
         raise NotImplementedError(
-            f"{type(self).__name__}: the fleet overrides neither speeds nor devices. Override one."
+            f"the fleet {type(self).__name__} has neither a function 'speeds' nor a function "
+            "'devices'. Define one of them in this class."
         )
 
     def presence(self, seed: int, clients: int) -> Availability | None:

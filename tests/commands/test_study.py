@@ -379,7 +379,7 @@ def plan_with_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> StudyPla
 def test_crash_of_parallel_run_does_not_stop_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = make_runs(plan_with_own_method("dying", monkeypatch), parallel=2, allow=["dying"])
     assert list(failures) == ["dying_seed-0"]
-    assert failures["dying_seed-0"].startswith("its process was killed by signal 9")
+    assert failures["dying_seed-0"].startswith("the process of this run was killed by signal 9")
     run_single([*QUICK, "out=single"], quiet=True)
     assert bits("s/runs/fedavg_seed-0") == bits("single")
 

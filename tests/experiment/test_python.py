@@ -564,7 +564,7 @@ def test_client_model_contains_the_personal_batchnorm_layers_of_the_client() -> 
     hits = [result.predictions(client) for client in range(4)]
     accuracy = np.mean([(own.classes == own.labels).mean() for own in hits])
     assert accuracy == pytest.approx(result.rows[-1]["accuracy"], abs=1e-12)
-    with pytest.raises(RefusedError, match="client 9 does not exist: this run has clients 0 to 3"):
+    with pytest.raises(RefusedError, match=r"client 9 does not exist\."):
         result.client_model(9)
 
 

@@ -321,7 +321,7 @@ def test_too_many_failures_stop_run_with_a_checkpoint(
     finished = [event.row["round"] for event in events if isinstance(event, Round)]
     (path,) = checkpoint.list_complete(tmp_path / "checkpoints")
     assert path.name == f"round-{finished[-1]:06d}"
-    assert f"resume continues from {path}" in str(error)
+    assert f"resume={path}" in str(error)
     assert "faults.tolerate=0.0" in str(error)
     assert "client " in str(error)
     assert "method 'raising'" in str(error)
@@ -443,7 +443,8 @@ UNDECLARED = "job.state['x'] of method 'mine' is not declared"
 def test_error_of_an_invalid_client_hook_is_one_line(method: Method, sentence: str) -> None:
     (line,) = stopped_by(method)
     assert line.startswith(
-        "6 of 6 clients failed in round 1, first: client 1, version 0, worker worker-0: " + sentence
+        "6 of 6 clients failed in round 1. The first failure: client 1, version 0, worker "
+        "worker-0: " + sentence
     )
     assert "tolerate" not in line, "nobody would be left"
 
@@ -454,7 +455,7 @@ def test_error_of_an_invalid_client_hook_is_one_line(method: Method, sentence: s
 def test_error_of_a_failing_hook_shows_lines_of_the_users_code(hook: Any, sentence: str) -> None:
     first, *trace = stopped_by(user_method(end=hook))
     assert first.startswith(
-        "6 of 6 clients failed in round 1, first: method 'mine', client 1, version 0, "
+        "6 of 6 clients failed in round 1. The first failure: method 'mine', client 1, version 0, "
         "worker worker-0: "
     )
     assert sentence in first

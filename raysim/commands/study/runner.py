@@ -272,8 +272,8 @@ class ChildRun:
         if line:
             return str(json.loads(line))
         end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        advice = "resume=latest continues from its last checkpoint"
-        return f"its process {end}; {advice} (see {log})"
+        advice = "Continue the study with resume=latest"
+        return f"the process of this run {end} (see {log}). {advice}"
 
 
 def _run_in_parallel(

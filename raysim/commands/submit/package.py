@@ -143,9 +143,9 @@ def check_size(files: Sequence[PackedFile], limit_mb: float) -> None:
         if file.size_bytes > total / 100:
             named.append(f"{file.name} ({_format_size(file.size_bytes)})")
     raise RefusedError(
-        f"--limit {limit_mb:g} MB: the package has {_format_size(total)}; its largest files are "
-        f"{', '.join(named)}. Keep data on storage of the cluster and name it in data.root, "
-        f"or set --limit {-(-total // MB)}"
+        f"--limit {limit_mb:g} MB: the files to upload have {_format_size(total)} together; the "
+        f"largest are {', '.join(named)}. Keep data on storage of the cluster and name it in "
+        f"data.root, or set --limit {-(-total // MB)}"
     )
 
 
