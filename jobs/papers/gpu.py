@@ -112,7 +112,7 @@ def prepare(folder: Path, overrides: Sequence[str], names: Sequence[str]) -> Non
             run_folder = folder / "runs" / name
             if not (run_folder / PLAN).is_file():
                 _prepare_run(folder, run_folder, [*words, *overrides])
-                print(f"prepared {run_folder}", flush=True)
+                print(f"prepared the run {run_folder}", flush=True)
 
 
 def _prepare_run(folder: Path, run_folder: Path, overrides: Sequence[str]) -> None:
@@ -153,7 +153,9 @@ def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None
             if (run_folder / SUMMARY).is_file():
                 continue
             if not (run_folder / PLAN).is_file():
-                raise RefusedError(f"{run_folder}: this run is not prepared. Run `prepare` first.")
+                raise RefusedError(
+                    f"{run_folder}: this run is not prepared. Use the command `prepare` first."
+                )
             if monotonic() >= deadline or not _continue_run(folder, run_folder, device, deadline):
                 print(
                     f"stopped, because the time limit (--minutes {minutes:g}) has passed. Run the "
@@ -265,11 +267,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.gpu", description=__doc__, formatter_class=style
     )
-    parser.add_argument("command", choices=("prepare", "run"))
-    parser.add_argument("folder", metavar="DIR", help="folder of plans, data and runs")
-    parser.add_argument("words", metavar="NAME or KEY=VALUE", nargs="*")
-    parser.add_argument("--minutes", type=float, default=25.0, help="time limit of `run` (25)")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu (cuda)")
+    parser.add_argument(
+        "command",
+        choices=("prepare", "run"),
+        help="prepare: store the configuration and the data of each run; run: train these runs",
+    )
+    parser.add_argument("folder", metavar="DIR", help="folder of configurations, data and runs")
+    parser.add_argument(
+        "words",
+        metavar="NAME or KEY=VALUE",
+        nargs="*",
+        help="names of studies (all), and for `prepare` overrides of all runs",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=25.0, help="time limit of `run` in minutes (25)"
+    )
+    parser.add_argument(
+        "--device", default="cuda", help="device on which `run` trains: cuda, cuda:1 or cpu (cuda)"
+    )
     options = parser.parse_intermixed_args(arguments)
 
     folder = user_path(options.folder)
@@ -278,7 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "prepare":
         prepare(folder, overrides, names)
     elif overrides:
-        raise RefusedError(f"{overrides[0]}: `run` takes no settings. Give them to `prepare`.")
+        raise RefusedError(
+            f"{overrides[0]}: the command `run` takes no overrides. Give this one to `prepare`."
+        )
     else:
         run(folder, names, options.device, options.minutes)
 
