@@ -90,7 +90,8 @@ class PFedMe(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of training the personal model, in trained samples.
 
-        It makes `steps` - 1 passes over each batch, in addition to the pass that trains w.
+        It makes `steps` - 1 passes over each batch, in addition to the pass that trains the shared
+        model.
         """
         return (self.steps - 1) * job.trained_samples
 

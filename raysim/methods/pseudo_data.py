@@ -160,7 +160,7 @@ class PseudoData:
         return pool[generator.choice(len(pool), size=self.rows, replace=False)]
 
     def draw_fresh(self, job: LocalJob) -> Tensor:
-        """Make B means of raw data of all clients, the same in all jobs of a version."""
+        """Make B means of samples of all clients; they are equal in all jobs of a version."""
         return fresh_means(job, (self.rows, self.samples_per_mean), self.sources)
 
 
@@ -243,7 +243,7 @@ def _client_intervals(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray
 
 
 def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
-    """Make means of raw data of all clients, the same in all jobs of a version: [size[0], ...].
+    """Return means [size[0], ...] of samples of all clients, equal in all jobs of a version.
 
     Each mean is over samples of one client.
     size: the number of means, and the number of samples in each mean.

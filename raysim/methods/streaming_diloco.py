@@ -158,9 +158,10 @@ class StreamingDiLoCo(Method):
         return sum(place.stop - place.start for place in places)
 
     def _floats_down(self, layout: Layout, job: Participation) -> int:
-        """Return how many floats a client receives: in its first job all of them.
+        """Return how many floats a client receives in a job.
 
-        In each later job it receives the fragments that were due since its last job.
+        It receives the whole model in its first job. Later it receives the fragments that were due
+        since its last job.
         """
         if not job.earlier_jobs:
             return layout.trained

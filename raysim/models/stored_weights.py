@@ -64,7 +64,7 @@ class HalfWeight(nn.Module):
 
 
 class FourBitWeight(nn.Module):
-    """A frozen weight that is stored in 4 bits for each entry, and a scale for each block.
+    """A frozen weight with 4 bits for each entry, and a scale for each block of 64 entries.
 
     Its parameters are `codes`, uint8 [blocks, NF4_BLOCK / 2], two entries in a byte, and `scales`,
     int32 [blocks], the bits of floats.
@@ -95,9 +95,9 @@ class FourBitWeight(nn.Module):
 
 @cache
 def _nf4_pairs(device: torch.device) -> Tensor:
-    """Return a table from a byte, which stores two entries, to their levels: int64 [256].
+    """Return the two levels that each byte value stands for: int64 [256].
 
-    The 64 bits of a number in the table are two float32 levels.
+    The 64 bits of a number are two levels, each a float32.
     """
     levels = torch.tensor(NF4_LEVELS, device=device)
     byte = torch.arange(256, device=device)

@@ -309,7 +309,8 @@ def _refuse_options(config: Any, unknown: Collection[str]) -> None:
     """Raise `RefusedError` if `model.options` has names that a configuration does not have.
 
     config: the configuration of a model of `transformers`.
-    unknown: the names in `model.options` that the configuration does not have; may be empty.
+    unknown: the names in `model.options` that the configuration does not have. If there are none,
+    do nothing.
     """
     if unknown:
         name = sorted(unknown)[0]

@@ -1,4 +1,4 @@
-"""Let Ctrl-C stop a process even if a library loses it or raises another error instead."""
+"""Let Ctrl-C stop a process, even if a library catches it or raises another error."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The version of raysim, in the code so that it is known without an installation."""
+"""The version of raysim, which is known even if the package is not installed."""
 
 __version__ = "0.1.0"

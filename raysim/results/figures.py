@@ -386,7 +386,7 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
 
     A part may be negative. `raysim/methods/loss_decomposition.py` defines the parts.
 
-    Returns False, and writes nothing, if there are no such columns.
+    Returns False, and writes nothing, if the history has no loss decomposition.
     """
     if not any(key.startswith("decomposition.") for key in _dotted_columns(rows)):
         return False

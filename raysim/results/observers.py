@@ -794,7 +794,7 @@ def _summary_only(run: CurrentRun) -> dict[str, object]:
 class ObserverError(RunStoppedError):
     """The error that stops a run because a user's observer raised an error.
 
-    Its cause is the original error. The history is written before it is raised.
+    Its cause is the error of the observer. The history is written before the run stops.
     """
 
 

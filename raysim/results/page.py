@@ -263,7 +263,7 @@ def _plot(svg: str, title: str = "") -> Shown:
 
 
 def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown:
-    """Convert plots for the page's template, report.html, which shows them in a row.
+    """Convert plots for the page's template, report.html, which shows them side by side.
 
     layout: "" is a grid, "row" is one line, "wide" has a wide plot first.
     svgs: the plots.

@@ -771,8 +771,7 @@ def _reached_thresholds(runs: Sequence[Run]) -> list[float]:
 def _first_row(run: Run, threshold: float) -> Row | None:
     """Return the first row of a run's history whose score reaches a threshold, or None.
 
-    The score is that on the clients' test sets or, without such scores, that on the central test
-    set.
+    Scores on the clients' test sets are used; if there are none, those on the central test set.
     """
     metric, lower = metric_of(run.rows), lower_metrics(run.config)
     has_client_scores = bool(finite_values(column(run.rows, metric)))

@@ -1,4 +1,4 @@
-"""Load the model that all clients share, for inputs as the data set stores them."""
+"""Load the model that all clients share; it normalises its inputs itself."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Col
     """Return columns of texts.
 
     head: the titles.
-    rows: the texts of each row. The first column holds labels, the others numbers.
+    rows: the texts of each row. The first column holds labels, all other columns hold numbers.
     """
     label, *numbers = zip(head, *rows, strict=True)
     columns = [Column(label[0], list(label[1:]))]
@@ -247,9 +247,9 @@ _LATEX_MARKS = {
 def to_latex(columns: Sequence[Column], note: str = "") -> str:
     """Return a table for LaTeX's package booktabs.
 
-    The best values are bold. A dagger (†) marks values that are significantly better than the first
-    row of the same group, a double dagger (‡) values that are worse. If the rows of each group are
-    neighbours, a line separates the groups.
+    The best values are bold. A dagger (†) marks values that are significantly better than those of
+    the first row in the same group. A double dagger (‡) marks values that are significantly worse.
+    If the rows of each group are neighbours, a line separates the groups.
 
     note: a comment above the table.
     """

@@ -171,9 +171,10 @@ class StoredTracker:
         """Do nothing, because this class sends nothing; `Tracker` waits for the server here."""
 
     def log(self, row: Row) -> None:
-        """Add a row of the history; ignore a row of a round that the tracker already has.
+        """Add a row of the history.
 
-        A resumed run trains some rounds a second time.
+        A resumed run trains some rounds again. Rows of rounds that the tracker has already are
+        ignored.
         """
         if round_of(row) <= self._last_round:
             return
@@ -336,9 +337,10 @@ class Tracker(StoredTracker):
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Give a row of the history to the sending thread, unless it has this round already.
+        """Give a row of the history to the sending thread.
 
-        A resumed run trains some rounds a second time.
+        A resumed run trains some rounds again. Rows of rounds that the thread has already are
+        ignored.
         """
         with self._wake:
             if round_of(row) > self._last_round:

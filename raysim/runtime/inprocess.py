@@ -79,7 +79,7 @@ class InProcess:
         return str(death)
 
     def silent_node_timeout(self, worker: int) -> float | None:
-        """Return None: the only node is this one, and it is never silent."""
+        """Return None, because a worker in this process is never silent."""
         return None
 
     def stacks(self, worker: int) -> str:

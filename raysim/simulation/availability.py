@@ -207,7 +207,10 @@ class Diurnal(Availability):
         return min(end, until)
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return a bool array [clients]: True where a client is available at its time `now`."""
+        """Return a bool array [clients]: True where a client is available.
+
+        now: float64 [clients], for each client the virtual time in seconds at which to look.
+        """
         midnight = self._midnights[clients]
         return np.asarray(now < midnight + (_intervals(now - midnight, DAY) * DAY + self._length))
 
@@ -325,7 +328,10 @@ class MarkovAvailability(Availability):
 
     # --- many clients at once ---------------------------------------------------------------------
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return a bool array [clients]: True where a client is available at its time `now`."""
+        """Return a bool array [clients]: True where a client is available.
+
+        now: float64 [clients], for each client the virtual time in seconds at which to look.
+        """
         steps = _intervals(now, self._step_s).astype(np.int64)
         states = np.zeros(len(clients), bool)
         for step in np.unique(steps).tolist():
@@ -505,7 +511,10 @@ class Intervals(Availability):
         return rows, begin, end, low
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return a bool array [clients]: True where a client is available at its time `now`."""
+        """Return a bool array [clients]: True where a client is available.
+
+        now: float64 [clients], for each client the virtual time in seconds at which to look.
+        """
         rows, _, _, places = self._find_all(clients, now)
         return np.asarray((places - self._firsts[rows]) % 2 == 1)
 

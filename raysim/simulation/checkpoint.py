@@ -226,7 +226,7 @@ class Checkpoints:
     ) -> dict[str, str]:
         """Write the client states that are not in a log file yet; return the new files' checksums.
 
-        The checksums are by file name.
+        The result maps the names of the files to their checksums.
         index: says which log file contains the state of each client. The new files are added to it.
         clients: the state of each client. States that are in a log file already are not read.
         """

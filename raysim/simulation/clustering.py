@@ -99,7 +99,7 @@ class SplitByUpdates(ClusterRule):
     min_size: int = 2
 
     def state(self, clients: int, floats: int) -> dict[str, np.ndarray]:
-        """Return the initial state of the rule, by name.
+        """Return the initial state of the rule: a dict with two arrays.
 
         "updates" [clients, floats] is the last update of each client since its cluster began.
         "is_known" [clients] is True for a client that has such an update.
@@ -114,8 +114,8 @@ class SplitByUpdates(ClusterRule):
         """Split a cluster if its updates meet the conditions of CFL.
 
         Return a dictionary with one entry. The key is the number of a replica that had no clients
-        until now. The value is the second part of the cluster's clients, which this replica serves
-        from now on. Return {} if the cluster is not split.
+        until now. The value is one of the two groups of clients, which this replica serves from now
+        on. Return {} if the cluster is not split.
         view: the cluster, its updates in this aggregation, and the rule's state.
         """
         updates, is_known = view.state["updates"], view.state["is_known"]

@@ -1,4 +1,4 @@
-"""What jobs cost besides time and bytes: energy of the devices, money, and CO2.
+"""Compute the costs of jobs besides time and bytes: energy of the devices, money and CO2.
 
 A job has three phases: its client receives, trains and sends. The energy of a phase is its duration
 times the power of the client's device in this phase; the energy of the job is the sum over the

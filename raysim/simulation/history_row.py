@@ -28,7 +28,7 @@ class RowWriter:
     declarations: what the methods of the run declare.
     calls: the object that makes the calls to workers; it counts deaths of workers.
     dispatcher: the object that knows how long workers worked.
-    client_states: the client states, whose bytes are a column.
+    client_states: the client states; the row has their size in bytes.
     network_columns: function that returns the columns of bytes sent between nodes since the last
     row.
     """

@@ -200,10 +200,11 @@ class NodeAdder:
         return add_up(parts, *sums)
 
 
+# The coordinator is an actor of its own, so that Ray regards it as the owner of the results of the
+# workers that it calls.
 class RayCoordinator:
     """The actor that runs a `Coordinator`.
 
-    It calls the workers, so that Ray regards it as the owner of their results.
     spec: the run.
     schedule: when clients are dispatched and their updates are aggregated.
     fleet: the rule that draws the clients' devices.
@@ -440,7 +441,7 @@ class RayRuntime:
         return self._node_numbers.setdefault(node, len(self._node_numbers))
 
     def watch_nodes(self, timeout_s: float, worker_bytes: int, dataset_path: Path) -> None:
-        """Watch the nodes: from now on, notice lost ones and start workers on new ones.
+        """Start to watch the nodes: notice lost nodes, and start workers on new nodes.
 
         timeout_s: the seconds without an answer after which a node counts as lost; infinity means
         never.
@@ -560,9 +561,10 @@ class RayRuntime:
         self._forget_process(worker)
 
     def _admit(self, worker: int, identity: Identity) -> bool:
-        """Return True if a new worker's results are bit-identical to the driver's; else end it.
+        """Compare a new worker with the driver; end the worker and return False if they differ.
 
-        The driver is the process that the user has started.
+        They differ if their results would not be bit-identical. The driver is the process that the
+        user has started.
         identity: the hardware and software of the worker's process.
         """
         try:

@@ -153,7 +153,7 @@ def plan_now(
 def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
     """Reduce the number of workers to what fits next to other runs on the cluster.
 
-    If none fits, do not reduce the number; the run then waits until all its workers fit.
+    If no worker fits, do not reduce the number; the run then waits until all its workers fit.
     size: the planned number of workers and what each reserves.
     say: function that tells the user about a smaller number.
     """

@@ -57,7 +57,7 @@ class RayMessages:
         self._waiting_text = ""
 
     def add(self, text: str) -> None:
-        """Write a message to all open files. If no file is open, keep the message for the next."""
+        """Write a message to all open files; if no file is open, keep it for the next file."""
         plain_text = _COLOURS.sub("", text)
         with self._lock:
             if not self._files:

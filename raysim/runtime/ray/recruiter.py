@@ -1,6 +1,6 @@
 """Start workers during a run.
 
-Workers are started on nodes that join, where workers were lost, and on CPUs that become free.
+Workers are started on nodes that join, in place of lost workers, and on CPUs that become free.
 """
 
 from __future__ import annotations
