@@ -219,8 +219,8 @@ class Dirichlet(Partitioner):
     of samples.
     minimum: the smallest number of samples of a client. None means 1, or with `grouping` half of
     the mean number of samples.
-    grouping: the number of clients in a group. Each group splits its own random samples. FedDF (Lin
-    et al. 2020) has groups of 10 clients. None makes no groups.
+    grouping: the number of clients in a group. Each group gets random samples, and divides them
+    between its clients. FedDF (Lin et al. 2020) has groups of 10 clients. None makes no groups.
     per: "class" draws the clients' shares of each class. "client" draws a distribution over classes
     for each client, and then scales the clients' shares of each class to the sum 1.
     """

@@ -71,9 +71,8 @@ class Raw:
     tokens: the number of different tokens, and the padding token. None means that the number of
     tokens is the largest token in `inputs` plus 1.
     origin: the names of the columns that were read, for the plan of a run.
-    fields: if samples have several inputs, where a row of `inputs` contains each input; else ().
-    targets: if a target has several named arrays, where a row of `labels` contains each array; else
-    ().
+    fields: the position of each input in a row of `inputs`; () if a sample has one input.
+    targets: the position of each named array in a row of `labels`; () if a target is one array.
     tokenizer: the name of the tokenizer that decodes the tokens of language data to text; else "".
     """
 

@@ -54,10 +54,10 @@ def number_labels(
     different texts are numbered in alphabetical order.
     names: the class names. None means that integer labels are the classes 0 to the largest label.
     place: the name of the source in errors.
-    samples: the number of samples; None means one sample per label. Without names, an integer label
-    of this size or more raises an error: it is probably a value, not a class.
+    samples: the number of samples; None means one sample per label.
     Raise ValueError for a label that is neither an integer nor text, and for a label that is not
-    one of the classes.
+    one of the classes. Without names, also raise it for integers that are not below `samples`,
+    because they are probably values.
     """
     samples = len(values) if samples is None else samples
     if values.dtype.kind in "OU":

@@ -24,11 +24,11 @@ def class_counts(data: FederatedData) -> Ints:
 def statistics(data: FederatedData) -> dict[str, object]:
     """Return numbers that describe the split, by name.
 
-    "counts" has the result of `class_counts`. "sizes" and "test_sizes" have the smallest, median
-    and largest number of samples of a client. "classes_per_client" has the same three numbers of
-    classes, over the clients that have samples. "unused" is the number of training rows that no
-    client has. "heterogeneity" has the result of the function `heterogeneity`. "pooled_entropy" is
-    the entropy of all clients' labels together, in nats.
+    "sizes" and "test_sizes" have the smallest, the median and the largest number of a client's
+    training and test samples. "classes_per_client" has the smallest, the median and the largest
+    number of a client's classes, over the clients with samples. "unused" is the number of training
+    rows that no client has. "pooled_entropy" is the entropy of all clients' labels together, in
+    nats. "counts" and "heterogeneity" are the results of `class_counts` and `heterogeneity`.
     """
     counts = class_counts(data)
     sizes = counts.sum(axis=1)

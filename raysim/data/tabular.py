@@ -82,9 +82,9 @@ class NumPy(Source):
     user [n]: the user of each sample, for partition=natural; this array may be missing.
 
     Samples with several inputs have an array x.NAME for each input in place of x. Samples with
-    several targets have an array y.NAME for each target in place of y. If samples have different
-    numbers of entries, such as boxes in an image, y.NAME has the entries of all samples one after
-    another. The array y.NAME.rows [n] then has the number of entries of each sample.
+    several targets have an array y.NAME for each target in place of y. If a target has a different
+    number of entries in each sample, such as the boxes in an image, y.NAME has the entries of all
+    samples one after another. The array y.NAME.rows [n] then has the number of each sample.
 
     root: the folder with the files.
     padding: the number that fills short sequences of token numbers.

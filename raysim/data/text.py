@@ -109,8 +109,8 @@ class Leaf(Source):
     ) -> Raw:
         """Return the texts of each user as documents.
 
-        In Shakespeare, the answers are single characters. Such texts overlap, and `join_windows`
-        joins them to longer texts.
+        If the answers are single characters (Shakespeare), the texts overlap, and are joined to
+        longer texts.
         texts: the text of each sample.
         answers: the label of each sample.
         users: the user of each sample.
@@ -308,7 +308,7 @@ class Markov(Source):
 
     The setting `label` decides what the labels are and how the sequences are generated:
     - "next": the label is the token that follows the sequence. User u has the transition
-    probabilities (1 - skew) P + skew Q_u, where P is common to all users and Q_u its own.
+    probabilities (1 - skew) P + skew Q_u. P is the same for all users, Q_u differs between users.
     - "chain": the label is the number of the chain that generated the sequence. A share `skew` of a
     user's sequences comes from the user's favourite chain. All other sequences come from randomly
     drawn chains.

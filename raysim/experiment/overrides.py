@@ -1,7 +1,7 @@
 """Read one override, `key=value`, with Hydra's parser.
 
-Hydra accepts other characters than ASCII letters and a few signs only inside quotes. So that users
-need no quotes for a path such as `/home/ü/x`, these characters are replaced by letters before Hydra
+Outside quotes, Hydra accepts only ASCII letters, digits and a few signs. So that users need no
+quotes for a path such as `/home/ü/x`, all other characters are replaced by letters before Hydra
 reads the text. They are restored afterwards.
 """
 

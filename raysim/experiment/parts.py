@@ -229,8 +229,8 @@ def _import_metric(name: str, allow: Sequence[str]) -> Metric:
 def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
     """Return a run's settings and its execution options.
 
-    node: the run's configuration. All keys are read that do not belong to a part of the run, such
-    as `data`, `model` or `method`.
+    node: the run's configuration. Keys of parts of the run, such as `data`, `model` and `method`,
+    are not read.
     Raise `RefusedError` for a key that does not exist, or for a wrong value.
     """
     values = {key: value for key, value in node.items() if key not in {*PARTS, *LISTS, "choices"}}

@@ -171,8 +171,8 @@ class Result:
     ) -> list[str]:
         """Return the texts that the final language model writes after each prompt.
 
-        Without prompts the result is one text that begins like a document. The random numbers
-        depend on the run's seed.
+        Without prompts, the model writes one document from its start. The random numbers depend on
+        the run's seed.
         tokens: the largest number of tokens that the model adds to a prompt.
         temperature: the number by which the logits are divided before a token is drawn; 0 always
         takes the most probable token.

@@ -9,8 +9,8 @@ Source: Sculley, "Web-scale k-means clustering" (WWW 2010), for the local traini
 squares quantization in PCM" (IEEE Trans. Inf. Theory 1982).
 
 Choices
-- Methods may change the weights of updates, such as fedbuff those of stale updates. The counts of a
-  client are then multiplied by the same factor.
+- If a method changes the weight of an update, as fedbuff does for stale updates, the counts of the
+  client are multiplied by the same factor.
 - A cluster without samples keeps its center.
 - scikit-learn needs at least as many samples in a batch as there are clusters. Smaller batches are
   enlarged to that size. A client with fewer samples makes a step of Lloyd's algorithm instead.

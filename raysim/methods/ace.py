@@ -17,7 +17,7 @@ update per client, by default on disk. If a schedule aggregates several updates 
 stores all of them and then makes one step. For such schedules, CA2FL is a similar method.
 
 Departures from the paper
-- An update is as many versions old as aggregations were made since the version it started from.
+- The age of an update is the number of aggregations since its base version.
 - The mean is over A, not over all N clients, and all clients have the same weight. If A is empty,
   the model does not change, and t grows.
 - In the paper, the server has an update of every client before its first step. Here it waits for

@@ -14,8 +14,8 @@ model on all training samples of client i:
 
 Departures from the paper
 - N counts the clients with training samples. All other clients have lambda_i = 0.
-- F_i is measured in eval mode, without augmentation and terms of other methods. The model's buffers
-  (BatchNorm's statistics) are averaged with the weights of the updates.
+- F_i is the task loss alone, measured in eval mode and without augmentation.
+- The model's buffers (BatchNorm's statistics) are averaged with the weights of the updates.
 - If lambda_i = 0 for all participants, they have equal weights.
 - The projection costs O(N log N) in each round, so N is limited to 100,000.
 """
@@ -68,9 +68,9 @@ class AFL(Method):
         self.step_size = at_least("method.afl.step_size", step_size, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Declare a weight per client as server state, and the loss that each job uploads.
+        """Declare the clients' weights as server state; each job uploads a loss.
 
-        It is the loss of the model that the client received.
+        This is the loss of the model that the client received.
         """
         run.needs_fixed_clients("the server has a weight for each client")
         run.require(

@@ -6,16 +6,13 @@ Batch Normalization" (ICLR 2021), Algorithm 1. ``scope="statistics"`` is SiloBN 
 offsets stay, and "none" is FedAvg.
 
 Departures from the paper
-- A layer is a normalisation layer by the type of its module, not because its name contains "bn".
-  The released code uses names, which miss the ``downsample.1`` of a ResNet and match
-  ``bn1_projection``. name_rule="bn" does the same as the code.
-- Models have the weights of the run. The released code weights all clients equally, which is
-  weighting=uniform; its clients are of equal size.
-- The counters of batches stay on the client with the statistics. If they are shared, they take the
-  maximum over the clients.
+- Normalisation layers are found by the type of the module. The released code takes all tensors
+  whose name contains "bn", as name_rule="bn" does. It misses the ``downsample.1`` of a ResNet.
+- The released code weights all clients equally. For this, set weighting=uniform.
+- BatchNorm's counters of batches stay on the client if its running statistics do.
 - A client that never trained has the initial model's layers, as in the released code. With
-  ``reestimate`` it has statistics of its own instead: the shared model makes one pass over the
-  client's training samples in train mode.
+  ``reestimate`` it has statistics of its own samples: the shared model makes one pass over them in
+  train mode.
 """
 
 from __future__ import annotations

@@ -10,11 +10,9 @@ arrival:
 Departures from the paper
 - The sum is divided by K, as in the paper ("count"), so that a stale buffer makes a shorter step.
   "weights" divides by the sum of w_i. "none" does not divide, which is FLSim's default.
-- Weights are used as they are. FLSim divides all of them by the weight of staleness 1, which
-  multiplies them by sqrt(2).
+- FLSim also divides all weights by the weight of staleness 1.
 - The model's floating-point buffers (BatchNorm's statistics) become the mean of the clients' values
-  with the weights w_i / sum_j w_j, without the server's learning rate. If changes were averaged
-  instead of values, a stale change could make a variance negative.
+  with the weights w_i / sum_j w_j, without the server's learning rate.
 - Updates that are in the buffer when the run ends are not used.
 """
 
@@ -138,8 +136,8 @@ class FedBuff(Method):
     def setup(self, run: Setup) -> None:
         """Refuse settings with which the number of samples would change the length of the step.
 
-        This is `weighting=samples`, unless the step is divided by the sum of the weights. Also warn
-        if another method changes the weights, and with them the length.
+        Also warn if another method changes the weights, and with them the length of the step. None
+        of this matters if the step is divided by the sum of the weights.
         """
         if self.normalization == "weights":
             return

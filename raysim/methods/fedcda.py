@@ -19,7 +19,7 @@ Departures from the paper
 - Clients without an update so far are left out.
 - F_n is the mean training loss in the last epoch of a job. With local.steps, it is the mean over
   the last tenth of the steps.
-- In the warm-up rounds the next version is FedAvg's mean. Their models enter the cache.
+- In the warm-up rounds the next version is FedAvg's mean. The participants' models enter the cache.
 - Batches have equal sizes, or the first batches have one client more.
 - Floating-point buffers (BatchNorm's statistics) are averaged with their model, but are not part of
   the norm.
@@ -373,7 +373,10 @@ class FedCDA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def end(self, job: LocalJob) -> None:
-        """Upload the mean loss of the job's last epoch, or with local.steps of the last tenth."""
+        """Upload the mean loss of the job's last epoch.
+
+        With local.steps, it is the mean loss of the last tenth of the steps.
+        """
         losses = job.losses
         if not len(losses):
             job.upload["loss"] = losses.new_zeros(1)

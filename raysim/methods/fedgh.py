@@ -226,7 +226,7 @@ def _harmonize_in_tree(
         """Return a - overlap / (|direction|^2 + eps) direction, as coefficients [m].
 
         a, direction: sums of the m updates, each given by its coefficients [m].
-        overlap: the inner product of the pair before one of the two was changed.
+        overlap: the inner product of the unchanged pair.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction

@@ -239,9 +239,9 @@ class FedMix(Method):
 
     # --- the step ------------------------------------------------------------------------------
     def draw_pairs(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Draw pairs without replacement: for each step their row numbers, int64 [R].
+        """Draw pairs without replacement; return the row numbers of each step's pairs, int64 [R].
 
-        R is the size of the largest batch with pairs="each", and 1 with pairs="one".
+        With pairs="each", R is the size of the largest batch. With pairs="one", it is 1.
         """
         generator, pairs = job.stream("pairs"), len(job.received["inputs"])
         rows = self._most_pairs(job)

@@ -14,7 +14,7 @@ mean update:
       FedYogi    v <- v - (1 - beta2) D^2 sign(v - D^2)
 
 Departures from the paper
-- There is no bias correction, as in Algorithm 2. bias_correction=True multiplies the step t by
+- There is no bias correction, as in Algorithm 2. bias_correction=True multiplies step t by
   sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's Adam does. PyTorch's Adam has a different rule.
 - v starts at tau^2, which the paper allows; in the authors' code it starts at 0.
 - beta2 = 0.99, as in the paper; the authors' code has 0.999.

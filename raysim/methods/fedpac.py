@@ -22,16 +22,16 @@ upload h, V, the trained head, and the mean features and the counts n_ik of each
 
 Departures from the paper
 - The authors train the head for one epoch and then the extractor for E epochs. Here local.epochs is
-  the sum of both numbers, and head_epochs of them train the head. With local.steps, at least one of
-  head_epochs + 1 steps trains the extractor. Each phase has its own optimizer, and the learning
-  rate of the head is local.lr times head_lr_factor.
+  the sum of both numbers, and head_epochs of them train the head. With local.steps, the head gets
+  at most the share head_epochs / (head_epochs + 1) of the steps. Each phase has its own optimizer,
+  and the learning rate of the head is local.lr times head_lr_factor.
 - h and V are measured with the received extractor, as in the authors' code. The class means of
   which the server makes prototypes are measured with the trained extractor. Both are measured on
   all samples, in eval mode and without augmentation.
 - The extractor is in train mode while it is trained. In the authors' code it is always in eval
   mode.
 - If the participants of the last aggregation have no samples of a class, the class has no
-  prototype. Its place is taken by the mean features of the class on the client itself. In the first
+  prototype. A client then uses the mean features of the class on its own samples. In the first
   round there are no prototypes, and R is 0.
 - Prototypes and mixtures are over the participants of one aggregation. All other clients keep their
   last head, and a client that never took part has the initial head.

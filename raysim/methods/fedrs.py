@@ -9,8 +9,8 @@ cross-entropy of
     z_c = s_c <w_c, h>
 
 Departures from the paper
-- With kind="relative", s_c = alpha + (1 - alpha) n_c / max n for n_c samples of class c, as in the
-  released code. This also scales down rare classes.
+- With kind="relative", s_c = alpha + (1 - alpha) n_c / max n, as in the released code. n_c is the
+  number of the client's samples of class c. This also scales down rare classes.
 - The method removes the bias of the model's head, as the released code does.
 - With alpha = 0, a missing class has the logit 0 and stays in the softmax. FedLC leaves such
   classes out.

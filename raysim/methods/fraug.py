@@ -100,7 +100,7 @@ def classification_loss(
     real_logits, real_labels: logits and labels of the real features.
     domain_logits: logits of features generated around the real ones, with the same labels.
     proto_logits, proto_labels: logits and labels of features generated around class prototypes.
-    weight: the share of both generated parts together, beta in the paper.
+    weight: the share of the generated features in the loss, beta in the paper.
     """
     domain = F.cross_entropy(domain_logits, real_labels)
     proto = F.cross_entropy(proto_logits, proto_labels)

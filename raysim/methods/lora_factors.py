@@ -79,10 +79,12 @@ def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
 
 @dataclass(frozen=True)
 class Factors:
-    """Where the vector holds the factors A and B of one adapter.
+    """The positions of the factors A and B of an adapter in the vector.
 
     a: the slice of A, a matrix [rank, columns].
     b: the slice of B, a matrix [rows, rank].
+    rank: the rank of the adapter.
+    rows, columns: the size of the product B A.
     """
 
     a: slice
@@ -98,7 +100,7 @@ class Factors:
 
 
 def find_factors(layout: Layout) -> tuple[Factors, ...]:
-    """Return where the vector holds the factors of each adapter, in the order of the vector.
+    """Return the positions of the factors of each adapter, in the order of the vector.
 
     Adapters whose factors are not trained, or not shared, are left out.
     """
