@@ -12,7 +12,7 @@ The client is scored with v_k, and the shared model's score is `accuracy_shared`
 
 Departures from the paper
 - v_k trains after the shared model. x^t is the model as the client received it.
-- F_k is the cross-entropy alone, without the terms of other methods. The optimizer has the run's
+- F_k is the task loss alone, without the terms of other methods. The optimizer has the run's
   settings (momentum, weight decay, clipping) and starts again in each job. The pull is added before
   weight decay and momentum.
 - S is the number of steps that the shared model makes. The batches are shuffled passes over the

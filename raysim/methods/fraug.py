@@ -41,8 +41,8 @@ Departures from the paper
 - The norm of generated features has no bound. It can become much larger than the norm of real
   features, above all with the option "mse". The history has both norms, and the run then warns. A
   smaller lambda_G or a smaller learning rate of the generator helps.
-- Layers are BatchNorm by their type. The authors' code uses names, which miss the shortcuts of a
-  ResNet.
+- BatchNorm layers are found by the type of the module. The authors' code uses names, which miss the
+  shortcuts of a ResNet.
 - A client keeps the states of its optimizers from round to round, as in the authors' code;
   keep_optimizer=False resets them.
 - The learning rates of generator and RTNet are multiples of local.lr. All other settings of their

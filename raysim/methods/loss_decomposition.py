@@ -7,9 +7,8 @@ Source: Zeng, Guo, Wang, Wang, Zhou and Qu, "Tackling Data Heterogeneity in Fede
 Loss Decomposition" (MICCAI 2024), eqs. (1) and (2).
 
 Departures from the paper
-- The last two parts may be negative; only then do the three parts add up to the loss. The paper
-  uses their absolute values, which the result also has, as "distribution_shift_loss" and
-  "aggregation_loss".
+- The last two parts may be negative, so that all parts add up to the loss. The paper uses their
+  absolute values. The result also has these, as "distribution_shift_loss" and "aggregation_loss".
 """
 
 from __future__ import annotations

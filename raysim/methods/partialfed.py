@@ -23,8 +23,8 @@ Departures from the paper
   strategy=no_classifier keeps the head.
 - A client's first job loads the whole shared model. So strategy=none is local training, and
   strategy=no_bn is FedBN, only if all clients start in the same round.
-- The policy is trained on the client's samples without augmentation, with the cross-entropy alone.
-  The model is in eval mode, and BatchNorm's running statistics are mixed, too.
+- The policy is trained on the client's samples without augmentation, with the task loss alone. The
+  model is in eval mode, and BatchNorm's running statistics are mixed, too.
 - For other methods, such as FedProx, SCAFFOLD and MOON, the mixed model takes the place of the
   received one. But an update is the difference to the model that the server sent.
 - The whole model travels in both directions, even layers that no client ever loads.

@@ -14,7 +14,7 @@ Departures from the paper
 - The accuracy of v_k is the column `accuracy` with mode=after_local, and the column
   `accuracy_finetuned` with all other modes.
 - Fine-tuning has a new optimizer with the run's settings, the current learning rate and the run's
-  batch size. The loss is the cross-entropy alone. BatchNorm is in train mode.
+  batch size. The loss is the task loss alone. BatchNorm is in train mode.
 - With head_only=True, only the head is fine-tuned, and the extractor is in eval mode.
 - With mode=after_local, a client that never trained is scored with the shared model. If few clients
   take part, choose mode=finetune.
