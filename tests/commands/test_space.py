@@ -71,7 +71,7 @@ def test_clip_point_moves_values_outside_their_range_to_its_nearest_end() -> Non
     assert clipped == {"a": 2, "b": 2.0, "c": 3, "d": 0}
 
 
-def test_equal_points_are_listed_once() -> None:
+def test_repeated_points_of_a_search_are_removed() -> None:
     assert distinct_points([{"a": [1]}, {"a": [2]}, {"a": [1]}]) == [{"a": [1]}, {"a": [2]}]
 
 

@@ -309,7 +309,9 @@ def test_remaining_time_of_study_ignores_its_first_run(
     ]
 
 
-def test_runs_of_a_study_share_one_ray_until_a_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_a_study_use_the_same_ray_session_until_a_run_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from raysim.runtime import ray
     from raysim.runtime.ray import cluster
 
@@ -541,7 +543,7 @@ class TestTable:
         *_, final, virtual, wall = study_report.settings_table(planned, scores)
         assert (final.best(), virtual.best(), wall.best()) == ({2, 3}, {2, 3}, set())
 
-    def test_deviation_has_the_decimals_of_its_mean(self) -> None:
+    def test_deviation_has_as_many_decimals_as_its_mean(self) -> None:
         planned = example_study()
         scores = []
         for run in planned.runs:

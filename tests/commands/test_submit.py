@@ -156,7 +156,7 @@ def job_command(*words: str, **options: Any) -> JobCommand:
 
 
 class TestCommand:
-    def test_submitted_run_joins_cluster_unless_runtime_is_set(self) -> None:
+    def test_submitted_run_uses_the_running_cluster_unless_runtime_is_set(self) -> None:
         joined = job_command("run", "out=/s/a", "local.lr='tag(log, interval(1, 2))'")
         start = ["python", "-m", "raysim", "run", "runtime=cluster"]
         assert shlex.split(joined.entrypoint) == [*start, *joined.words[1:]]
@@ -240,7 +240,9 @@ class TestCommand:
         printed = capsys.readouterr()
         assert printed.err.startswith(f"raysim: {overrides[-1]} ") and not printed.out
 
-    def test_submit_accepts_paths_and_packages_missing_locally(self, tmp_path: Path) -> None:
+    def test_submit_accepts_paths_and_packages_that_are_missing_locally(
+        self, tmp_path: Path
+    ) -> None:
         overrides = ["device=cuda", "data=parquet", "data.root=/nowhere", "model.norm=group"]
         check_command(job_command("run", "out=/s/a", *overrides), find_files())
         (tmp_path / "method").mkdir()
@@ -421,7 +423,9 @@ class TestJobServer:
             ("python -m raysim run seed=1", ""),
         ],
     )
-    def test_fetch_finds_the_folder_of_a_job(self, entrypoint: str, folder: str) -> None:
+    def test_fetch_reads_the_run_folder_from_the_command_of_the_job(
+        self, entrypoint: str, folder: str
+    ) -> None:
         assert fetch.find_folder(entrypoint) == folder
 
     def test_fetch_copies_a_folder_whose_path_starts_with_the_home_directory(
@@ -797,7 +801,7 @@ def test_rayjob_file_sets_a_token_and_starts_a_valid_run() -> None:
     assert yaml.safe_load(spec["runtimeEnvYAML"]).keys() == {"env_vars"}
 
 
-def test_slurm_script_starts_ray_with_one_token(
+def test_slurm_script_starts_all_ray_processes_with_the_same_token(
     tmp_path: Path,
 ) -> None:
     """Replace Slurm's and Ray's programs by ones that print their arguments."""

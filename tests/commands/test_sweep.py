@@ -217,7 +217,7 @@ class TestPlan:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 
-    def test_sweep_over_option_methods_has_ten_points(self) -> None:
+    def test_sweep_option_methods_has_ten_points(self) -> None:
         assert len(plan(["sweep=methods"]).points()) == 10
 
     @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ class TestPlan:
             (["partition.validation_fraction=0.2", "sweep.metric=accuracy"], "accuracy", False),
         ],
     )
-    def test_validation_score_ranks_trials(
+    def test_sweep_maximises_the_validation_score_or_else_prints_advice(
         self, overrides: list[str], metric: str, is_test_score: bool
     ) -> None:
         from raysim.commands.sweep import session
@@ -477,7 +477,9 @@ class TestGrid:
         folders = [str(folder / row["folder"]) for row in done]
         assert cli.call(["report", *folders, "--out", "page"]) == 0
 
-    def test_failed_trial_has_a_reason_and_a_traceback(self, grid: tuple[Path, str]) -> None:
+    def test_failed_trial_has_its_error_in_the_table_and_in_its_log(
+        self, grid: tuple[Path, str]
+    ) -> None:
         folder, printed = grid
         rows = trials(folder)
         assert [row["status"] for row in rows] == 2 * ["done", "done", "failed"]
@@ -511,7 +513,9 @@ class TestGrid:
 
 
 class TestSearch:
-    def test_sweep_averages_seeds_and_accepts_more_trials(self, ray_session: None) -> None:
+    def test_sweep_scores_a_trial_by_its_mean_over_seeds_and_can_add_trials(
+        self, ray_session: None
+    ) -> None:
         overrides = [
             "local.lr=tag(log,interval(0.01,0.5))",
             "sweep.trials=2",

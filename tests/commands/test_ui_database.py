@@ -64,7 +64,7 @@ def steps(root: Path, run: Run) -> list[int]:
     return [metric.step for metric in history]
 
 
-def test_database_gets_new_rows_of_a_running_run_once(tmp_path: Path) -> None:
+def test_database_stores_each_new_row_of_a_running_run_exactly_once(tmp_path: Path) -> None:
     tracker = begin(tmp_path / "a")
     tracker._store_interval = 0.0
     log(tracker, 1, 2)

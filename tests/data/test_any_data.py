@@ -202,7 +202,7 @@ def test_natural_partition_makes_a_client_of_each_user(tmp_path: Path) -> None:
 
 
 # ---- sequences -----------------------------------------------------------------------------------
-def test_parquet_text_and_lists_become_tokens(tmp_path: Path) -> None:
+def test_text_and_lists_in_parquet_columns_become_tokens(tmp_path: Path) -> None:
     ids = [[5, 6, 7, 8], [9], []]
     table = pa.table({"text": ["ab", "c", "é"], "ids": ids, "label": [0, 1, 0]})
     pq.write_table(table, tmp_path / "train.parquet")
@@ -233,7 +233,7 @@ def test_user_column_is_found_if_only_input_columns_are_set(
     assert "x" not in of_users.domain_names
 
 
-def test_text_without_labels_gets_advice_for_language_models(tmp_path: Path) -> None:
+def test_error_of_text_without_labels_suggests_data_kind_causal(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["ab", "c"]}), tmp_path / "train.parquet")
     with pytest.raises(ValueError, match=r"data\.label .*data\.kind=causal"):
         Parquet(str(tmp_path), test_fraction=0.0).build()

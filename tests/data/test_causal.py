@@ -89,7 +89,7 @@ def test_without_packing_each_document_starts_a_new_row() -> None:
     assert raw.labels.tolist() == [[1, 2, 3], [0, IGNORED, IGNORED], [4, 0, IGNORED]]
 
 
-def test_prompts_have_no_labels_and_leave_no_empty_rows() -> None:
+def test_prompt_tokens_are_no_labels_and_rows_of_only_a_prompt_are_omitted() -> None:
     raw = packed([Document(np.array([1, 2, 3, 4, 5]), "a", prompt=4)], 2, is_packed=False)
     assert np.asarray(raw.inputs).tolist() == [[4, 5]]  # rows of only the prompt teach nothing
     assert raw.labels.tolist() == [[5, 0]]
@@ -207,7 +207,7 @@ def test_text_source_refuses_bad_settings(settings: dict[str, Any], key: str) ->
         Text(**settings).read()
 
 
-def test_warning_names_files_without_text(tmp_path: Path) -> None:
+def test_text_files_without_text_are_listed_as_unused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text that is long enough for rows")
     (tmp_path / "blank.txt").write_text(" \n")
     assert "blank.txt" in Text(root=str(tmp_path), length=8).read().origin.unused
@@ -273,7 +273,7 @@ def test_vocabulary_of_instructions_contains_only_their_own_characters(tmp_path:
     assert source.read().class_names == ["<end>", *"\n+12346"]
 
 
-def test_parquet_files_and_arrow_tables_become_documents(tmp_path: Path) -> None:
+def test_parquet_folders_and_arrow_tables_become_documents_of_users(tmp_path: Path) -> None:
     for hospital, texts in (("a", ["xx", "x"]), ("b", ["yy", "y"])):
         (tmp_path / hospital).mkdir()
         table = pa.table({"text": texts})
@@ -287,7 +287,7 @@ def test_parquet_files_and_arrow_tables_become_documents(tmp_path: Path) -> None
     assert source.read().domain_names == ["3"]
 
 
-def test_lists_of_tokens_are_documents(tmp_path: Path) -> None:
+def test_each_list_of_tokens_becomes_one_document(tmp_path: Path) -> None:
     root = json_lines(tmp_path / "t.jsonl", [{"t": [3, 4], "p": [5]}, {"t": [6], "p": [5, 5]}])
     raw = JsonLines(root=root, kind="causal", columns=["t"], prompt="p", test_fraction=0.0).read()
     assert np.asarray(raw.inputs).tolist() == [[0, 5, 3, 4], [0, 5, 5, 6]]

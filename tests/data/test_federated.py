@@ -81,7 +81,7 @@ def test_rotation_per_client_turns_all_rows_of_client() -> None:
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
 
 
-def test_all_rotates_central_test_set_by_every_angle_else_in_turn() -> None:
+def test_central_test_set_is_rotated_by_every_angle_if_setting_test_is_all() -> None:
     clean = SOURCE.build()
     spread = federate(
         replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0
@@ -125,7 +125,7 @@ def test_block_averages_are_computed_after_the_rotation() -> None:
     assert np.array_equal(data.open().inputs, (sums + 2) // 4)
 
 
-def test_rows_without_a_client_are_not_corrupted() -> None:
+def test_samples_without_a_client_are_not_corrupted() -> None:
     source = replace(SOURCE, label_noise=1.0, rotation=Rotation(per="client", angles=[90.0]))
     data, clean = federate(source, IID(5, fraction=0.5), 0), SOURCE.build()
     used = np.concatenate((data.partition.train.indices, data.partition.test.indices, data.central))

@@ -500,7 +500,7 @@ def test_image_folder_of_classes_is_one_domain(tmp_path: Path) -> None:
     )
 
 
-def test_image_folder_split_file_decides_test_rows(tmp_path: Path) -> None:
+def test_split_file_of_an_image_folder_lists_the_test_images(tmp_path: Path) -> None:
     write_picture(tmp_path / "a/x/1.png", picture())
     write_picture(tmp_path / "a/x/2.png", picture())
     (tmp_path / "split.csv").write_text(

@@ -227,7 +227,7 @@ def test_error_of_value_beyond_float32_mentions_the_column(write: Writer, tmp_pa
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_table_users_are_clients(write: Writer, tmp_path: Path) -> None:
+def test_each_user_of_a_table_becomes_a_client(write: Writer, tmp_path: Path) -> None:
     source = write(tmp_path, COLUMNS)
     assert len(federate(source, Natural(test_fraction=0.0), 0).partition) == 3
     assert len(federate(source, Natural(column="label", test_fraction=0.0), 0).partition) == 2
@@ -349,7 +349,7 @@ def test_error_of_wrong_csv_setting_mentions_its_key(key: str, value: Any) -> No
 
 
 # ---- JSON lines ----------------------------------------------------------------------------------
-def test_json_lists_are_vectors_tokens_and_labels(tmp_path: Path) -> None:
+def test_json_lists_become_input_vectors_tokens_or_multiple_labels(tmp_path: Path) -> None:
     vectors = write_json_lines(
         tmp_path, {"x": [[0.5, 1.0]] * 4, "y": [["a"], ["b", "a"], [], ["b"]]}
     ).build()

@@ -238,7 +238,7 @@ def frame(**columns: Any) -> pd.DataFrame:
         "Arrow lists",
     ],
 )
-def test_inputs_of_any_type_give_equal_data(inputs: object) -> None:
+def test_equal_inputs_of_any_python_type_are_stored_equally(inputs: object) -> None:
     dataset = store_arrays((inputs, INTEGERS)).build()
     assert dataset.inputs.dtype == np.float32
     assert np.array_equal(dataset.inputs, TABLE.astype(np.float32))
@@ -262,7 +262,7 @@ def test_inputs_beyond_float32_are_rejected(inputs: object) -> None:
         store_arrays((inputs, INTEGERS))
 
 
-def test_largest_float32_is_stored() -> None:
+def test_largest_float32_value_is_accepted_as_input() -> None:
     largest = float(np.finfo(np.float32).max)
     assert store_arrays((np.full((6, 2), largest), INTEGERS)).build().inputs.max() == np.float32(
         largest

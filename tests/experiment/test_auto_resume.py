@@ -68,7 +68,9 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rounds
 
 
-def test_lost_process_restarts_from_checkpoint(fails: list[int], tmp_path: Path) -> None:
+def test_run_restarts_from_its_checkpoint_after_each_loss_of_a_process(
+    fails: list[int], tmp_path: Path
+) -> None:
     straight = raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     fails += [1, 3, 3, 5]
     console, waited = Console(file=(out := io.StringIO()), width=999), Waited()
@@ -135,7 +137,7 @@ def test_restart_has_fewer_workers_if_the_cluster_has_too_little_room(
         raysim.run([*words, f"out={tmp_path / 'c'}"], quiet=True)
 
 
-def test_run_starts_with_fewer_workers_if_a_node_is_lost(
+def test_start_is_repeated_with_fewer_workers_if_a_node_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []

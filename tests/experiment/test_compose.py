@@ -78,7 +78,7 @@ def test_group_local_has_the_defaults_of_its_dataclass(
 
 
 @pytest.mark.slow  # 18 presets
-def test_every_preset_is_composed() -> None:
+def test_every_preset_can_be_composed() -> None:
     assert {"default", "fedbr/rotated_mnist", "fedbr/cifar10"} <= set(options("experiment"))
     for name in options("experiment"):
         assert node(f"experiment={name}")["choices"]["experiment"] == name
@@ -220,7 +220,7 @@ def test_built_experiment_has_the_values_of_the_overrides() -> None:
     assert experiment.spec.settings.evaluate.clients == 3
 
 
-def test_default_weighting_follows_from_the_method() -> None:
+def test_default_weighting_of_updates_depends_on_the_method() -> None:
     assert build(QUICK).spec.settings.weighting == "samples"
     assert build([*QUICK, "method=[scaffold]"]).spec.settings.weighting == "uniform"
     assert (
@@ -413,7 +413,7 @@ def test_wrong_override_is_refused(words: list[str], parts: list[str]) -> None:
         assert part in text
 
 
-def test_folders_that_vanish_during_the_search_are_skipped(
+def test_folders_that_vanish_during_the_search_for_options_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("method/deep/mine.yaml", "method/fleeting/other.yaml", "gone/any.yaml"):
@@ -525,7 +525,7 @@ def test_wrong_stored_configuration_is_refused(content: str, tmp_path: Path) -> 
         build(compose([], stored=tmp_path / "config.yaml"))
 
 
-def test_reference_to_environment_is_refused(
+def test_reference_to_an_environment_variable_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
@@ -586,7 +586,7 @@ DAMAGED_VALUES = ["null", "[]", "[1, {a: 2}]", "{1: 2}", "{a: {b: [c]}}", "x", "
         for value in DAMAGED_VALUES[index % 3 :: 3]  # a third; the fuzzer tries the others
     ],
 )
-def test_edited_stored_configuration_is_built_or_refused(
+def test_edited_stored_configuration_is_built_or_refused_with_an_error(
     key: str, value: str | None, tmp_path: Path
 ) -> None:
     content = to_dict(compose(QUICK))

@@ -101,7 +101,9 @@ def test_overview_shows_inputs_and_labels() -> None:
     assert lines(*words)["columns"] == "inputs: numbers; labels: 1 value (data.kind=regression)"
 
 
-def test_overview_without_classes_has_no_split(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overview_of_data_without_classes_has_no_line_about_the_split(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["data=diabetes", "partition=iid", "partition.clients=5"]
     assert "split" not in lines(*words)
     assert cli.call(["partition", *words, "--out", os.devnull]) == 0

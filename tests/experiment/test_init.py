@@ -401,7 +401,7 @@ def test_resume_refuses_changed_init_redraw(trained: Path, tmp_path: Path) -> No
         raysim.run([*words, "init.redraw=head", "resume=latest", "rounds=3"], quiet=True)
 
 
-def test_runs_of_earlier_versions_are_resumed(tmp_path: Path) -> None:
+def test_run_folders_of_earlier_raysim_versions_can_be_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     raysim.run([*MLP, f"out={folder}", "checkpoint.every=1"], quiet=True)
     config = load_yaml(folder / "config.yaml")

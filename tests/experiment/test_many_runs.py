@@ -21,7 +21,7 @@ from raysim.primitives.errors import RefusedError, first_line
 from raysim.results.history import Row, score, summarise
 
 
-def test_label_of_a_setting_shortens_its_value() -> None:
+def test_value_in_the_label_of_a_setting_is_shortened() -> None:
     values: list[object] = [[], ["fedprox", "moon"], 0.123456, 3]
     assert [value_label(value) for value in values] == ["fedavg", "fedprox+moon", "0.1235", "3"]
 

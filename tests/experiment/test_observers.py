@@ -292,7 +292,7 @@ def test_history_is_not_rewritten_at_each_checkpoint(
         ("finish", [False, True, True]),
     ],
 )
-def test_on_stop_is_called_for_started_unfinished_observers(
+def test_on_stop_is_called_for_observers_that_started_but_did_not_finish(
     tmp_path: Path, fails: str, told: list[bool]
 ) -> None:
     observers = [Diary(), Diary(fails), Diary()]
@@ -305,7 +305,9 @@ def test_on_stop_is_called_for_started_unfinished_observers(
 @pytest.mark.parametrize(
     ("deaths", "text"), [(0, ""), (1, "1 worker process was lost"), (2, "2 worker processes")]
 )
-def test_worker_death_is_reported(tmp_path: Path, deaths: int, text: str) -> None:
+def test_observer_prints_the_number_of_worker_deaths_in_a_round(
+    tmp_path: Path, deaths: int, text: str
+) -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=400)
     WorkerDeaths(console.print).on_round(

@@ -63,7 +63,7 @@ def test_text_override_can_contain_special_characters_without_quotes(key: str, t
         ("int('3')", 3),
     ],
 )
-def test_override_values_keep_their_types(value: str, expected: Any) -> None:
+def test_override_values_have_the_python_type_of_their_text(value: str, expected: Any) -> None:
     found = read_override(f"x={value}")
     assert found.value == expected
     assert type(found.value) is type(expected)
@@ -105,7 +105,7 @@ def test_names_of_options_and_files_may_have_any_letters(tmp_path: Path) -> None
         "+out=ü",
     ],
 )
-def test_error_shows_override_as_written(text: str) -> None:
+def test_error_shows_an_override_as_the_user_wrote_it(text: str) -> None:
     with pytest.raises(RefusedError) as refused:
         compose([text])
     sentence = str(refused.value)
@@ -113,7 +113,7 @@ def test_error_shows_override_as_written(text: str) -> None:
     assert "Zq" not in sentence
 
 
-def test_error_of_path_with_comma_shows_quotes() -> None:
+def test_error_of_a_path_with_a_comma_shows_how_to_quote_it() -> None:
     with pytest.raises(RefusedError, match=r"data\.root=\"a,b\""):
         single_override("data.root=/home/a,/b")
     assert single_override('data.root="/home/a,b"').value == "/home/a,b"

@@ -157,7 +157,7 @@ def test_torchmetrics_score_regression_values() -> None:
         ("accuracy", "metrics='accuracy'"),
     ],
 )
-def test_wrong_metrics_of_a_user_are_refused(metrics: Any, key: str) -> None:
+def test_wrong_metrics_passed_by_the_user_are_refused(metrics: Any, key: str) -> None:
     pytest.importorskip("torchmetrics")
     with pytest.raises(RefusedError, match=key):
         raysim.build(**{k: v for k, v in SMALL.items() if k != "quiet"}, metrics=metrics)

@@ -193,7 +193,9 @@ def test_allow_accepts_package_in_current_folder(
         ),
     ],
 )
-def test_broken_option_file_is_refused_when_used(text: str, said: str, package: Path) -> None:
+def test_broken_option_file_is_refused_only_if_the_option_is_chosen(
+    text: str, said: str, package: Path
+) -> None:
     (package / "conf" / "method" / "bad.yaml").write_text(text)
     assert build(["method=quiet", *SMALL], allow=["quietly"]).spec.methods
     with pytest.raises(RefusedError, match=said):

@@ -127,7 +127,7 @@ def test_run_accepts_option_names_next_to_objects() -> None:
     assert result.experiment.spec.settings.local.epochs == 1
 
 
-def test_partition_of_lists_is_stored_and_resumed() -> None:
+def test_partition_passed_as_lists_is_stored_and_used_on_resume() -> None:
     lists, by_client = [[0, 1, 9], range(2, 6)], {7: np.array([0, 1, 9]), 8: [2, 3, 4, 5]}
     result = ran(partition=lists)
     assert result.experiment.spec.data.partition.train.counts.tolist() == [3, 4]

@@ -89,7 +89,7 @@ def test_dated_folders_of_processes_started_together_differ() -> None:
     assert sorted(at_once(create)) == ["now", *(f"now-{number}" for number in range(2, COUNT + 1))]
 
 
-def test_named_folder_is_made_by_one_process() -> None:
+def test_only_one_of_several_processes_creates_a_named_run_folder() -> None:
     def create() -> str:
         try:
             with new_folder(Path("root/mine"), dated=False) as folder:
@@ -138,7 +138,7 @@ def test_sweep_folder_has_a_date_unless_out_is_set() -> None:
     assert read_request(words).is_dated and not read_request([*words, "out=s"]).is_dated
 
 
-def test_new_package_is_written_by_one_process() -> None:
+def test_only_one_of_several_processes_writes_a_new_package() -> None:
     def write() -> str:
         try:
             return str(package.write("mine"))

@@ -97,7 +97,7 @@ def test_setup_of_a_method_is_told_about_all_methods_and_the_schedule(
     }
 
 
-def test_client_state_with_the_name_of_a_tensor_is_refused() -> None:
+def test_client_state_with_the_name_of_a_model_tensor_is_refused() -> None:
     private = own("first", setup=lambda self, run: run.private_parameters(["model.head.bias"]))
     clash = own("model", setup=lambda self, run: run.client_state("head.bias", run.zeros))
     with pytest.raises(RefusedError, match=r"method 'model' keeps .* 'model\.head\.bias'"):

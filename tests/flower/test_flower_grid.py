@@ -53,7 +53,7 @@ def clients_of(replies):
     return [int(reply.content["m"]["client"]) for reply in replies]
 
 
-def test_grid_replies_arrive_in_order_of_virtual_time():
+def test_grid_returns_replies_in_the_order_of_virtual_time():
     grid = make_grid()
     nodes = list(grid.get_node_ids())
     replies = grid.send_and_receive(messages(reversed(nodes)))

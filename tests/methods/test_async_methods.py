@@ -151,7 +151,7 @@ def test_too_stale_update_is_discarded_and_counted() -> None:
     assert torch.equal(at.vector, before) and at.version == 3
 
 
-def test_fedasync_uses_samples_only_if_weighting_by_samples() -> None:
+def test_fedasync_scales_its_rate_by_samples_only_if_weighting_is_samples() -> None:
     counts = (30, 10, 20, 0)  # mean 20: a client without samples is none
     at = server(FedAsync(0.4, "constant"), weighting="samples", counts=counts)
     arrive(at, (0, 1.0))
@@ -164,7 +164,9 @@ def test_fedasync_uses_samples_only_if_weighting_by_samples() -> None:
 
 
 @pytest.mark.parametrize(("average", "second"), [("all", 2 + 4 + 2 / 3), ("seen", 2 + 4 + 2)])
-def test_ca2fl_mean_is_over_all_clients_or_those_seen_so_far(average: Any, second: float) -> None:
+def test_ca2fl_averages_over_all_clients_or_over_the_clients_seen_so_far(
+    average: Any, second: float
+) -> None:
     at = server(CA2FL(average=average), counts=(10, 0, 10, 10))
     arrive(at, (0, 2.0))
     assert at.vector[0] == 2 and at.report["ca2fl.seen"] == pytest.approx(1 / 3)

@@ -49,7 +49,7 @@ CONFORMING = [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in S
 
 
 @pytest.mark.parametrize("compressor", CONFORMING, ids=str)
-def test_every_compressor_passes_all_checks(compressor: Compressor) -> None:
+def test_every_compressor_passes_all_public_checks(compressor: Compressor) -> None:
     for check in checks(compressor):
         # The sign of an entry near 0 depends on the last bit, which recorded steps may change.
         if not (isinstance(compressor, SignSGD) and "recorded" in str(check)):
@@ -179,7 +179,7 @@ class TestTraffic:
         assert finished.rows[-1]["floats_down"] == total
         assert total < 6 * 4 * layout.shared
 
-    def test_virtual_time_shrinks_with_the_message(self) -> None:
+    def test_smaller_messages_shorten_the_virtual_time(self) -> None:
         slow = Lognormal(bandwidth_up=1e3, bandwidth_sigma=0.0, sigma=0.0, dropout=0.0)
         plain = run(run_spec(), Synchronous(4), slow)
         compressed = run(run_spec(TopK(0.05)), Synchronous(4), slow)
@@ -200,7 +200,9 @@ class TestOtherParts:
         ],
         ids=str,
     )
-    def test_methods_work_with_compression(self, methods: list[Method], schedule: Schedule) -> None:
+    def test_methods_train_without_failures_if_updates_are_compressed(
+        self, methods: list[Method], schedule: Schedule
+    ) -> None:
         finished = run(run_spec(*methods), schedule)
         assert not finished.failures
         assert torch.isfinite(finished.coordinator.server.vector).all()

@@ -305,7 +305,7 @@ def prototypes(present: Sequence[bool] = (True, False, True, True, False)) -> di
         ([8], 20, 1, 0),
     ],
 )
-def test_fedpac_head_trains_for_its_number_of_passes(
+def test_fedpac_trains_the_head_for_head_epochs_and_then_the_extractor(
     sizes: list[int], samples: int, epochs: int, expected: int
 ) -> None:
     assert head_steps(sizes, samples, epochs) == expected

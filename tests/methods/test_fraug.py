@@ -194,7 +194,7 @@ def test_keep_optimizer_continues_the_step_count_of_stored_optimizers(keep: bool
     assert result.coordinator.client_states.stateful is keep
 
 
-def test_fraug_stores_the_same_optimizers_as_keep_optimizer() -> None:
+def test_fraug_setting_keep_optimizer_equals_that_of_group_local() -> None:
     by_run, by_method, by_both, fresh = (
         run(
             run_spec(
@@ -293,7 +293,7 @@ def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("pace", "gamma"), [(None, 0.01), (300, 0.01 * 300 / 6)])
-def test_fraug_setting_ramp_rounds_scales_the_speed_of_its_ramps(
+def test_fraug_setting_ramp_rounds_sets_how_fast_its_ramps_grow(
     pace: int | None, gamma: float
 ) -> None:
     expected = [math.exp(gamma * (t - 6)) for t in range(3)]
@@ -345,7 +345,7 @@ def test_fedprox_changes_only_the_classifier_stage_of_fraug() -> None:
     assert any(touched["task"]) and not any(touched[GENERATOR]) and RTNET not in touched
 
 
-def test_fraug_costs_a_forward_pass_and_small_networks() -> None:
+def test_fraug_costs_a_forward_pass_and_training_of_its_small_networks() -> None:
     classifier = 64 * 12 + 12 + 2 * 12 + 12 * 5 + 5
     generator = 12 * 11 + 12 + 24 + 12 * 12 + 12 + 24
     rtnet = 6 * 17 + 6 + 12 + 12 * 6 + 12 + 24

@@ -53,11 +53,11 @@ class TestScaffold:
 
 
 class TestDelayedNesterov:
-    def test_activation_above_the_share_of_one_step_is_refused(self) -> None:
+    def test_delayed_nesterov_refuses_activation_above_one_divided_by_every(self) -> None:
         with pytest.raises(ValueError, match=r"method\.delayed_nesterov\.activation=0\.26"):
             DelayedNesterov(every=4, activation=0.26)
 
-    def test_momentum_changes_with_every_second_update(self) -> None:
+    def test_delayed_nesterov_changes_its_momentum_every_second_update(self) -> None:
         state = {
             "params": vector(1, 0),
             "momentum_buffer": vector(0, 2),
@@ -112,7 +112,7 @@ class TestFedBSS:
         assert split["order"].tolist() == [3, 1, 0, 2, 4]
         assert split["num_unbiased"] == 1
 
-    def test_uncertainty_of_uniform_and_certain_predictions_is_exact(self) -> None:
+    def test_fedbss_uncertainty_is_one_if_uniform_and_zero_if_certain(self) -> None:
         probabilities = torch.stack([vector(0.25, 0.25, 0.25, 0.25), vector(0, 1, 0, 0)])
         assert fedbss.uncertainty(probabilities=probabilities).tolist() == [1.0, 0.0]
 
@@ -163,7 +163,7 @@ class TestFedBuff:
         assert fedbuff.buffer_divisor(weights=weights) == 2.0
         assert fedbuff.buffer_divisor(weights=weights, normalization="none") == 1.0
 
-    def test_fedbuff_refuses_unknown_normalization(self) -> None:
+    def test_fedbuff_refuses_an_unknown_normalization(self) -> None:
         with pytest.raises(ValueError, match="normalization='weight'"):
             fedbuff.buffer_divisor(weights=vector(1.0), normalization="weight")
 

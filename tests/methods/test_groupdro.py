@@ -75,7 +75,7 @@ def test_groupdro_prior_of_client_without_samples_is_finite() -> None:
     assert torch.allclose(log_weights.exp()[1:], expected)
 
 
-def test_groupdro_uses_both_updates_of_client_twice_in_buffer() -> None:
+def test_groupdro_uses_both_of_two_buffered_updates_of_a_client() -> None:
     start = torch.full((3,), 1 / 3, dtype=torch.float64).log()
     server: Any = SimpleNamespace(state={"log_weights": start})
     losses = [(1, 2.0), (0, 1.0), (1, 4.0)]

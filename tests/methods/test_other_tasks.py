@@ -120,7 +120,7 @@ def test_runs_on_token_data_are_bit_identical_on_one_and_two_workers(
     assert two_workers.history == one_worker.history
 
 
-def test_adapters_travel_without_the_base_model() -> None:
+def test_adapters_are_sent_without_the_base_model() -> None:
     pytest.importorskip("peft")
     model = Transformer(width=8, blocks=1, lora=Lora(rank=2, layers=["qkv"]))
     ended = run(run_spec(model=model, data=data("tokens"), local=Local(lr=0.3, batch=8)), rounds=6)

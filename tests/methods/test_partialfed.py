@@ -206,7 +206,9 @@ def test_partialfed_first_job_loads_all_layers() -> None:
 
 
 @pytest.mark.parametrize(("most", "loads"), [(None, False), (3, False), (2, True)])
-def test_partialfed_loads_all_layers_after_long_absence(most: int | None, loads: bool) -> None:
+def test_partialfed_loads_all_layers_after_an_absence_above_max_staleness(
+    most: int | None, loads: bool
+) -> None:
     watch = Watch()
     client = Client(PartialFed("none", max_staleness=most), watch)
     client.train(version=4)
@@ -215,7 +217,7 @@ def test_partialfed_loads_all_layers_after_long_absence(most: int | None, loads:
     assert torch.equal(watch.started[1][1], received) == loads
 
 
-def test_partialfed_always_loads_networks_of_other_methods() -> None:
+def test_partialfed_always_loads_the_networks_of_other_methods() -> None:
     watch = Watch()
     client = Client(PartialFed("none"), Dann(0.5, width=4), watch)
     client.train()

@@ -87,7 +87,7 @@ def test_paper_claim_is_judged_for_each_setting() -> None:
     assert (second.setting.name, second.verdict) == ("skew-fast", "contradicted")
 
 
-def test_needed_seeds_suffice_for_an_interval_without_zero() -> None:
+def test_needed_number_of_seeds_gives_an_interval_without_zero() -> None:
     # t(0.975, 9) = 2.262: with ten pairs the half width is 0.715 deviations, with nine 0.769.
     assert seeds_needed(1.0, 0.74) == "about 10" == seeds_needed(2.0, -1.48)
     assert seeds_needed(1.0, 0.01) == "more than 100"

@@ -402,7 +402,7 @@ def test_gains_table_uses_the_score_of_the_paper() -> None:
     }
 
 
-def test_overrides_with_equal_numbers_are_one_setting() -> None:
+def test_overrides_that_differ_only_in_how_a_number_is_written_are_equal() -> None:
     words = (" local.lr=10", " local.lr=10.0", " local.lr=10")
     runs = [
         stored(method, seed, 0.5, words[seed])
@@ -512,7 +512,9 @@ def test_gains_table_needs_enough_seeds_of_one_setting() -> None:
     assert not list(gains([stored("fedbr", seed, 0.6) for seed in range(3)], FEDBR))
 
 
-def test_stored_run_has_its_gpu_and_execution_settings(tmp_path: Path, store: Path) -> None:
+def test_stored_run_contains_its_gpu_and_its_execution_settings(
+    tmp_path: Path, store: Path
+) -> None:
     words = [*reduced("fedbr"), "runtime=inprocess", "runtime.lanes=10", "runtime.graph=true"]
     folder = finished(tmp_path / "a", words, scores(0.5))
     summary = json.loads((folder / "summary.json").read_text())

@@ -82,7 +82,7 @@ def test_tables_keep_trailing_zeros_as_printed_in_the_paper() -> None:
     assert "43.7" in compare("fedbr/table9") and "43.70" not in compare("fedbr/table9")
 
 
-def test_listing_has_tables_and_wrong_name_gets_suggestion() -> None:
+def test_list_of_paper_tables_is_complete_and_wrong_name_gets_suggestion() -> None:
     assert len(listing("fedbr").splitlines()) == 14
     assert "fedbr/table5   Accuracy with 100 clients on CIFAR10" in listing("fedbr")
     for name, near in (
@@ -220,7 +220,7 @@ def test_paper_table_has_worst_domain_and_local_model_columns(tmp_path: Path) ->
     ]
 
 
-def test_method_local_is_scored_by_local_models(tmp_path: Path) -> None:
+def test_paper_table_shows_the_local_accuracy_for_runs_of_method_local(tmp_path: Path) -> None:
     run = make(tmp_path / "a", [*MNIST, "method=[local]"], rows([None], local_accuracy=0.15))
     assert line(compare("fedbr/table1", [run], WIDE), "Local").startswith(
         "Local 14.67 15.00 +0.33 – / –"
@@ -242,7 +242,7 @@ def test_every_paper_has_presets() -> None:
     assert set(PAPER_RUNS) == set(PAPERS)
 
 
-def test_fedbss_result_of_a_split_is_mean_and_deviation_of_rounds(
+def test_fedbss_paper_table_shows_mean_and_deviation_of_the_last_rounds(
     tmp_path: Path,
 ) -> None:
     words = ["experiment=fedbss/fashion_mnist", "method=[]", "partition.alpha=0.3"]

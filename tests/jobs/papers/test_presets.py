@@ -272,7 +272,9 @@ def test_methods_of_a_preset_have_the_values_of_its_paper(
     ("name", "lam", "means"),
     [("rotated_mnist", 1.0, 64), ("cifar10", 0.1, 32), ("cifar100", 1.0, 32), ("pacs", 0.1, 32)],
 )
-def test_preset_methods_have_values_chosen_per_data_set(name: str, lam: float, means: int) -> None:
+def test_methods_of_a_preset_have_values_chosen_for_the_data_set(
+    name: str, lam: float, means: int
+) -> None:
     assert composed(f"experiment=fedbr/{name}", "method=[fedbr]")["method"]["fedbr"]["lam"] == lam
     assert (
         composed(f"experiment=fedbr/{name}", "method=[fedmix]")["method"]["fedmix"]["means"]
@@ -414,7 +416,7 @@ FRAUG_CODE = {
 
 
 @pytest.mark.parametrize("name", FRAUG)
-def test_fraug_paper_numbers_have_a_command_and_a_column(name: str) -> None:
+def test_each_number_of_the_fraug_paper_has_a_command_and_a_column(name: str) -> None:
     composed_cells = covering(FRAUG[name], "fraug")
     for cell in FRAUG[name].cells:
         words = PAPER_RUNS["fraug"].command(FRAUG[name], cell).arguments()
