@@ -280,7 +280,7 @@ class TestRefusals:
         assert "a/summary.json" in one_sentence(capsys.readouterr().err)
 
     @pytest.mark.parametrize("names", [[], [".held"], [DRAFT], [".held", DRAFT]])
-    def test_run_killed_before_its_first_file_starts_again(self, names: list[str]) -> None:
+    def test_run_killed_before_it_wrote_a_file_can_be_started_again(self, names: list[str]) -> None:
         Path("a").mkdir()
         for name in names:
             Path("a", name).touch()

@@ -383,7 +383,7 @@ def test_partialfed_policy_learns_not_to_use_worse_shared_layers() -> None:
     assert difference[2] < -1 and ctx.report["partialfed.loaded"] == pytest.approx(2 / 3)
 
 
-def test_partialfed_can_draw_loaded_layers_at_random() -> None:
+def test_partialfed_can_draw_at_random_which_shared_layers_it_uses() -> None:
     client = Client(PartialFed("adaptive", policy_lr=1e-9, sample_decision=True))
     ended = {client.train(client.initial).report["partialfed.loaded"] for _ in range(12)}
     assert ended > {1.0}, "with logits of 0 noise decides"

@@ -429,7 +429,7 @@ def recorded(*methods: Method, asked: bool | None = None, **others: Any) -> bool
 
 
 class TestUsual:
-    def test_runs_of_built_in_parts_are_recorded_on_a_gpu_by_default(self) -> None:
+    def test_runs_with_only_built_in_code_are_recorded_on_a_gpu_by_default(self) -> None:
         assert (
             recorded(device="cuda")
             and recorded(TABLE["fedbr"].make(), device="cuda")

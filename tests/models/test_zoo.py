@@ -172,7 +172,7 @@ def test_warning_lists_weights_that_the_pretrained_model_lacks(
     assert weight_warnings(classifier) == []  # only the head is new
 
 
-def test_tokens_beyond_learned_positions_are_refused() -> None:
+def test_input_longer_than_the_position_embeddings_is_refused() -> None:
     with pytest.raises(ValueError, match=r"at most 16 tokens.* 20.*data\.length"):
         HuggingFaceModel("gpt2", options=GPT2, task="causal").build((20,), 7, 0, Tokens(7))
 

@@ -52,7 +52,7 @@ def test_secrets_are_removed_from_texts(text: str, bare: str) -> None:
         "mail a@b.c",
     ],
 )
-def test_removal_of_secrets_keeps_the_rest_of_addresses(text: str) -> None:
+def test_removal_of_a_secret_keeps_the_rest_of_the_address(text: str) -> None:
     assert without_password(text) == text
 
 

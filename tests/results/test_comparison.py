@@ -130,7 +130,7 @@ def test_two_seeds_are_too_few_for_a_test(tmp_path: Path) -> None:
     assert "3 seeds" in report.latex()
 
 
-def test_percent_multiplies_scores_and_curves_by_100(study: Path) -> None:
+def test_percent_flag_multiplies_scores_and_curves_by_100(study: Path) -> None:
     plain, percent = (raysim.report(study, percent=flag) for flag in (False, True))
     for key in ("final", "final_std", "best5_mean", "accuracy_worst"):
         assert percent.results[key].tolist() == pytest.approx((100 * plain.results[key]).tolist())
@@ -143,7 +143,7 @@ def test_percent_multiplies_scores_and_curves_by_100(study: Path) -> None:
     assert np.asarray(heights[1]) == pytest.approx(100 * np.asarray(heights[0]))
 
 
-def test_percent_applies_to_thresholds_and_chosen_columns(study: Path) -> None:
+def test_percent_flag_applies_to_thresholds_and_chosen_columns(study: Path) -> None:
     text = raysim.report(study, percent=True).text()
     assert re.search(r"to \d0 %", text) and not re.search(r"to 0\.\d", text)
     columns = ["accuracy_global_best", "accuracy_worst", "rounds_to.0.50"]
@@ -249,7 +249,7 @@ def test_error_of_a_wrong_report_argument_contains_its_flag(
         raysim.report(study, **choice)  # type: ignore[arg-type]
 
 
-def test_labels_appear_in_tables_and_curves(study: Path) -> None:
+def test_labels_chosen_for_settings_appear_in_tables_and_curves(study: Path) -> None:
     report = raysim.report(study, labels="moon=MOON,fedprox=FedProx", order="MOON")
     assert report.results["setting"].tolist() == ["MOON", "FedProx", "fedavgm"]
     lines = report.figures["accuracy-round"].axes[0].get_lines()

@@ -50,7 +50,7 @@ def test_mean_curve_has_only_rounds_in_which_every_seed_has_a_score() -> None:
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
-def test_band_of_curves_needs_three_seeds(seeds: int) -> None:
+def test_curve_has_a_deviation_band_only_for_three_or_more_seeds(seeds: int) -> None:
     assert curves.mean_curve("x", [history([0.5, 0.75])] * seeds, "accuracy", 0).deviations == []
 
 

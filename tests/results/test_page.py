@@ -250,7 +250,7 @@ def test_picture_of_client_classes_has_the_colour_of_the_page(tmp_path: Path) ->
     assert ".plot image { filter: url(#tint); }" in text and "flood-color: var(--c0)" in text
 
 
-def test_page_shows_timelines_with_events(tmp_path: Path) -> None:
+def test_page_shows_a_timeline_only_for_runs_with_stale_or_lost_jobs(tmp_path: Path) -> None:
     run, other = make(tmp_path / "late", [0.5, 0.75]), make(tmp_path / "even", [0.5, 0.75])
     for folder, stale in ((run.folder, 1), (other.folder, 0)):
         writer = JobWriter.open(folder, 0)

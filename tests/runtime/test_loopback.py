@@ -57,7 +57,7 @@ def test_local_run_listens_on_loopback_only(tmp_path: Path) -> None:
     assert "raylet" in ended.stdout
 
 
-def test_cluster_has_a_token_if_the_user_has_none(
+def test_cluster_gets_an_authentication_token_if_the_user_has_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from raysim.runtime.ray import cluster

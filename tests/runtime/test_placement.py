@@ -801,7 +801,7 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
     return bits, living
 
 
-def test_processes_are_reused_by_equal_runs_until_a_failure(
+def test_worker_processes_are_reused_by_equal_runs_until_a_failure(
     driver: Call,
 ) -> None:
     scaffold = run(run_spec(Scaffold(), model=WHOLE), Synchronous(4), Ideal(), rounds=3).bits

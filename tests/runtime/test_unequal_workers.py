@@ -111,7 +111,9 @@ def _run(words: list[str], out: str) -> str:
         return str(error)
 
 
-def test_worker_with_other_hardware_needs_runtime_mixed(driver: Call, tmp_path: Path) -> None:
+def test_worker_with_other_hardware_is_refused_without_runtime_mixed(
+    driver: Call, tmp_path: Path
+) -> None:
     text = driver(_run, [], str(tmp_path / "refused"))
     refused = {name for name in ("worker-0", "worker-1") if f"{name} on " in text}
     assert text.startswith("runtime.mixed=false: ") and len(refused) == 1, (

@@ -425,7 +425,7 @@ def test_centralized_training_with_one_client_equals_fedavg() -> None:
     )
 
 
-def test_worst_domain_needs_several_domains() -> None:
+def test_score_of_the_worst_domain_needs_at_least_two_domains() -> None:
     for domains in (1, 3):
         source = Synthetic(samples=120, test_samples=20, classes=5, domains=domains)
         row = run(run_spec(data=federate(source, IID(clients=4), SEED)), rounds=1).rows[-1]

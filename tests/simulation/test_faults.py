@@ -207,7 +207,7 @@ def test_failed_client_does_not_change_the_aggregate(kind: Any) -> None:
     )
 
 
-def test_failure_has_client_version_method_and_worker() -> None:
+def test_failure_record_contains_client_version_method_and_worker() -> None:
     (failure,) = run(run_spec(Raising(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert (failure.client, failure.version, failure.worker, failure.method) == (
         2,

@@ -107,7 +107,7 @@ def test_sums_computed_on_nodes_have_the_bits_of_one_worker(methods: tuple[Metho
     assert {node for node, _ in runtime.added} == {1, 2}
 
 
-def test_coordinator_gets_few_vectors_from_nodes() -> None:
+def test_coordinator_receives_few_vectors_if_nodes_sum_updates() -> None:
     """Each node adds up its updates, so the coordinator receives few vectors in a round.
 
     It receives 2 vectors from three nodes with 12 clients. It receives 3 from two nodes of two

@@ -178,7 +178,7 @@ def test_updates_are_aggregated_in_the_order_of_virtual_time() -> None:
     assert [row["virtual_seconds"] for row in result.rows] == [3.0, 6.0]
 
 
-def test_jobs_that_end_together_are_ordered_by_client() -> None:
+def test_jobs_that_end_at_the_same_time_are_ordered_by_client() -> None:
     fleet = TimedFleet((2.0, 1.0, 1.0, 1.0, 1.0, 2.0))
     coordinator, ledger, _ = untrained_run([2] * 6, Immediate(2), fleet, rounds=60)
     result = run_to_end(coordinator)

@@ -264,7 +264,7 @@ def without(name: str) -> list[Row]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_trace_with_other_columns_is_refused(
+def test_trace_without_the_expected_columns_is_refused(
     tmp_path: Path, rows: list[Row], columns: Any, text: str
 ) -> None:
     with pytest.raises(ValueError) as caught:

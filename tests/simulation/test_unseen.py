@@ -264,7 +264,7 @@ def test_limits_on_fedbr_and_fedmix_means_do_not_count_unseen_clients(
 
 # --- the same bits --------------------------------------------------------------------------------
 @pytest.mark.parametrize("methods", [[], [FedBN()], [PFedAvg()]])
-def test_unseen_scores_do_not_depend_on_workers(methods: list[Method]) -> None:
+def test_scores_of_unseen_clients_do_not_depend_on_number_of_workers(methods: list[Method]) -> None:
     spec = study(*methods)
     one = run(spec)
     three = run_to_end(coordinate(spec, runtime=several_workers(spec, 3)))

@@ -116,7 +116,7 @@ def test_robust_rules_withstand_attacks_that_break_the_mean(rule: Method) -> Non
     assert length(rule) < 1e2 < 1e4 < length()
 
 
-def test_attack_above_the_largest_norm_fails_the_client() -> None:
+def test_client_whose_attack_exceeds_the_norm_limit_counts_as_failed() -> None:
     spec = with_settings(run_spec(data=DATA), attack=Attack("scaled", 0.3, scale=1e6))
     attacked = run(spec, Synchronous(7), faults=Faults(0.3, norm=100.0))
     assert {failure.client for failure in attacked.failures} == {*spec.attackers.clients.tolist()}

@@ -158,7 +158,7 @@ def _weights(result: FinishedRun) -> list[list[float]]:
     return weights
 
 
-def test_learner_with_bytes_parameters_gets_staleness_weights() -> None:
+def test_aggregate_function_of_a_learner_gets_staleness_weights() -> None:
     fresh = _weights(run(run_spec(Weights()), ROUNDS, rounds=2))
     assert sum(weight for weight, _ in fresh) == pytest.approx(2)
     late = _weights(run(run_spec(Weights(), FedBuff()), BUFFER, rounds=6))
@@ -210,7 +210,7 @@ def test_result_of_learner_with_bytes_parameters_has_no_module(tmp_path: Path) -
         result.model()
 
 
-def test_plan_describes_a_learner() -> None:
+def test_printed_plan_of_a_run_describes_its_learner() -> None:
     experiment = raysim.build(QUICK, learner=Means())
     lines = dict(line.split(maxsplit=1) for line in overview(experiment, Path("x")).splitlines())
     assert lines["model"].startswith("means: bytes; at first, a client receives ")
@@ -288,7 +288,7 @@ def test_wrong_planned_size_of_a_learner_upload_is_refused(
         raysim.build(QUICK, learner=Means())
 
 
-def test_plan_says_that_message_sizes_change() -> None:
+def test_printed_plan_of_a_run_says_that_message_sizes_change() -> None:
     words = QUICK.replace("schedule.cohort=2 runtime=inprocess", "schedule=buffered")
     words += " schedule.concurrency=3 schedule.size=2 runtime=local runtime.workers=2"
     experiment = raysim.build(words, learner=Means())
@@ -308,7 +308,7 @@ def test_message_that_varies_in_size_cannot_be_sent_only_once() -> None:
         run(run_spec(Once()), rounds=1)
 
 
-def test_learner_evaluate_gives_the_usual_scores() -> None:
+def test_learners_with_an_evaluate_function_have_the_usual_scores() -> None:
     usual, own = run(run_spec(Means()), rounds=2), run(run_spec(Scored()), rounds=2)
     for name in ("accuracy", "accuracy_worst", "accuracy_global"):
         assert [row[name] for row in own.rows] == pytest.approx([row[name] for row in usual.rows])
@@ -319,7 +319,7 @@ def test_learner_evaluate_gives_the_usual_scores() -> None:
     assert own.rows[-1]["my_loss_worst"] == clients.max()
 
 
-def test_learner_evaluate_scores_domains_and_validation(tmp_path: Path) -> None:
+def test_learners_with_an_evaluate_function_have_domain_scores(tmp_path: Path) -> None:
     words = f"{QUICK} data.domains=2 partition.validation_fraction=0.3 rounds=2"
     usual = raysim.run(words, learner=Means(), out=str(tmp_path / "usual"), quiet=True)
     own = raysim.run(words, learner=Scored(), out=str(tmp_path / "own"), quiet=True)
@@ -331,7 +331,7 @@ def test_learner_evaluate_scores_domains_and_validation(tmp_path: Path) -> None:
         assert own.rows[-1][name] == pytest.approx(usual.rows[-1][name]), name
 
 
-def test_learner_evaluate_can_return_no_score(tmp_path: Path) -> None:
+def test_evaluate_function_of_a_learner_can_return_no_score(tmp_path: Path) -> None:
     result = raysim.run(
         f"{QUICK} rounds=2", learner=Scored({}), out=str(tmp_path / "run"), quiet=True
     )

@@ -134,7 +134,7 @@ def _numpy_state() -> list[int]:
     return list(np.random.get_state()[1])  # type: ignore[arg-type]  # noqa: NPY002
 
 
-def test_own_training_restores_global_generators() -> None:
+def test_own_training_restores_global_random_generators() -> None:
     states = random.getstate(), _numpy_state(), torch.get_rng_state().tolist()
     run(run_spec(Drawing()), rounds=1)
     later = random.getstate(), _numpy_state(), torch.get_rng_state().tolist()
