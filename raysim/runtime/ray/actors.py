@@ -200,8 +200,7 @@ class NodeAdder:
         return add_up(parts, *sums)
 
 
-# The coordinator is an actor of its own, so that Ray regards it as the owner of the results of the
-# workers that it calls.
+# The coordinator itself calls the workers, so that Ray regards it as the owner of their results.
 class RayCoordinator:
     """The actor that runs a `Coordinator`.
 
