@@ -31,7 +31,7 @@ class Tabular(Source):
 
     The means and deviations of the training rows are used for all rows. The labels of breast_cancer
     and wine are classes. The label of diabetes is a value, the progression of the disease, which is
-    scaled like the columns.
+    also scaled to mean 0 and standard deviation 1.
     name: the name of the table: "breast_cancer", "wine" or "diabetes".
     test_fraction: the share of each class that is for testing; for diabetes, of all rows.
     """

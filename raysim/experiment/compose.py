@@ -1,8 +1,7 @@
 """Make a checked configuration from overrides, the folder `conf` and stored values.
 
-Hydra composes the files (`hydra_composition`). This module checks and applies the overrides,
-because Hydra accepts too much (a misspelt key with `+` creates a new key) and its errors use
-internal names.
+Hydra composes the files (`hydra_composition`). This module checks and applies the overrides.
+Hydra's own errors use internal names, and Hydra accepts a misspelt key with `+`.
 """
 
 from __future__ import annotations

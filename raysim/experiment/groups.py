@@ -58,8 +58,8 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
     A file in one of the user's folders replaces a file of the same name in any folder before it:
     `conf`, a package, or another folder of the user.
     folders: the user's own folders of options.
-    Raise `RefusedError` for a folder that does not exist, for a broken link, and for a package's
-    file that has the name of another option.
+    Raise `RefusedError` for a missing folder, a broken link, and a package's file that has the name
+    of another option.
     """
     roots = config_roots(folders)
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}

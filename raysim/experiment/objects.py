@@ -1,9 +1,9 @@
 """Handle parts of a run that a user gives as Python objects, and store them in files.
 
-An object is stored like any option, by its class and its arguments, if its class can be imported
-and its arguments are plain values. Such a run is repeated and continued like any other. For any
-other object (a lambda, a module made by hand, a class of a notebook) the configuration stores a
-description, and the user must give the object again.
+The configuration stores the class and the arguments of an object, as it does for an option. This is
+possible if the class can be imported and the arguments are plain values. Of any other object, such
+as a lambda or a class of a notebook, it stores only a description. To continue or repeat such a
+run, the user must give the object again.
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ def build_part(
 ) -> Any:
     """Return the part of a group, such as "fleet".
 
-    The part is the user's object if there is one, else an object of the class that the
-    configuration names for the group.
+    The part is the user's object if there is one. Otherwise it is made from the configuration.
     config: the run's configuration.
     allow: the packages besides raysim whose classes the configuration may name (`--allow`).
     objects: the user's objects, by group.

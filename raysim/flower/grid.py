@@ -45,8 +45,8 @@ class MessageRecord:
     dispatched: the virtual time at which the message was sent, in seconds.
     arrived: the virtual time at which a reply or an error arrived at the ServerApp. If a timeout
     ended first, it is the time at which the reply would have arrived.
-    fate: "answered", "lost" (an error or a timeout took the place of a reply), or "failed" (the app
-    raised an error or returned no valid reply).
+    fate: "answered"; "lost" if the ServerApp got an error or a timeout in place of a reply; or
+    "failed" if the app raised an error or returned no valid reply.
     error: why the message was lost or failed; "" if it was answered.
     numbers: the metrics of the reply, by name.
     """
@@ -286,8 +286,8 @@ class VirtualGrid(SimpleGrid):
 
         The messages of all these threads are a batch. They have the same virtual time, because the
         clock does not move while the threads run. Now it moves to the last arrival of a reply.
-        Return by node id, for the newest batch, the virtual time of the node's last reply, in
-        seconds, and the number of the node's client.
+        Return a pair for each node id of the newest batch: the virtual time of the node's last
+        reply, in seconds, and the number of its client.
         Raises ReplayError if a message of a thread differed from the message in the stored run.
         Raises WorkerDiedError if several workers died, one after another, with the same message.
         """

@@ -91,9 +91,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Send a client a message for evaluation; return the numbers in its reply, by name.
 
-    The number of examples is left out. If the accuracy or the loss has another name in the reply,
-    such as "eval_acc", it is also returned as "accuracy" or "loss". The client's state does not
-    change.
+    The number of examples is left out. An accuracy or a loss with another name, such as "eval_acc",
+    is also returned as "accuracy" or "loss". The client's state does not change.
     runner: the ClientApp.
     arrays: the parameters to evaluate, by name.
     config: the values in the message's config.

@@ -3,14 +3,13 @@
 A client starts scikit-learn's `MiniBatchKMeans` from the received centers and sends its centers
 with the number of its samples in each cluster. The server takes the mean of the clients' centers,
 weighted by these counts. With `epochs=0` a client sends the means of its samples in each received
-cluster, and a round is exactly one step of Lloyd's algorithm on all samples.
+cluster. A round is then exactly one step of Lloyd's algorithm on all samples.
 
 Source: Sculley, "Web-scale k-means clustering" (WWW 2010), for the local training; Lloyd, "Least
 squares quantization in PCM" (IEEE Trans. Inf. Theory 1982).
 
 Choices
-- If a method changes the weight of an update, as fedbuff does for stale updates, the counts of the
-  client are multiplied by the same factor.
+- If a method changes the weight of an update, the counts of its client change by the same factor.
 - A cluster without samples keeps its center.
 - scikit-learn needs at least as many samples in a batch as there are clusters. Smaller batches are
   enlarged to that size. A client with fewer samples makes a step of Lloyd's algorithm instead.

@@ -11,9 +11,9 @@ The method is meant for `schedule=immediate`. The paper's local term rho/2 |x - 
 term of FedProx: `method=fedasync+fedprox`.
 
 Departures from the paper
-- If an aggregation has several models, they are mixed into x one after another, in the order of
-  virtual time and then of client numbers. Each model increases t in the formula. In synchronous
-  rounds the last model therefore counts most, so that this is not FedAvg.
+- If an aggregation has several models, they are mixed into x one after another. Each model
+  increases t in the formula. In synchronous rounds the last model therefore counts most, so that
+  this is not FedAvg.
 - The hinge function has a + 1 in the denominator, as in the paper; easyFL's code leaves it out.
 - The model y is mixed, including its floating-point buffers (BatchNorm's statistics). To add the
   update y - x_tau instead, use FedBuff with a buffer of one update.

@@ -1,10 +1,10 @@
 """FedBR: reduce the bias of local learning with a small shared set of pseudo-data.
 
 Guo, Tang and Lin, "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning
-Bias Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. z are the features of the samples of a
-batch, z_p the features of pseudo-data, z_g their features by the received model, and P is a
-projection. lambda, mu, tau1 and tau2 are settings. With s+ = cos(P(z_p), P(z_g)) and
-s- = cos(P(z_p), P(z)) row by row,
+Bias Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. The trained model computes the features z
+of a batch and z_p of pseudo-data. The received model computes the features z_g of the same
+pseudo-data. P is a projection. lambda, mu, tau1 and tau2 are settings. With
+s+ = cos(P(z_p), P(z_g)) and s- = cos(P(z_p), P(z)) for each row,
 
     L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)
     L_p   = cross-entropy of pseudo-data with its targets, uniform for means of samples
@@ -148,7 +148,7 @@ class FedBR(Method):
     lam: weight of Component 1 (uniform outputs for pseudo-data); 0 switches it off.
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
     tau1, tau2: the temperatures of the contrastive loss. tau1 is for the similarity to the received
-    model's features of the same pseudo-data, tau2 for the similarity to features of real samples.
+    model's features of the same pseudo-data. tau2 is for the similarity to real samples' features.
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,

@@ -7,13 +7,12 @@ Source: Wang, Xu, Li, Xu, Li and Zhang, "FedCDA: Federated Learning with Cross-r
 Divergence-aware Aggregation" (ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants of
 an aggregation are divided at random into B groups, called batches. One batch after another, the
 server chooses a cached model w_n for each client n of the batch. All clients that do not
-participate keep the models that were chosen for them before. With F_n the loss of w_n, and L the
-setting `smoothness`, the choice minimises
+participate keep the models that were chosen for them before. F_n is the loss of w_n, and L the
+setting `smoothness`. The choice minimises
 
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of the models w_n
 
-The means are over the clients of this and of earlier batches, and the clients that do not
-participate.
+The means are over all clients except those of later batches.
 
 Departures from the paper
 - Clients without an update so far are left out.
@@ -250,8 +249,8 @@ class _Selection:
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return inner products of T candidate models, after subtracting `centre` from all models.
 
-        These are the products of all pairs of candidates, [T, T], and of each candidate with the
-        sum of the models that are chosen so far, [T].
+        These are the products of all pairs of candidates, [T, T]. They are followed by the product
+        of each candidate with the sum of the models that are chosen so far, [T].
         rows: the candidates.
         """
         gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)

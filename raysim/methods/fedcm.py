@@ -112,8 +112,8 @@ class FedCM(Method):
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
         """Compute the next direction from the updates of this round.
 
-        It is the weighted mean of each client's received model minus its trained model, divided by
-        the client's number of steps and the learning rate.
+        A client contributes its received model minus its trained model, divided by its number of
+        steps and the learning rate. The direction is the weighted mean over the clients.
         """
         direction = torch.zeros_like(server.params)
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)

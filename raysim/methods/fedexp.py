@@ -1,7 +1,7 @@
 """FedExP: make the server's step longer, the more the clients' updates disagree.
 
-The step is the mean update times a factor of at least 1, which depends on how much longer single
-updates are than their mean.
+The step is the mean update times a factor of at least 1. The factor is large if single updates are
+much longer than their mean.
 
 Source: Jhunjhunwala, Wang and Joshi, "FedExP: Speeding Up Federated Averaging via Extrapolation"
 (ICLR 2023), Algorithm 1. With D_i the update of client i, p_i its normalised weight, and

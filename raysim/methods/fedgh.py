@@ -1,7 +1,7 @@
 """FedGH: remove the conflicts between clients' updates before they are averaged.
 
-Two updates conflict if their inner product is negative. The server then removes from each of the
-two its projection on the other one.
+Two updates G_i and G_j conflict if their inner product is negative. The server then removes from
+G_i its projection on G_j, and from G_j its projection on G_i.
 
 Source: Zhang, Sun and Chen, "Tackling the Non-IID Issue in Heterogeneous Federated Learning by
 Gradient Harmonization" (IEEE SPL 2024). G_i is the update of client i, and g_i starts as G_i. For
@@ -20,8 +20,9 @@ The two updates of a pair are then replaced by their sum. This repeats until one
 Departures from the paper
 - The authors have published no code, and the listing of the algorithm was not available. The pairs
   are tested in the order (0, 1), (0, 2), ... by client number.
-- A pair conflicts if <G_i, G_j> is negative. With conflict_test="current", as in PCGrad, the first
-  formula is applied if <g_i, G_j> is negative, and the second formula if <g_j, G_i> is negative.
+- A pair conflicts if <G_i, G_j> is negative. With conflict_test="current", the changed updates are
+  tested, as in PCGrad: the first formula is applied if <g_i, G_j> is negative, and the second
+  formula if <g_j, G_i> is negative.
 - Lengths are not restored: updates become shorter. All trainable parameters of a client form one
   vector, unless granularity="tensor".
 - In "fedgh_hierarchical" the last two updates a and b are treated as in FedLD's code. With
@@ -287,9 +288,9 @@ _MOMENTUM = 0.99
 class HierarchicalFedGH(Method):
     """A server rule that adds up the updates of each tensor in pairs, without conflicts.
 
-    Two updates conflict if their inner product is negative. Then each of the two loses its
-    projection on the other one before they are added. The sums are paired again, until one update
-    is left. The code of FedLD contains this rule under the name FedGH.
+    Two updates a and b conflict if their inner product is negative. Before they are added, a then
+    loses its projection on b, and b its projection on a. The sums are paired again, until one
+    update is left. The code of FedLD contains this rule under the name FedGH.
     eps: a small number that is added to squared norms, so that no division is by 0.
     """
 

@@ -155,8 +155,8 @@ class FedMix(Method):
     samples_per_mean: the number of samples in each mean.
     pairs: "each" draws a pair for each sample of a step, "one" draws a single pair for all.
     naive: True mixes inputs with the means themselves (NaiveMix).
-    taylor_scale: "paper" takes the mean of the gradient term over the batch, "public" divides it by
-    the batch size once more, as public implementations do.
+    taylor_scale: "paper" takes the mean of the gradient term over the batch. "public" divides this
+    mean by the batch size once more, as public implementations do.
     fresh: True draws means of the clients' raw data in each step, which only a simulator can do.
     """
 

@@ -8,8 +8,9 @@ Distillation in Federated Learning" (NeurIPS 2022):
 
     loss = cross-entropy + beta L_NTD
 
-L_NTD is tau^2 KL(p || q). p is the softmax of the received model's outputs divided by tau, over the
-C - 1 classes other than the true one. q is the same for the local model.
+L_NTD is tau^2 KL(p || q), over the C - 1 classes other than the true one. p is the softmax of the
+received model's outputs divided by tau. q is the softmax of the local model's outputs divided by
+tau.
 
 Departures from the paper
 - The teacher is the whole received model in eval mode; in the authors' code it is in train mode

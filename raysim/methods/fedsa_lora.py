@@ -7,7 +7,7 @@ B_i A combines the mean of all clients' A with client i's own B_i. A client is s
 model.
 
 Departures from the paper
-- The head is trained and averaged like any other parameter; `method=fedsa_lora+fedrep
+- The head is trained and averaged, too. `method=fedsa_lora+fedrep
   method.fedrep.mode=joint` keeps it on the client, too.
 - A client that never trained has B = 0: the model without adapters.
 """

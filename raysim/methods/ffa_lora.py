@@ -10,7 +10,7 @@ then the mean of the products. This is not so if clients train both factors (`me
 B is about half of an adapter's floats; A does not travel.
 
 Departures from the paper
-- The head is trained and averaged like any other parameter.
+- The head is trained and averaged, too.
 - A has peft's initial values (Kaiming, uniform).
 - Virtual time counts a job as if both factors were trained.
 """

@@ -8,7 +8,7 @@ W0 + s B A, see `raysim/models/lora.py`. With p_i the weight of client i:
     B <- the first r columns of U S,    A <- the first r rows of V'
 
 B A is the nearest matrix of rank r to P, and equal to it if P has no higher rank. Clients may have
-different ranks: client i of rank r_i receives the first r_i columns of B and rows of A, whose
+different ranks. Client i of rank r_i receives the first r_i columns of B and rows of A. Their
 product is the nearest matrix of rank r_i.
 
 Departures from the paper
@@ -16,7 +16,7 @@ Departures from the paper
   product, and B_i^0 A_i^0 the product that client i received. Without stale updates this is the
   paper's P.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
-- The head is trained and averaged as all other parameters are.
+- The head is trained and averaged, too.
 - P may have a rank k below r. Then rows k + 1 to r of A do not change, and these columns of B
   become 0.
 """

@@ -14,10 +14,10 @@ Departures from the paper
 - In the paper all clients take part in each round. Here a client may miss rounds, but traffic
   counts only one stack for each job.
 - If the stack of a layer has more floats than the layer's weight, traffic counts the weight.
-- Traffic counts nothing for the first version, which all clients know, and for the initial A, which
-  each client draws from a seed.
+- Traffic does not count the first version, which all clients know. It does not count the initial A
+  either, which each client draws from a seed.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
-- The head is trained and averaged as all other parameters are.
+- The head is trained and averaged, too.
 - Stale updates are added without a correction.
 """
 

@@ -1,8 +1,8 @@
-"""FRAug: train the classifier also on synthetic features that look like the client's own.
+"""FRAug: train the classifier also on synthetic features, adapted to the client.
 
-A generator, which all clients share, makes features that no single client has. Each client also has
-a representation transformation network (RTNet), which never travels. It makes generated features
-look like the features of its client.
+A generator, which all clients share, makes features. Each client also has a representation
+transformation network (RTNet), which never travels. RTNet makes generated features similar to the
+features of its client.
 
 Source: Chen, Frikha, Krompass, Gu and Tresp, "FRAug: Tackling Federated Learning with Non-IID
 Features via Representation Augmentation" (ICCV 2023), eqs. (1)-(6), Algorithm 1. Symbols:
@@ -196,7 +196,7 @@ def class_prototype_ema(
 
 
 def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
-    """Return the labels of one step's batch, int64 [batch_size]: all classes in turn.
+    """Return the labels of one step's batch, int64 [batch_size]: one class after another.
 
     The first label is the class number step * batch_size modulo the number of classes.
     step: the number of the step, from 0.

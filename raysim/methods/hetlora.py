@@ -96,8 +96,8 @@ class HetLoRA(Method):
     {phone_low: 2, tablet: 8}.
     sparsity: True weighs each client by the norm of the product B A of its two factors; False
     leaves the weights as the run and other methods set them.
-    lam: the weight of a penalty that makes the last columns of B and the last rows of A small, so
-    that a client can remove them and has a lower rank. 0 switches this off.
+    lam: the weight of a penalty that makes the last columns of B and the last rows of A small. A
+    client can then remove these, and has a lower rank. 0 switches this off.
     gamma: the share of a client's ranks without the penalty; these are its first ranks.
     """
 

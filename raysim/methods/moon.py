@@ -92,8 +92,8 @@ class Moon(Method):
     def model(self, task: Task, model: nn.Module) -> nn.Module:
         """Append the projection to the extractor; return the new model.
 
-        The features are then the outputs of the projection, which is trained and averaged like the
-        extractor. With head="none", return the model unchanged.
+        The features are then the outputs of the projection. With head="none", return the model
+        unchanged.
         """
         base = cast(Classifier, model)
         if self.head == "none":

@@ -3,8 +3,8 @@
 The loaded layers are fixed, or each client learns which layers to load.
 
 Source: Sun, Huo, Yang and Bai, "PartialFed: Cross-Domain Personalized Federated Learning via
-Partial Initialization" (NeurIPS 2021). With theta^g the received model, theta^c what this client
-trained last, and u_l in {0, 1} for each layer l, training starts from
+Partial Initialization" (NeurIPS 2021). theta^g is the received model, and theta^c the model that
+this client trained last. With u_l in {0, 1} for each layer l, training starts from
 
     theta_l = u_l theta^g_l + (1 - u_l) theta^c_l            u = 1 in the first job
 
