@@ -420,7 +420,7 @@ def test_markov_sequences_follow_their_chains() -> None:
     assert np.abs(transitions[0] - transitions[1]).max() > 0.3  # every user has its own chain
 
 
-def test_markov_labels_are_chain_numbers_and_lengths_vary() -> None:
+def test_markov_with_label_chain_uses_the_number_of_the_chain_as_label() -> None:
     dataset = Markov(users=4, label="chain", chains=2, skew=1.0).build()
     users = dataset.domains
     assert np.array_equal(
@@ -434,7 +434,7 @@ def test_markov_labels_are_chain_numbers_and_lengths_vary() -> None:
 
 
 # ---- Hugging Face --------------------------------------------------------------------------------
-def test_hugging_face_reads_folder(tmp_path: Path) -> None:
+def test_hugging_face_source_reads_a_saved_data_set_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features(
         {
@@ -472,7 +472,7 @@ def test_error_of_several_text_columns_suggests_the_key_data_columns(
         source.build()
 
 
-def test_hugging_face_needs_root_or_name() -> None:
+def test_hugging_face_source_requires_data_root_or_data_name() -> None:
     with pytest.raises(ValueError, match=r"^data=huggingface needs data\.root.*data\.name"):
         HuggingFace().build()
 

@@ -329,7 +329,7 @@ def test_hugging_face_folder_becomes_documents(tmp_path: Path) -> None:
     ]
 
 
-def test_misspelt_tokenizer_gets_the_nearest_name(
+def test_error_of_a_misspelt_tokenizer_suggests_the_nearest_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(name: str) -> None:
@@ -372,7 +372,7 @@ def save_tokenizer(folder: Path) -> None:
     wrapped.save_pretrained(str(folder))
 
 
-def test_leaf_joins_overlapping_windows_to_texts(tmp_path: Path) -> None:
+def test_leaf_source_joins_overlapping_windows_to_whole_texts(tmp_path: Path) -> None:
     text = "To be, or not to be"
     windows = [{"x": text[i : i + 5], "y": text[i + 5]} for i in range(len(text) - 5)]
     users = {

@@ -78,7 +78,7 @@ def test_quarter_turn_moves_right_edge_to_top(
     assert np.array_equal(turned[1], image[1])
 
 
-def test_rotation_is_independent_of_the_batch() -> None:
+def test_rotation_of_an_image_does_not_depend_on_the_rest_of_its_batch() -> None:
     angles = np.array([15.0, 0.0, 135.0, 15.0, 270.0])
     together = rotate_images(images=IMAGES, angles=angles)
     alone = [rotate_images(images=IMAGES[i : i + 1], angles=angles[i : i + 1])[0] for i in range(5)]

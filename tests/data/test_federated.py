@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_uncorrupted_data_set_is_stored_in_one_file(cache: Path) -> None:
+def test_data_without_corruption_are_stored_in_one_file_of_the_source(cache: Path) -> None:
     data = federate(SOURCE, IID(5), 0)
     assert data.dataset_path == SOURCE.build().path and len(list(cache.glob("*.arrow"))) == 1
     assert data.central.tolist() == list(range(300, 320))
@@ -55,7 +55,7 @@ def test_federated_data_has_the_image_pipeline_of_its_source() -> None:
     assert "crop_area" not in data.title
 
 
-def test_noise_changes_only_training_labels() -> None:
+def test_label_noise_changes_only_training_labels() -> None:
     source, partitioner = replace(SOURCE, label_noise=0.3), Quantity(6, 2.0, test_fraction=0.25)
     data, clean = federate(source, partitioner, 1), SOURCE.build()
     wrong = data.open().labels != clean.labels
@@ -68,7 +68,7 @@ def test_noise_changes_only_training_labels() -> None:
     assert not np.array_equal(federate(source, partitioner, 2).open().labels, data.open().labels)
 
 
-def test_rotation_per_client_turns_all_rows_of_client() -> None:
+def test_rotation_per_client_turns_all_images_of_a_client_by_one_angle() -> None:
     source = replace(SOURCE, rotation=Rotation(per="client", angles=ANGLES))
     data, clean = federate(source, IID(4), 0), SOURCE.build()
     for client, angle in enumerate([0.0, 90.0, 135.0, 0.0]):
@@ -81,7 +81,7 @@ def test_rotation_per_client_turns_all_rows_of_client() -> None:
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
 
 
-def test_central_test_set_is_rotated_by_every_angle_if_setting_test_is_all() -> None:
+def test_central_test_set_is_rotated_by_each_angle_if_rotation_test_is_all() -> None:
     clean = SOURCE.build()
     spread = federate(
         replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0
@@ -135,7 +135,7 @@ def test_samples_without_a_client_are_not_corrupted() -> None:
     assert np.array_equal(data.open().labels[unused], clean.labels[unused])
 
 
-def test_corrupted_set_is_built_once_per_partition(cache: Path) -> None:
+def test_corrupted_data_are_stored_once_for_each_partition_and_seed(cache: Path) -> None:
     noisy = replace(SOURCE, label_noise=0.1)
     paths = [
         federate(noisy, IID(clients), seed).dataset_path

@@ -284,6 +284,6 @@ def test_training_label_lists_with_a_test_label_array_are_rejected() -> None:
         store_arrays(((INPUTS, [["a"], ["b", "a"]] * 6), (INPUTS, np.zeros(12, int))))
 
 
-def test_lists_with_one_text_each_are_classes() -> None:
+def test_lists_of_one_text_each_are_read_as_class_labels() -> None:
     dataset = store_arrays((INPUTS, [["a"], ["b"]] * 6)).build()
     assert (dataset.kind, dataset.class_names) == ("classification", ["a", "b"])

@@ -169,7 +169,7 @@ def test_scaled_dirichlet_prior_gives_clients_nearly_one_class() -> None:
     assert np.median(counts.max(axis=1)) > 180
 
 
-def test_dirichlet_client_sizes_are_equal() -> None:
+def test_partition_dirichlet_client_gives_all_clients_the_same_size() -> None:
     partition = split(DirichletClient(30, 0.5, test_fraction=0))
     assert set(partition.train.counts.tolist()) == {len(LABELS) // 30}
     assert len(set(partition.train.indices.tolist())) == 30 * (len(LABELS) // 30)
@@ -230,7 +230,7 @@ def test_group_of_clients_gets_samples_in_proportion_to_its_size() -> None:
     assert partition.train.counts.min() >= len(LABELS) // 50
 
 
-def test_shards_have_at_most_two_classes_each() -> None:
+def test_clients_of_two_shards_each_have_at_most_four_classes() -> None:
     counts = histograms(split(Shards(20, 2, test_fraction=0)).train)
     assert (counts > 0).sum(axis=1).max() <= 4 and set(counts.sum(axis=1).tolist()) == {100}
 

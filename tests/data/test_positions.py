@@ -68,7 +68,7 @@ def test_kind_of_task_is_inferred_from_shape_of_labels(labels: np.ndarray, kind:
     assert read_labels(labels, None, None, "data").kind == kind
 
 
-def test_ignored_positions_have_pytorchs_ignore_index() -> None:
+def test_ignored_positions_have_the_ignore_index_of_pytorch() -> None:
     _, y = images(5)
     labels = read_labels(y[:, None], None, None, "data", 255)
     assert labels.values.shape == (5, 4, 4) and labels.names == ["0", "1", "2"]
@@ -113,7 +113,7 @@ def test_scores_of_labels_per_position_equal_scikit_learn(name: str) -> None:
     assert score == pytest.approx(expected)
 
 
-def test_segmentation_learns_and_scores(tmp_path: Path) -> None:
+def test_segmentation_model_learns_and_is_scored(tmp_path: Path) -> None:
     x, y = images(200)
     result = raysim.run(
         **{**FAST, "rounds": 15, "local.lr": 0.5},
@@ -141,7 +141,7 @@ def test_segmentation_is_bit_identical_on_three_workers_and_after_resume(tmp_pat
     assert resumed.history == one.history and resumed.bits == one.bits
 
 
-def test_regression_of_images_is_trained() -> None:
+def test_model_whose_outputs_are_images_is_trained_by_regression() -> None:
     x, _ = images()
     row = raysim.run(**FAST, model=lambda: nn.Conv2d(1, 1, 1), data=(x, x * 2)).rows[-1]
     assert row["mae"] is not None and np.isfinite(row["train_loss"])
@@ -194,7 +194,7 @@ def test_settings_unfit_for_labels_per_position_are_refused(words: str, key: str
         raysim.build(words, **settings, **{"data.ignore": 255}, data=images(), **parts)
 
 
-def test_error_of_classes_in_last_axis_says_to_move_them() -> None:
+def test_error_of_class_scores_in_the_last_axis_suggests_movedim() -> None:
     class Last(nn.Module):
         def __init__(self) -> None:
             super().__init__()

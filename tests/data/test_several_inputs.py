@@ -145,7 +145,7 @@ def test_run_with_several_inputs_is_bit_identical_on_one_and_two_workers() -> No
     assert one.bits == two.bits and one.history == two.history
 
 
-def test_error_for_list_of_dictionaries_shows_dict_of_arrays() -> None:
+def test_error_of_a_list_of_dictionaries_suggests_a_dictionary_of_arrays() -> None:
     rows = [{"age": 1.0, "size": 2.0}] * len(LABELS)
     with pytest.raises(RefusedError, match='"age": array'):
         raysim.build(**FAST, model=TwoInputs, data=(rows, LABELS))

@@ -145,7 +145,9 @@ def test_file_with_damaged_byte_is_never_read_as_other_data() -> None:
         path.write_bytes(content)
 
 
-def test_file_is_verified_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_of_a_data_file_is_verified_only_once_on_a_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from raysim.data import dataset
 
     verified: list[object] = []
@@ -181,7 +183,7 @@ def test_mnist_is_read_from_its_folder(tmp_path: Path) -> None:
     assert built.labels.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8] and built.num_classes == 10
 
 
-def test_changed_file_is_read_again(tmp_path: Path) -> None:
+def test_data_set_is_built_again_if_an_mnist_file_has_a_new_time(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     first = Mnist(root=str(tmp_path)).build()
     file = tmp_path / "MNIST/raw/train-labels-idx1-ubyte"

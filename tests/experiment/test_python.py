@@ -407,7 +407,7 @@ def test_arrays_may_have_text_labels_and_channels_last() -> None:
     assert Arrays(digest="x").digest == "x"
 
 
-def test_task_follows_from_inputs_and_labels() -> None:
+def test_kind_of_task_is_inferred_from_inputs_and_labels() -> None:
     def task(inputs: np.ndarray, labels: np.ndarray) -> Any:
         given = (
             _without(SMALL, "quiet")

@@ -42,7 +42,7 @@ def run(**settings: Any) -> dict[str, Any]:
     return {key: summary[key] for key in ("rounds", "model_sha256", "state_sha256")}
 
 
-def test_folder_at_a_url_is_written_and_continued(url: str, tmp_path: Path) -> None:
+def test_run_folder_at_a_url_is_written_and_continued(url: str, tmp_path: Path) -> None:
     straight = run(out=str(tmp_path / "straight"), rounds=6)
     run(out=url, rounds=4)
     with pytest.raises(RefusedError, match=r"^out="):
@@ -84,7 +84,7 @@ def test_stored_configuration_at_a_url_repeats_a_run(url: str, tmp_path: Path) -
     assert raysim.load(again).summary["model_sha256"] == first["model_sha256"]
 
 
-def test_checkpoint_at_a_url_is_continued(url: str) -> None:
+def test_run_continues_from_a_checkpoint_at_a_url(url: str) -> None:
     run(out=url, rounds=4)
     straight = run(out=url, rounds=6, resume="latest")
     other = f"{url}-again"

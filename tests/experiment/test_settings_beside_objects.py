@@ -108,7 +108,7 @@ class TestArrays:
         other = built(**{"data.label_noise": 0.5}).spec.data.open()
         assert np.array_equal(one.labels, other.labels)
 
-    def test_settings_of_arrays_are_stored_and_resumed(self) -> None:
+    def test_settings_of_passed_arrays_are_stored_and_used_on_resume(self) -> None:
         words = [*WORDS, "data.label_noise=0.5", "out=run"]
         raysim.run(words, **PARTS, quiet=True)
         assert load_yaml(Path("run/config.yaml"))["data"]["label_noise"] == 0.5

@@ -69,7 +69,9 @@ def test_methods_that_compare_updates_warn_if_only_one_arrives(
 
 
 @pytest.mark.parametrize(("normalization", "count"), [("count", 1), ("none", 1), ("weights", 0)])
-def test_fedbuff_with_another_weighting_gets_a_warning(normalization: str, count: int) -> None:
+def test_fedbuff_with_groupdro_warns_unless_its_normalization_is_weights(
+    normalization: str, count: int
+) -> None:
     for methods in ("[fedbuff,groupdro]", "[groupdro,fedbuff]"):
         found = warnings(
             f"method={methods}", f"method.fedbuff.normalization={normalization}", *BUFFER

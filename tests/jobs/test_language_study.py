@@ -46,7 +46,7 @@ def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, base_digest: str) -> N
         (out / "summary.json").write_text("{}")
 
 
-def test_language_study_is_valid() -> None:
+def test_configurations_of_the_language_study_are_valid() -> None:
     for method, overrides in study.METHODS.items():
         config = compose([*study.MODEL, *study.SETTING, *overrides, "data.root=texts"])
         assert config.model.width == 192, method

@@ -104,7 +104,7 @@ class TestNumbers:
     def test_batched_lanes_equal_single_clients_for_any_number_of_lanes(self, lanes: int) -> None:
         assert_as_in_loop(study(), lanes=lanes, rounds=2)
 
-    def test_bfloat16_lanes_keep_float32_parameters(self) -> None:
+    def test_bfloat16_lanes_store_their_parameters_in_float32(self) -> None:
         fine, coarse = (
             run(study(lanes=3, dtype=torch.float32, precision=kind), rounds=2)
             for kind in ("float32", "bfloat16")
@@ -288,7 +288,7 @@ def usual(*methods: Method, concurrency: int = 40, **others: Any) -> int:
 
 
 class TestUsualLanes:
-    def test_small_linear_networks_use_several_lanes(self) -> None:
+    def test_small_linear_networks_train_in_several_lanes_by_default(self) -> None:
         assert [usual(concurrency=count) for count in (10, 20, 39, 40, 1000)] == [1, 5, 5, 10, 10]
         assert usual(FedAdam()) == 10, "the server's step is no part of a client's"
 

@@ -212,7 +212,7 @@ def test_fedcda_cache_has_the_last_models_of_each_client() -> None:
     )
 
 
-def test_fedcda_stale_client_contributes_its_trained_model() -> None:
+def test_fedcda_caches_the_trained_model_of_a_stale_client() -> None:
     at = server(FedCDA(warmup_rounds=1))
     step(at, [(0, model(1)), (1, model(3))])
     assert at.vector.tolist() == model(2)
@@ -282,7 +282,7 @@ def test_killed_fedcda_run_resumes_with_the_bits_of_an_uninterrupted_run(
     assert on_disk == [place == "disk"] * 2
 
 
-def test_fedcda_cache_survives_resume_and_client_absence(tmp_path: Path) -> None:
+def test_fedcda_cached_models_survive_resume_and_absence_of_a_client(tmp_path: Path) -> None:
     data = equal_clients(clients=12)
     study = run_spec(FedCDA(warmup_rounds=0), data=data)
     run(study, Synchronous(3), rounds=3, checkpoint_every=3, folder=str(tmp_path))

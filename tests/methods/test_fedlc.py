@@ -88,7 +88,7 @@ def test_fedlc_gradient_of_missing_classes_is_zero(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_fedlc_loss_and_gradient_of_one_class_are_zero(
+def test_fedlc_loss_and_gradient_are_zero_for_a_client_of_one_class(
     denominator: str, dtype: torch.dtype
 ) -> None:
     logits = LOGITS.to(dtype).repeat(40, 1)

@@ -139,7 +139,7 @@ def test_fedld_averages_tensors_with_one_entry_without_projection() -> None:
 
 
 @pytest.mark.parametrize("methods", [[MarginControl(1.0, "threshold")], [DampedMargin()]])
-def test_fedld_margin_accepts_soft_labels(methods: list[Method]) -> None:
+def test_fedld_margin_loss_accepts_soft_labels(methods: list[Method]) -> None:
     ended = run(run_spec(Mixup(), *methods), rounds=2)
     assert not ended.failures
     assert ended.finished.model_sha256 != run(run_spec(Mixup()), rounds=2).finished.model_sha256

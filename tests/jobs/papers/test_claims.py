@@ -117,7 +117,7 @@ def test_exactly_the_undecided_claims_list_runs_that_would_decide_them(paper: st
         assert ("undecided" in verdict) == (decide != "–")
 
 
-def test_settings_have_unique_names_and_overrides() -> None:
+def test_settings_of_paper_claims_have_unique_names_and_overrides() -> None:
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
     assert len({setting.overrides for setting in SETTINGS}) == len(SETTINGS)
     assert (

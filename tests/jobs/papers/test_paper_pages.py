@@ -155,7 +155,7 @@ def sections(text: str) -> dict[str, list[str]]:
     return found
 
 
-def test_stored_runs_have_a_table_per_setting(tmp_path: Path, store: Path) -> None:
+def test_each_setting_of_the_stored_runs_gets_a_separate_table(tmp_path: Path, store: Path) -> None:
     for seed, score in ((0, 0.5), (1, 0.7)):
         for method in ("", "fedprox"):
             kept_at(tmp_path, method, score, "rounds=40", seed=seed)
@@ -476,7 +476,7 @@ def test_gains_table_has_no_rank_correlation_of_equal_splits() -> None:
     assert "by split" not in text and "Spearman" not in text and "A seed is a split" not in text
 
 
-def test_picture_shows_means_intervals_and_splits(
+def test_picture_of_gains_shows_means_intervals_and_splits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]

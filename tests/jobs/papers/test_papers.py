@@ -107,7 +107,7 @@ def test_paper_table_shows_a_run_next_to_the_number_printed_in_the_paper(tmp_pat
     assert "raysim run experiment=fedbr/cifar10 method=fedprox" in text
 
 
-def test_tables_average_over_seeds(tmp_path: Path) -> None:
+def test_paper_table_averages_runs_over_their_seeds(tmp_path: Path) -> None:
     runs = [
         make(tmp_path / str(seed), [*MNIST, "method=[]", f"seed={seed}"], rows(scores))
         for seed, scores in enumerate(([0.7, 0.8], [0.8, 0.82]))
@@ -227,7 +227,7 @@ def test_paper_table_shows_the_local_accuracy_for_runs_of_method_local(tmp_path:
     )
 
 
-def test_table_shows_costs_per_job(tmp_path: Path) -> None:
+def test_paper_table_shows_the_costs_per_job(tmp_path: Path) -> None:
     run = make(
         tmp_path / "a",
         ["experiment=fedbr/cifar10", "method=[]"],
