@@ -9,7 +9,9 @@ samples.
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -128,6 +130,62 @@ def assign_groups(
     if shares is None:
         shares = _distribute([_Unit(job.work, (job,)) for job in jobs], loads, capacities).units
     return [_jobs_of(share) for share in shares]
+
+
+def assign_runs(
+    jobs: Sequence[Job], loads: Sequence[float], nodes: Sequence[int]
+) -> list[list[Job]]:
+    """Divide jobs into runs of consecutive jobs with equal work; return the jobs of each worker.
+
+    Use this if workers train in lanes. Then a worker needs as long as its fullest lane, and
+    consecutive jobs fill all lanes equally. A run usually consists of more groups than the units of
+    `assign_groups`, but the sums of models that are small enough for lanes cost little.
+
+    jobs: the jobs, in the order in which they are aggregated.
+    loads: for each worker, the number of samples that it must already train.
+    nodes: the number of each worker's node. The runs of a node's workers follow each other.
+    """
+    works = [job.work for job in jobs]
+    level = _equal_load(sum(works), loads)
+    # Entry i is the work of the first i jobs.
+    work_before = [0.0, *itertools.accumulate(works)]
+    shares: list[list[Job]] = [[] for _ in loads]
+    start, planned = 0, 0.0
+    *others, last = sorted(range(len(loads)), key=nodes.__getitem__)
+    for worker in others:
+        planned += max(0.0, level - loads[worker])
+        stop = max(start, _nearest(work_before, planned))
+        shares[worker] = list(jobs[start:stop])
+        start = stop
+    shares[last] = list(jobs[start:])
+    return shares
+
+
+def _equal_load(work: float, loads: Sequence[float]) -> float:
+    """Return the load of the least loaded workers after this work is divided among them.
+
+    work: a number of samples. They are given to the least loaded workers, until these have equal
+    loads.
+    loads: for each worker, the number of samples that it must already train.
+    """
+    ascending = sorted(loads)
+    total = work
+    for count, load in enumerate(ascending, start=1):
+        total += load
+        level = total / count
+        if count == len(ascending) or level <= ascending[count]:
+            return level
+    raise ValueError("there is no worker")
+
+
+def _nearest(ascending: Sequence[float], value: float) -> int:
+    """Return the index of the number that is nearest to `value`; of two, the larger index."""
+    index = bisect.bisect_left(ascending, value)
+    if index == len(ascending):
+        return index - 1
+    if index and value - ascending[index - 1] < ascending[index] - value:
+        return index - 1
+    return index
 
 
 def _longest_load(jobs: Sequence[Job], loads: Sequence[float]) -> float:

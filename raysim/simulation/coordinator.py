@@ -96,6 +96,7 @@ class Coordinator:
             self.client_states,
             self.versions,
             self.layout.shared,
+            has_lanes=spec.lanes > 1,
         )
         self.jobs = JobTable(self.planner, self.replicas, self.versions, self.dispatcher, settings)
         self.evaluator = Evaluator(spec, declarations, runtime, self.calls, self.client_states)

@@ -9,6 +9,7 @@ in one message.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from raysim.api.messages import Failure, GroupSums, Job, TrainingResult, Update
 from raysim.simulation.assignment import (
     StateHome,
     assign_groups,
+    assign_runs,
     assign_units,
     total_work,
     units_by_client,
@@ -90,6 +92,7 @@ class Dispatcher:
     client_states: the client states, which are sent with the jobs that start from them.
     versions: the published versions, from which jobs start.
     floats: the number of floats in an update's parameters.
+    has_lanes: True if workers train several clients at once.
     """
 
     def __init__(
@@ -99,10 +102,11 @@ class Dispatcher:
         client_states: ClientStates,
         versions: Versions,
         floats: int,
+        has_lanes: bool,
     ):
         self._calls, self._runtime = calls, runtime
         self._client_states, self._versions = client_states, versions
-        self._floats = floats
+        self._floats, self._has_lanes = floats, has_lanes
         # The most vectors that one call returns; a sum is one vector.
         self._max_vectors = max(1, MAX_CALL_FLOATS // max(1, floats))
         self._queue = JobQueue()
@@ -181,7 +185,10 @@ class Dispatcher:
         if groups and not self._client_states.stateful:
             job_of = {job.number: job for job in jobs}
             whole = [[job_of[number] for number in group] for group in groups]
-            shares = assign_groups(whole, loads, nodes, keeps_nodes=self._adds_on_nodes(nodes))
+            if self._has_lanes:
+                shares = assign_runs([*itertools.chain(*whole)], loads, nodes)
+            else:
+                shares = assign_groups(whole, loads, nodes, keeps_nodes=self._adds_on_nodes(nodes))
             return {worker: share for worker, share in zip(workers, shares, strict=True) if share}
         units = units_by_client(jobs)
         assigned: dict[int, list[Job]] = {}
