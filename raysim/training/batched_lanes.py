@@ -273,11 +273,12 @@ class BatchedLanes(LaneLoop[Lane]):
         is_full = all(len(batch.inputs) == self.batch for batch in batches.values())
         if len(busy) == self.count and is_full:
             weights = self.weights
+            every = [batches[row] for row in range(self.count)]
         else:
             weights = self._weights(batches)
             batches = {row: _fill_up(batch, self.batch) for row, batch in batches.items()}
-        first = next(iter(batches.values()))
-        every = [batches.get(row, first) for row in range(self.count)]
+            first = next(iter(batches.values()))
+            every = [batches.get(row, first) for row in range(self.count)]
         return (
             torch.stack([b.inputs for b in every]),
             torch.stack([b.targets for b in every]),

@@ -41,16 +41,14 @@ class NotFiniteError(FloatingPointError):
         self.method = entry.partition(".")[0]
 
 
-def mean_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return the mean of the losses of batches over all rows; nan without batches.
+def sum_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the sum of the losses of all rows, from the mean losses of batches.
 
     losses: [batches], the mean loss of each batch.
     rows: the number of rows in each batch.
     """
-    if not rows:
-        return losses.new_full((), nan)
     weights = _row_weights(tuple(rows), losses.device)
-    return torch.dot(losses.to(weights.dtype), weights) / sum(rows)
+    return torch.dot(losses.to(weights.dtype), weights)
 
 
 @functools.lru_cache(maxsize=64)
@@ -166,12 +164,15 @@ class UpdateBuilder:
         # because the client's next job starts from them.
         trained = self.layout.trained
         scalars = [
-            mean_over_rows(losses, loss_rows),
+            sum_over_rows(losses, loss_rows),
             torch.linalg.vector_norm(delta[:trained]),
-            self.vector.data[trained:].sum(),
             *(value.sum() for value in upload.values()),
         ]
-        loss, norm, rest, *sums = read_scalars(scalars)
+        if trained < self.layout.total:
+            scalars.append(self.vector.data[trained:].sum())
+        total_loss, norm, *sums = read_scalars(scalars)
+        rest = sums.pop() if trained < self.layout.total else 0.0
+        loss = total_loss / sum(loss_rows) if loss_rows else nan
         is_loss_finite = isfinite(loss) or not len(losses)
         # Finite values may have an infinite sum.
         is_vector_finite = isfinite(norm) and isfinite(rest)

@@ -282,8 +282,8 @@ class StackedOptimizer(LocalOptimizer):
         saved: the result of an optimizer's `save`; {} sets the buffers to 0.
         """
         self.counts[row] = int(saved.get("steps", 0))
-        single = self.row(row)
-        _refill(single, saved)
+        if self.first or self.second:
+            _refill(self.row(row), saved)
 
 
 class RecordedOptimizer(LocalOptimizer):
