@@ -12,6 +12,7 @@ from raysim.simulation.assignment import (
     MAX_SLOWDOWN,
     StateHome,
     assign_groups,
+    assign_runs,
     assign_units,
     total_work,
     units_by_client,
@@ -112,3 +113,40 @@ def test_jobs_of_one_part_of_the_summation_tree_go_to_one_node() -> None:
     on_node = [assigned[2 * node] + assigned[2 * node + 1] for node in range(3)]
     assert [len(share) for share in on_node] == [8, 8, 8]
     assert [parts_of(share, 24) for share in on_node] == [1, 1, 1]
+
+
+def test_runs_fill_ten_lanes_equally_on_two_workers() -> None:
+    jobs = jobs_of([60.0] * 100)
+    runs = assign_runs(jobs, [0.0, 0.0], [0, 0])
+    assert [len(run) for run in runs] == [50, 50]
+    for run in runs:
+        lanes = [(job.number + job.number // 10) % 10 for job in run]
+        assert {lanes.count(lane) for lane in range(10)} == {5}
+
+
+def test_runs_give_a_loaded_worker_less_work() -> None:
+    runs = assign_runs(jobs_of([1.0] * 10), [4.0, 0.0], [0, 0])
+    assert [len(run) for run in runs] == [3, 7]
+    runs = assign_runs(jobs_of([1.0] * 3), [9.0, 0.0], [0, 0])
+    assert [len(run) for run in runs] == [0, 3]
+
+
+def test_runs_of_the_workers_of_a_node_follow_each_other() -> None:
+    runs = assign_runs(jobs_of([1.0] * 8), [0.0] * 4, [0, 1, 0, 1])
+    assert [[job.number for job in run] for run in runs] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+
+
+@given(
+    st.lists(st.floats(0, 100), max_size=30),
+    st.lists(st.floats(0, 300), min_size=1, max_size=5),
+)
+def test_runs_contain_each_job_once_with_nearly_equal_loads(
+    works: list[float], loads: list[float]
+) -> None:
+    jobs = jobs_of(works)
+    runs = assign_runs(jobs, loads, [0] * len(loads))
+    assert [job for run in runs for job in run] == jobs
+    level = max(max(loads), (sum(works) + sum(loads)) / len(loads))
+    largest = max(works, default=0.0)
+    for run, load in zip(runs, loads, strict=True):
+        assert load + total_work(run) <= level + largest + 1e-6
