@@ -59,7 +59,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "unseen": _unseen(numbers),
         "attackers": _attackers(experiment),
         "rounds": f"{format_amount(settings.rounds, 'round')} of {experiment.schedule!r}, "
-        f"{settings.weighting} weights; {_local(settings.local, declarations)}",
+        f"weighting={settings.weighting}; {_local(settings.local, declarations)}",
         "settings": "; ".join(experiment.changes),
         "schedule": _schedule(experiment, declarations),
         "selection": _selection(spec.selection),
@@ -226,11 +226,11 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
         concurrency *= network.replicas
     expected = forecast(planner, spec.settings.rounds, workers)
     texts = [
-        f"about {expected.in_flight:.1f} of {concurrency} clients at work, "
+        f"about {expected.in_flight:.1f} of {concurrency} clients train at a time, "
         f"an aggregation every {expected.seconds:.3g} s of virtual time"
     ]
     if expected.staleness:
-        texts.append(f"staleness {expected.staleness:.1f} in the mean")
+        texts.append(f"mean staleness {expected.staleness:.1f} aggregations")
     for share, fate in ((expected.lost, "lost"), (expected.discarded, "discarded")):
         if share:
             texts.append(f"{share:.0%} of the jobs {fate}")
@@ -246,7 +246,7 @@ def _schedule(experiment: Experiment, declarations: Declarations) -> str:
             texts[-1] += f", and for {expected.workers_busy_ahead:.0%} if {condition}"
     else:
         busy_workers = max(1, concurrency // CLIENTS_PER_BUSY_WORKER)
-        texts.append(f"enough for {format_amount(busy_workers, 'busy worker')}")
+        texts.append(f"enough to keep {format_amount(busy_workers, 'worker')} busy")
     return "; ".join(texts)
 
 

@@ -88,14 +88,14 @@ def single_override(text: str) -> SettingOverride:
             "value instead."
         )
     if override.is_sweep:
-        advice = f"raysim study {text} makes a run of each"
+        advice = f"The command raysim study {text} makes a run of each"
         if key in LISTS:
             advice += f"; {key}=a+b is a list"
         elif key in LIST_KEYS:
             advice += f"; {key}={'+'.join(override.choice_texts)} is a list"
         elif "/" in text:
             advice += f"; a comma in a name needs quotes of its own, '{key}=\"a,b\"'"
-        raise RefusedError(f"'{text}' gives several values, but a run has one value: {advice}")
+        raise RefusedError(f"'{text}' gives several values, but a run has one value. {advice}")
     if override.package is not None:
         raise RefusedError(
             f"'{text}' renames a group with '@', but groups cannot be renamed. Write {key}=VALUE."

@@ -134,8 +134,8 @@ class Progress:
         """Return the state of the run in one line."""
         parts = [f"round {self.round}/{self.total}"]
         if self.scores:
-            scores = ", ".join(f"{value:.3f} {name}" for name, value in self.scores.items())
-            parts.append(f"{self.metric} {scores}")
+            scores = ", ".join(f"{name} {value:.3f}" for name, value in self.scores.items())
+            parts.append(f"{self.metric}: {scores}")
         if self.round_seconds:
             seconds = statistics.median(self.round_seconds)
             parts.append(f"{format_duration(seconds)}/round")
@@ -147,7 +147,7 @@ class Progress:
             shares = ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items())
             parts.append(f"{shares} busy")
         if self.failures:
-            parts.append(f"{self.failures} failure{'s' if self.failures > 1 else ''}")
+            parts.append(f"{self.failures} failed job{'s' if self.failures > 1 else ''}")
         if self._wait_text:
             parts.append(self._wait_text)
         return " · ".join(parts)
@@ -157,7 +157,10 @@ class Progress:
         self.round = int(row["round"] or 0)
         self.failures += int(row.get("failures") or 0)
         self.metric = metric_of([row])
-        scores = {"clients": row.get(self.metric), "central": row.get(f"{self.metric}_global")}
+        scores = {
+            "mean of clients": row.get(self.metric),
+            "central test set": row.get(f"{self.metric}_global"),
+        }
         self.scores.update({name: value for name, value in scores.items() if value is not None})
         wall_s = float(row.get("wall_seconds") or 0.0)
         if self._wall_s is not None:
@@ -202,7 +205,7 @@ class Progress:
         if node_timeout is not None:
             limit = format_duration(node_timeout)
             self._wait_text += (
-                f", its node does not answer either; after {limit} (faults.node_timeout) other "
+                f", and its node does not answer either; after {limit} (faults.node_timeout) other "
                 "workers get its jobs"
             )
         elif node and math.isfinite(replaced_after):

@@ -426,5 +426,5 @@ def _draw_staleness(
     ax.set(
         title=f"Staleness: mean {staleness.mean():.3g}, at most {highest:,}",
         ylabel="share of updates",
-        xlabel="aggregations since its version",
+        xlabel="staleness, aggregations",
     )

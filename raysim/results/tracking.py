@@ -258,8 +258,8 @@ class StoredTracker:
                     os.fsync(stream.fileno())
         except OSError as problem:
             self._say(
-                f"{self._folder / BACKLOG} cannot be written ({problem}): the rows are only in "
-                "history.parquet."
+                f"{self._folder / BACKLOG} cannot be written ({problem}). Rows of this run that "
+                "MLflow does not have yet are only in history.parquet."
             )
 
 

@@ -61,7 +61,7 @@ def describe_network(network: Network) -> str:
         plural = "s" if network.replicas > 1 else ""
         text = f"{network.replicas} {network.name}{plural} with {clients} clients each"
     if network.own_schedules:
-        text += f" and a schedule each; rounds counts the aggregations of all {network.name}s"
+        text += f" and a schedule each; each aggregation of one {network.name} counts as a round"
     return "; ".join(part for part in (text, network.summary) if part)
 
 

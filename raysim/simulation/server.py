@@ -436,9 +436,10 @@ class Server:
     def _describe_divergence(self, aggregation: Aggregation) -> str:
         """Describe why the next vector is not finite: zero weights, or too large updates."""
         clients = [self.format_client(client) for client in aggregation.clients]
-        reason = f"of clients {', '.join(clients[:20])}"
+        listed = ", ".join(clients[:20])
+        reason = f"after the updates of clients {listed}"
         if not any(aggregation.weights):
-            reason = f"all weights {reason} are 0"
+            reason = f"all weights of clients {listed} are 0"
         elif aggregation.deltas:
             norms = [
                 float(torch.linalg.vector_norm(delta, dtype=torch.float64))

@@ -124,8 +124,8 @@ def test_overview_shows_forecast_of_the_schedule() -> None:
     )
     line = next(line for line in text.splitlines() if line.startswith("schedule"))
     assert re.fullmatch(
-        r"schedule  about 20\.0 of 20 clients at work, an aggregation every \S+ s of virtual time; "
-        r"staleness [12]\.\d in the mean; \d+% of the jobs discarded",
+        r"schedule  about 20\.0 of 20 clients train at a time, an aggregation every \S+ s of "
+        r"virtual time; mean staleness [12]\.\d aggregations; \d+% of the jobs discarded",
         line,
     )
     assert lines()["schedule"].startswith("about ") and "stale" not in lines()["schedule"]
@@ -135,8 +135,8 @@ def test_overview_shows_forecast_of_the_schedule() -> None:
 @pytest.mark.parametrize(
     ("workers", "cohort", "said"),
     [
-        ("null", 20, "enough for 2 busy workers"),
-        ("null", 7, "enough for 1 busy worker"),
+        ("null", 20, "enough to keep 2 workers busy"),
+        ("null", 7, "enough to keep 1 worker busy"),
         ("2", 4, "2 workers busy for 100% of the time"),
         (
             "2",

@@ -365,7 +365,7 @@ def test_fedscale_files_are_converted_to_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = convert(tmp_path, CAPACITY, BEHAVIOUR)
-    assert capsys.readouterr().out == f"2 clients in {out}\n"
+    assert capsys.readouterr().out == f"2 clients are in {out}\n"
     result, first = read(out), BEHAVIOUR[3834]
     assert result.first.tolist() == [0, 16, 18]
     assert result.bounds.tolist()[:16] == list(
@@ -389,7 +389,10 @@ def test_fedscale_clients_with_errors_are_counted(
         {1: broken, **BEHAVIOUR, 2: {"finish_time": 10, "active": ["x"], "inactive": [3]}},
     )
     said = capsys.readouterr().out
-    assert f"2 clients in {out}; 2 were left out, the first of them client 1: interval 2" in said
+    assert (
+        f"2 clients are in {out}; 2 clients were left out. The first error: client 1: interval 2"
+        in said
+    )
     assert len(read(out).rate) == 2
 
 

@@ -14,6 +14,15 @@ PAGE = "page.md"
 PLAIN_LOOP = "plain loop"
 # Distances are shares of a method's largest change; float32 drifts over about 50 steps.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-2}
+# The titles of columns whose names in the results file do not say enough.
+TITLES = {
+    "way": "mode",
+    "again": "same bits in a second run",
+    "two workers": "same bits with two workers",
+    "preflight": "predicted",
+    "peak": "measured",
+    "ratio": "predicted / measured",
+}
 SMALLEST_DISTANCE = 1e-17  # drawn in place of 0, which has no logarithm
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
@@ -33,10 +42,10 @@ def _page(results: Mapping[str, Any], folder: Path) -> Iterator[str]:
         yield from _correctness(results["correctness"], folder)
     if results.get("bits"):
         yield "## The same bits\n"
-        yield "True if a second run, or a run on two workers, ends with the same bits.\n"
+        yield "True if a second run, or a run on two workers, is bit-identical to the first run.\n"
         yield from _table(("method", "way", "again", "two workers"), results["bits"])
     if results.get("memory"):
-        yield "## Memory: the preflight and the peak\n"
+        yield "## Largest memory of a worker: predicted and measured\n"
         columns = ("workload", "way", "preflight", "peak", "ratio")
         yield from _table(columns, [_memory_row(row) for row in results["memory"]])
     for name, workload in results.get("workloads", {}).items():
@@ -147,7 +156,7 @@ def _table(columns: Sequence[str], rows: Rows) -> Iterator[str]:
         if "refused" in row:
             cells[-1] = str(row["refused"]).replace("|", "/")
         lines.append(cells)
-    yield to_markdown(columns, lines)
+    yield to_markdown([TITLES.get(column, column) for column in columns], lines)
     yield ""
 
 
@@ -163,7 +172,7 @@ def _draw_speed(name: str, rows: Rows, path: Path) -> None:
         ax = figure.subplots()
         ax.barh(names, rates, color=colours)
         ax.invert_yaxis()
-        ax.set(xlabel="steps of clients a second", title=name)
+        ax.set(xlabel="client steps per second", title=name)
         figure.savefig(path, format="png", dpi=150)
 
 
@@ -182,7 +191,7 @@ def _draw_distances(rows: Rows, path: Path) -> None:
             ax.scatter(positions, distances, s=14, color=colour, label=dtype)
             ax.axhline(tolerance, color=colour, linewidth=0.8)
         set_log_scale(ax)
-        ax.set(ylabel="share of the largest change")
+        ax.set(ylabel="largest distance / largest change")
         ax.set_xticks(range(len(methods)), methods, rotation=90, fontsize=7)
         figure.legend(loc="outside upper right", ncols=2)
         figure.savefig(path, format="png", dpi=150)

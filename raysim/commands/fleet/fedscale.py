@@ -84,9 +84,11 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
         )
     make_folder(out.parent)
     write(out, rows)
-    text = f"{len(rows):,} clients in {out}"
+    text = f"{len(rows):,} clients are in {out}"
     if first_error:
-        text += f"; {len(times) - len(rows):,} were left out, the first of them {first_error}"
+        text += (
+            f"; {len(times) - len(rows):,} clients were left out. The first error: {first_error}"
+        )
     return text
 
 

@@ -361,7 +361,7 @@ class TrialRecords:
 
     def status(self) -> str:
         """Return the state of the sweep in one line."""
-        parts = [f"{self.ended}/{self.total} trials", f"{self.running} running"]
+        parts = [f"{self.ended}/{self.total} trials have ended", f"{self.running} running"]
         if self._waiting:
             parts.append(f"{len(self._waiting)} waiting to start again")
         best = self.best()

@@ -335,8 +335,10 @@ class SweepSession:
         free = free_resources()
         left = {name: free.get(name, 0.0) for name in needs}
         if any(left[name] < amount for name, amount in needs.items()):
-            amounts = f"{format_resources(needs)}, other runs leave only {format_resources(left)}"
-            self._print(f"waiting: a trial needs {amounts}")
+            self._print(
+                f"waiting, because a trial needs {format_resources(needs)}, but other runs leave "
+                f"only {format_resources(left)}"
+            )
 
 
 def _describe(values: ValueRange) -> str:
@@ -362,6 +364,7 @@ def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
     count = int(numbers["trials_at_once"])
     work, wall = format_duration(numbers["work_seconds"]), format_duration(numbers["wall_seconds"])
     return (
-        f"{work} of work in {wall}, {count} trial{'s' if count > 1 else ''} at once; "
-        f"{command} trains the best{also}; results are in {records.folder}"
+        f"the sweep took {wall}, its trials together {work}, with {count} trial"
+        f"{'s' if count > 1 else ''} at once; results are in {records.folder}; {command} trains "
+        f"the best setting again{also}"
     )
