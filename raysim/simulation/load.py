@@ -227,8 +227,7 @@ class PeerLoads:
 
     Such clients exchange replicas with each other and not with a server.
     loads: computes the load of a job in a run with a server.
-    network: the topology. It has the number of floats that each client exchanges, and the number of
-    aggregations between two exchanges.
+    network: the topology. It says when clients exchange, and how many floats each client exchanges.
     model: the number of floats of a replica.
     """
 

@@ -165,9 +165,10 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
 
 
 def server_part(declared: MethodDeclaration) -> str:
-    """Return the feature of a method that needs a server for several clients; "" if it has none.
+    """Return the first hook or declaration of a method that needs a server; "" if there is none.
 
-    The result is the name of a hook, such as "combine", or of a declaration, such as "run.send".
+    Such a method does not work if each client has its own replica. The result is a name, such as
+    "combine" (a hook) or "run.send" (a declaration).
     """
     for hook in ("weigh", "combine", "step", "absorb"):
         if declared.has_hook(hook):

@@ -123,7 +123,7 @@ class CountingRuntime:
 
         The bytes of sums that come from other nodes are counted.
         node: the number of the node.
-        parts: for each sum, the positions of the summed updates in the list of aggregated updates.
+        parts: for each sum, the positions of its updates in the order of aggregation.
         refs: references to the sums, in the same order.
         """
         for ref in refs:

@@ -3,26 +3,26 @@
 Lai, Zhu, Madhyastha, Chowdhury, "Oort: Efficient Federated Learning via Guided Participant
 Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported a loss is
 
-    (U + sqrt(0.1 log R / L)) * (T / D)^penalty, the last factor only if D > T
+    (U + sqrt(0.1 log R / L)) * min(1, T / D)^penalty
 
-U is the client's number of samples times its loss, clipped at a quantile and scaled to [0, 1]. R is
-the number of the current round, and L is the number of the round in which the client was chosen
+U is the client's number of samples times its mean loss, clipped at a quantile and scaled to [0, 1].
+R is the number of the current round. L is the number of the round in which the client was chosen
 last. D is the duration of the client's last job. T is the preferred duration.
 
-Choices and departures:
-- The paper's U is the number of samples times the root mean square of their losses. Here it is the
-  number of samples times the mean of their losses, because every job reports this mean.
-- U is scaled to [0, 1] and T is a percentile of known durations, as in the released code.
-- The pacer follows the paper: T grows when the utility of the chosen clients has fallen from one
-  window of rounds to the next. The utility of a round is the mean U (not scaled) of its clients.
-- Exploitation: some of the chosen clients have reported a loss. They are drawn among the clients of
-  large utility, with a probability in proportion to the utility.
-- Exploration: the other chosen clients have not reported. They are drawn with a probability in
-  proportion to their samples times (T / D)^penalty. Here D is the expected duration, and the factor
-  counts only if D > T.
-- If one of these two groups has too few clients, more clients of the other group are drawn.
-- In each round, the rule chooses `concurrency` clients. A schedule that dispatches fewer clients at
-  a time takes them from this choice, one after another, and leaves out busy clients.
+A round chooses clients in two ways:
+- Exploitation draws clients that have reported a loss and have a large utility. The probability of
+  a client is in proportion to its utility.
+- Exploration draws clients that have not reported a loss. The probability of a client is in
+  proportion to its number of samples times min(1, T / D)^penalty. Here D is the expected duration.
+
+If there are too few clients for one way, the round draws more clients in the second way. A rule
+called the pacer increases T if the utility of the chosen clients has fallen. It compares the sums
+over two successive windows of rounds.
+
+Differences from the paper:
+- The paper uses the root mean square of the losses of a client's samples. This module uses their
+  mean, which every job reports.
+- U is scaled to [0, 1], and T is a percentile of the known durations, as in the released code.
 """
 
 from __future__ import annotations
@@ -43,19 +43,18 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 
 @dataclass(frozen=True)
 class Oort(Selection):
-    """Choose clients by statistical and system utility, and explore clients without a report.
+    """Choose clients by statistical and system utility, and explore clients without a known loss.
 
-    A report is the loss that a client sends with its update.
-    exploration: the share of clients without a report among the clients of a round, at the start.
-    exploration_decay: the factor by which this share is multiplied before every round, also before
-    the first one.
+    The loss of a client is known after an update of the client was aggregated.
+    exploration: from 0 to 1, the share of the clients of a round whose loss is not known.
+    exploration_decay: the factor by which this share is multiplied before every round.
     exploration_min: the smallest value of this share.
-    cutoff: a factor from 0 to 1. To draw k clients with a report, take the k-th largest utility.
-    All clients with at least `cutoff` times this utility can be drawn.
-    clip: the quantile at which statistical utilities (samples times loss) are clipped.
-    preferred: a percentile of all known durations of jobs. It is the preferred duration in the
-    first round. With 100 no client is penalised for its speed.
-    pacer_step: the number of rounds in a window of the pacer.
+    cutoff: a factor from 0 to 1. If k clients with a known loss are drawn, let u be the k-th
+    largest utility. All clients with a utility of at least `cutoff` * u can be drawn.
+    clip: from 0 to 1, the quantile at which statistical utilities (samples times loss) are clipped.
+    preferred: a percentile. The preferred duration is this percentile of the known durations of
+    jobs. With 100, no client is penalised for its speed.
+    pacer_step: the number of rounds after which the pacer compares utilities.
     pacer_delta: the percentage points by which the pacer increases `preferred`.
     penalty: the exponent of the system utility.
     """
@@ -85,13 +84,11 @@ class Oort(Selection):
         """Return the state of this rule before the first round, by name.
 
         - "round": the number of rounds so far.
-        - "exploration": the share of clients without a report among the clients of the last round;
-          before the first round, the setting `exploration`.
-        - "preferred": the percentile of the known durations that is the preferred duration.
+        - "exploration", "preferred": the current values of these settings.
         - "chosen_in" [clients]: the last round that chose each client; 0 for none.
         - "exploited": the clients that the last round chose by their utility.
-        - "utilities": for each of the last rounds, the mean statistical utility (samples times
-          loss) of the clients that the round chose by their utility.
+        - "utilities": the mean statistical utility (samples times loss) of the clients that a round
+          chose by their utility. There is a value for each of the last rounds.
         - "picks": the clients that are chosen and not dispatched yet.
 
         clients: the number of clients.
@@ -107,11 +104,12 @@ class Oort(Selection):
         }
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Return the next clients of the current round; if too few are left, start a new round.
+        """Return up to `view.count` clients of the current round, or of a new round.
 
-        A round chooses `view.concurrency` clients, which are returned by several calls.
+        A round chooses `view.concurrency` clients, and each call returns some of them. A new round
+        begins when too few are left. Clients that have become busy are left out.
         view: what a selection knows: the number of clients to return, the idle clients, their
-        reports, and the state of this rule.
+        losses and durations, and the state of this rule.
         """
         if view.pool >= 0 or view.count >= view.concurrency:
             return self._choose(view, view.count)

@@ -197,14 +197,14 @@ class Planner:
     is never dispatched.
     load: function that returns the `Load` of a client's next job. Its arguments are the client, the
     base version, the number of the client's earlier jobs, and how many of these were aggregated.
-    patience: a number of virtual seconds. The run fails if no client is available in these first
-    seconds.
+    patience: the run fails if no client becomes available in this number of virtual seconds.
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
     costs: adds up energy, money and CO2; None if the fleet has no costs.
     messages: the messages with compressed steps that clients receive; None if clients receive
     parameters.
-    loads_vary: True if the load of a job is known only when its base version exists.
+    loads_vary: True if messages change in size from version to version. A job can then be planned
+    only after its base version was made.
     """
 
     def __init__(
@@ -370,8 +370,8 @@ class Planner:
     def _decide(self, site: Site) -> PlannedAggregation | float:
         """Execute the schedule's actions at a site until the site aggregates or waits.
 
-        Return the planned aggregation if the site aggregates. If it waits, return the virtual time
-        at which the schedule decides again if no event happens before. Infinity waits for an event.
+        If the site aggregates, return the planned aggregation. If it waits, return the virtual time
+        at which the wait ends even without an event. Infinity means that it waits for an event.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
         while True:
@@ -799,10 +799,10 @@ class Planner:
         return idle_clients
 
     def _next_arrival(self) -> float:
-        """Return the virtual time at which the next client that is needed becomes available.
+        """Return the virtual time at which a dispatch that lacks clients can get the next one.
 
-        A client is needed if a dispatch at the current time found too few clients in its pool.
-        Return infinity if no such client becomes available.
+        This is the time at which a client of the dispatch's pool becomes available. Return infinity
+        if no such client becomes available.
         Raises ValueError if no client of the run is available in the first `patience` seconds.
         Raises NoClientsLeftError if no client becomes available and no job is in flight.
         """

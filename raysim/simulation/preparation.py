@@ -55,11 +55,11 @@ def collect_contributions(
 
 
 def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: WorkerCalls) -> None:
-    """Send every worker the tensors that clients receive once, and the samples for probes.
+    """Send every worker the tensors and sample rows that do not change during a run.
 
-    Each client receives some tensors of methods only with its first job. A probe scores local
-    models on samples of the central test set (`evaluate.probe`). Do nothing in a run without such
-    tensors and probes.
+    The tensors are those that a method sends to each client only once (`run.send`). The rows are
+    samples of the central test set on which probes score models (`evaluate.probe`). Do nothing in a
+    run without such tensors and probes.
     """
     constants = replicas.first.sent_once()
     if constants or spec.settings.evaluate.probe:

@@ -13,12 +13,10 @@ from raysim.training.profile import WorkerTrack
 
 
 class WatchedRuntime:
-    """A runtime that passes every call on to another runtime and measures how long it takes.
+    """A runtime that measures how long the calls of a run take, and when each worker is called.
 
-    It also records when each worker was called.
-
-    runtime: the other runtime.
-    spans: the recorder of the coordinator's times.
+    runtime: the runtime that executes the calls.
+    spans: the recorder of the measured times.
     """
 
     def __init__(self, runtime: Runtime, spans: Spans):
@@ -74,10 +72,10 @@ class WatchedRuntime:
 
 
 class Profile:
-    """The profile of a run: the times of the coordinator's parts and of the workers.
+    """The profile of a run: how long the coordinator and the workers take for each kind of work.
 
-    The run must make its calls through the attribute `runtime`, a `WatchedRuntime`.
-    runtime: the runtime to which the `WatchedRuntime` passes all calls on.
+    The run must make its calls through the attribute `runtime`, which measures them.
+    runtime: the runtime that executes the calls.
     """
 
     def __init__(self, runtime: Runtime):
@@ -86,7 +84,7 @@ class Profile:
         self.start = self.spans.now()
 
     def watch(self, server: object, evaluator: object, saver: object) -> None:
-        """Start the profile: from now on, measure the time of these parts of the coordinator.
+        """Measure from now on how long methods of these objects take.
 
         server: the server or the replicas; the time of `step` counts as "sums".
         evaluator: the time of `score` and `columns` counts as "evaluation".
@@ -103,9 +101,9 @@ class Profile:
         self.start = self.spans.now()
 
     def take(self) -> Profiled:
-        """Return the times of the coordinator and of all workers, from the start until now.
+        """Return the times of the coordinator and of all workers since the profile started.
 
-        Time of the coordinator that no part has used counts as "other".
+        Time of the coordinator in which nothing was measured counts as "other".
         """
         stop = self.spans.now()
         track = self.spans.take("coordinator")
@@ -121,11 +119,11 @@ class Profile:
 def add_idle_time(
     worker_track: WorkerTrack, call_times: Sequence[float], start: float, stop: float
 ) -> Track:
-    """Return the times of a worker, with the time between its calls added.
+    """Add the time between a worker's calls to its measured times; return the result.
 
-    The worker is idle between the end of a call and the beginning of the next one. The time until
-    the coordinator makes the next call counts as "waiting". The time from then until the call
-    begins on the worker counts as "messages".
+    A worker is idle from the end of a call until the next call begins. The idle time before the
+    coordinator makes the next call counts as "waiting". The idle time after that counts as
+    "messages".
     worker_track: the times that the worker has measured.
     call_times: the times at which the coordinator made the calls, in the order of the calls.
     start, stop: the beginning and the end of the profile.

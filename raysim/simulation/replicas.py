@@ -188,11 +188,11 @@ class Replicas:
             self._set_clients(self.clients_of, self.servers[replica])
 
     def _regroup(self, by_replica: Mapping[int, Sequence[Update]]) -> set[int]:
-        """Let the cluster rule move clients to unused replicas after an aggregation.
+        """Let the topology's cluster rule move clients to replicas that have no clients.
 
-        An unused replica has no clients. Before clients are moved to it, it gets a copy of the
-        model that served them until now. Return the replicas to which clients were moved. If the
-        topology has no cluster rule, no client is moved.
+        A replica to which clients are moved first gets a copy of the model that served these
+        clients. Return the replicas to which clients were moved. The result is empty if the
+        topology has no cluster rule.
         by_replica: the updates of each replica, in the order in which they are aggregated.
         """
         rule = self.network.clusters
@@ -235,8 +235,8 @@ class Replicas:
     def _check_move(self, target: int, clients: np.ndarray, view: ClusterView) -> None:
         """Raise ValueError if the cluster rule may not move these clients.
 
-        A rule may move some clients of a replica, but not all of them, to a replica that has no
-        clients.
+        The target must be a replica without clients. At least one client must stay in the replica
+        that the clients leave.
 
         target: the replica to which the clients move.
         clients: the numbers of these clients.
@@ -498,8 +498,8 @@ class Replicas:
 class _Bases(Mapping[int, PublishedVersion]):
     """The published versions of one replica, by the number of this replica's earlier aggregations.
 
-    versions: the published versions of all replicas, which have other numbers there.
-    number_of: maps the number of this replica's earlier aggregations to the key in `versions`.
+    versions: the published versions of all replicas.
+    number_of: maps a key of this mapping to the version's key in `versions`.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):

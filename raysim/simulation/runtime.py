@@ -55,10 +55,10 @@ class Runtime(Protocol):
 
     @property
     def combine_from(self) -> float:
-        """The number of floats of the smallest model whose updates are added up on each node.
+        """The smallest size of a model, in floats, for which nodes add up their workers' sums.
 
-        Each node then sends one total to the coordinator. With a smaller model each worker sends a
-        sum of its updates. Infinity means that each worker always sends its sum.
+        Each node then sends one total to the coordinator. With a smaller model, each worker sends
+        the sum of its updates. Infinity means that nodes never add up sums.
         """
         ...
 
@@ -93,8 +93,8 @@ class Runtime(Protocol):
         meanwhile.
 
         node: the number of the node.
-        parts: for each sum, the positions of the summed updates in the list of aggregated updates.
-        They are a range that is one part of the summation tree (`tree_sum`).
+        parts: for each sum, the positions of its updates in the order of aggregation. Each range
+        must be a node of the summation tree (`tree_sum`).
         refs: references to the sums, in the same order.
         """
         ...

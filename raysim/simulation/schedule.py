@@ -54,8 +54,8 @@ class View(NamedTuple):
 class Dispatch:
     """The action to draw idle, available clients and to send them the current version.
 
-    If fewer than `count` clients are available, only these are dispatched. The schedule then
-    decides again when a job ends or a client becomes available. If the action names a pool, the
+    If fewer than `count` clients are available, only these are dispatched. Without a pool, the
+    schedule then decides again when a job ends or a client becomes available. With a pool, the
     schedule decides again at once, and `View.short` contains this pool.
 
     count: the number of clients to draw.
@@ -427,9 +427,8 @@ def _refill(view: View, concurrency: int) -> Action:
 def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> None:
     """Raise ValueError if a schedule does not fit the clients or the topology of a run.
 
-    A schedule needs at least `concurrency` clients with samples. If every replica has its own
-    schedule, each replica needs so many clients with samples. A schedule that divides clients by
-    their speed is then an error, too.
+    A schedule needs at least `concurrency` clients with samples. If each replica has a separate
+    schedule, each of them needs this number of clients, and pools are not allowed.
 
     counts: int [clients], the number of training samples of each client.
     network: the replicas of the run, and the clients that each of them serves.

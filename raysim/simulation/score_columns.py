@@ -60,8 +60,8 @@ class ScoreColumns:
     personal: True if each client is scored with a model of its own.
     test_counts, validation_counts: int64 [clients], the number of test samples and of validation
     samples of each client.
-    best: the best rounds so far; None for all metrics but the main one, and if clients have no
-    validation samples.
+    best: the best rounds so far. It is None if `metric` is not the main metric, or if clients have
+    no validation samples.
     """
 
     def __init__(
@@ -137,17 +137,15 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the scores of replicas on the central test set.
 
-        The columns are:
-        - of the model that is the mean of all replicas: the score, the score in the domain where it
-          is worst, the best round, and the score in that round;
-        - the mean and the worst of the replicas' scores.
+        The mean of all replicas is a model, too. The columns are:
+        - the score of this model, its worst score in a domain, and its score in the best round,
+        - the mean and the worst of the replicas' scores,
+        - the best round, which is the round with the best validation score of the clients' models.
 
-        mean: for each sample of the central test set, the metric's value with the mean of all
-        replicas.
+        mean: for each sample of the central test set, the metric's value with the mean model.
         replicas: for each replica, the metric's value of each sample of the central test set.
         scoring: the scored clients.
-        own: the columns with the scores of the clients' models. Their validation score decides the
-        best round.
+        own: the columns with the scores of the clients' models.
         """
         name = self.metric.name
         values = np.array([self.metric.summarise(scores) for scores in replicas])
@@ -225,9 +223,8 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with validation scores, and with test scores in each client's best round.
 
-        There are two validation columns: the mean over clients of the scores in this round, and the
-        mean of the scores in each client's best round. Only the main metric has best rounds. For
-        every other metric, return only the first of these columns.
+        For a metric that is not the main metric, return only the clients' mean validation score in
+        this round.
 
         scoring: the scored clients.
         tested: the metric's value for each test sample of these clients, one client after another.

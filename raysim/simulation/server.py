@@ -288,7 +288,7 @@ class Server:
         sums: the sums that workers have made of some of these updates. A key has the numbers of the
         jobs whose updates are summed.
         staleness: the staleness of each entry of `updates`; the value for a failed job is not used.
-        bases: maps the number of each base version of the jobs to this version.
+        bases: the base versions of the updates, by number (`Update.version`).
         Raises AggregationError if the next version cannot be made.
         """
         self.report = {}
@@ -329,9 +329,7 @@ class Server:
     ) -> Aggregation:
         """Return the updates that did not fail, with the weights that the methods give them.
 
-        updates: an entry for each job, in the order of aggregation. It is None if the job failed.
-        staleness: the staleness of each entry of `updates`; the value for a failed job is not used.
-        bases: maps the number of each base version of the jobs to this version.
+        The arguments are those of `step`.
         """
         present = [update for update in updates if update is not None]
         staleness_of_present = [
@@ -457,10 +455,6 @@ class Server:
     def _average_buffers(self, total: Tensor, aggregation: Aggregation) -> Tensor:
         """Return the step that makes the server's float buffers the mean of the clients' buffers.
 
-        A client's change is relative to the buffers of its base version. The step is relative to
-        the server's current buffers. The base version's buffers minus the current ones are
-        therefore added to a stale change. Otherwise this change could make a variance negative.
-
         total: the weighted sum of the changes of the clients' buffers. It is changed in place.
         aggregation: the updates that did not fail, with their weights.
         """
@@ -469,6 +463,8 @@ class Server:
             return total
         for update, weight in zip(aggregation.updates, aggregation.weights, strict=True):
             if update.version != self.version or self.has_moved:
+                # The change is relative to the base version, the step to the current version.
+                # Without this correction, a variance could become negative.
                 moved = aggregation.base(update)[trained:] - self.vector[trained:]
                 total.add_(moved, alpha=weight)
         return total.div_(float(sum(aggregation.weights)))
@@ -480,7 +476,7 @@ class Server:
 
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.
         weights: one for each update that is not None.
-        sums: the sums that workers have made, of parts of the tree.
+        sums: the sums that workers have made of some updates, by the numbers of the jobs.
         """
         positions: dict[int, int] = {}  # by number of the job
         remaining_weights = iter(weights)
@@ -501,13 +497,12 @@ class Server:
 def _ranges_of_sums(
     sums: GroupSums, positions: Mapping[int, int]
 ) -> dict[range, np.ndarray | None]:
-    """Return the sums that contain updates of this aggregation, by the positions of their updates.
+    """Return the sums of updates of this aggregation, by the positions of the summed updates.
 
-    A position is the index of an update in this aggregation. Sums of updates that other replicas
-    aggregate are left out.
-    sums: the sums that workers made. A key has the numbers of the jobs whose updates are summed. At
-    least one of these jobs did not fail.
-    positions: maps the number of each job that did not fail to the position of its update.
+    A position is the index of a job in this aggregation. If a sum has no job in `positions`, it is
+    left out.
+    sums: the sums that workers made, by the numbers of the jobs whose updates are summed.
+    positions: the position of each job that did not fail, by the number of the job.
     """
     ranges: dict[range, np.ndarray | None] = {}
     for jobs, total in sums.items():

@@ -183,7 +183,7 @@ def _published(arrays: Mapping[str, np.ndarray], number: int) -> PublishedVersio
 
 
 def _with_prefix(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Return the arrays whose names begin with a prefix, by the rest of their names."""
+    """Return the arrays whose names begin with a prefix, by their names without the prefix."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays[name] for name in names}
 

@@ -79,8 +79,8 @@ class StateIndex:
     def update(self, jobs: Mapping[int, int]) -> StateIndex:
         """Return the index for the next checkpoint, after more jobs were aggregated.
 
-        Changed states, and states in abandoned files, get the file number `UNWRITTEN`. If the run
-        continues from an earlier checkpoint, all states get it.
+        States that must be written get the file number `UNWRITTEN`: changed states, and states in
+        abandoned files. If the run continues from an earlier checkpoint, all states are written.
 
         jobs: for every client with a committed state, the number of the job that made it. The
         clients are in the order in which they had a first committed state.

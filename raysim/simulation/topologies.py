@@ -467,7 +467,7 @@ GRAPHS: dict[str, Callable[[Gossip, int, np.random.Generator], Pairs]] = {
 
 # --- clients of edges -----------------------------------------------------------------------------
 def _clients_first(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the order with the clients without samples moved to the end."""
+    """Move the clients that have no samples to the end of `order`; return the new order."""
     return order[np.argsort(counts[order] == 0, kind="stable")]
 
 

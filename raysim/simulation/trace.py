@@ -5,18 +5,17 @@
 | `client`     | integer or string | the number or name of the client, different in each row       |
 | `start`      | list of numbers   | when the client becomes available, in seconds from the start  |
 |              |                   | of its trace, ascending                                       |
-| `end`        | list of numbers   | when it stops being available: one for each start, after it   |
-|              |                   | and not after the next start                                  |
-| `period`     | number            | the length of the trace in seconds; no end is after it        |
+| `end`        | list of numbers   | when it stops being available, one for each start: larger     |
+|              |                   | than this start, and at most the next start                   |
+| `period`     | number            | the length of the trace in seconds, at least the last end     |
 | `speed`      | number            | samples that the device trains on in a second                 |
 | `flops`      | number            | floating-point operations in a second of training             |
 | `down`, `up` | number            | bytes that the device receives and sends in a second          |
 
 A file has the column `speed` or, for any model, the column `flops`. A client is available from each
-`start` to the `end` at the same position of the list, and not between these intervals. Other
-columns are ignored. The file is read in pieces. Afterwards the trace occupies 28 bytes for each
-client of the run, 40 for each row and 16 for each interval. `raysim fleet check FILE` checks a
-file.
+`start` to the `end` at the same position of the list. Other columns are ignored. `raysim fleet
+check FILE` checks a file. In memory, a trace occupies 28 bytes for each client of the run, 40 for
+each row and 16 for each interval.
 """
 
 from __future__ import annotations
@@ -289,8 +288,8 @@ def _join_intervals(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Join intervals that touch each other and are in the same row of the trace.
 
-    Return two arrays. The first one has the remaining bounds, [start, end, start, end, ...]. The
-    second one is a bool mask over the bounds of all intervals; it is True for those that remain.
+    Return two arrays: the bounds of the joined intervals, [start, end, start, end, ...], and a bool
+    mask. The mask has an entry for each bound of the old intervals, True if the bound remains.
     start, end: the start and end of each interval.
     is_same_row: for each interval except the first, True if the previous interval is in the same
     row. A row has all intervals of one recorded client.

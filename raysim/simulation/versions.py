@@ -15,9 +15,8 @@ from raysim.simulation.runtime import Ref, Runtime
 class Versions(Mapping[int, PublishedVersion]):
     """The published versions of all replicas, by number, in the runtime's store.
 
-    The store has the base version of each job that has not ended, and the current version of each
-    replica in memory. If a job needs the current version of a replica on disk, this version is
-    first read from disk.
+    The store has the base version of each job that has not ended. It also has the current version
+    of each replica that is not on disk.
     """
 
     def __init__(self, runtime: Runtime):

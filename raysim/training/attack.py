@@ -11,9 +11,8 @@ of the honest updates of the same aggregation, for each parameter. The values of
     alie         send mean + z std                    Baruch et al., NeurIPS 2019, Algorithm 3
 
 Choices that the papers leave open:
-- The server changes the updates of attackers when they arrive, before it aggregates them. Only the
-  shared parameters change. BatchNorm's statistics, further uploads of methods and client states are
-  those of the attackers' training.
+- The server replaces only the shared parameters in the updates of attackers, when they arrive. All
+  other values, such as BatchNorm's statistics and client states, come from the training.
 - With n honest updates D_i, ALIE takes std = sqrt(sum_i (D_i - mean)^2 / n). In the paper the
   attackers estimate mean and std from their own data. z is computed for each aggregation, from the
   numbers of its updates and attackers, and is at least 0.

@@ -64,10 +64,8 @@ def make_plan(
 
 
 def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
-    """Return the number of batches of one epoch.
+    """Return the number of batches of an epoch, or of a part of the job with `local.steps`.
 
-    With `local.steps`, the job's steps are divided into equal parts. Then return the number of
-    batches of one part.
     part: the number of the epoch or part, from 0.
     parts: the number of epochs or parts in the job.
     positions: the number of samples that are selected for this epoch or part.
@@ -91,8 +89,7 @@ def layer_needing_two_rows(declarations: Declarations) -> str:
 def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
     """Return the batch sizes for which steps are recorded if a worker has several lanes.
 
-    These are the full batch size, and the size of the last, smaller batch if most clients have the
-    same one.
+    These are the full batch size, and the size of the last batch if most clients have the same.
     counts: the number of samples of each client.
     batch: the full batch size.
     """

@@ -170,9 +170,9 @@ class BatchedLanes(LaneLoop[Lane]):
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Return the parameters of all lanes, and the tensors that the optimizer changes.
 
-        The parameters are tensors [K, ...], by the id of the network's parameter. The optimizer
-        changes those that are trained. If `local.clip` is set, it changes slices [K, n] of the
-        lanes' vectors, which contain the same parameters.
+        The keys of the first result are the ids of the network's parameters, its values are tensors
+        [K, ...]. The second result has the trained parameters. If `local.clip` is set, it has
+        slices [K, n] of the lanes' vectors that contain these parameters.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}

@@ -18,10 +18,10 @@ from raysim.vectors.layout import Vector
 
 
 class FrozenNetworks:
-    """Copies of a run's networks in eval mode without gradients, which methods use under names.
+    """Named copies of a run's networks, in eval mode and without gradients, for methods.
 
-    A copy is made when a method first requests its name. Each job loads the values that the method
-    passes, for example those of the received model.
+    A method chooses the name of a copy and the values that each job loads into it. An example are
+    the values of the received model.
 
     vector: the vector of the networks that are trained.
     """

@@ -292,10 +292,9 @@ class _Targets:
 
 
 def _without_adapters(scheme: Mapping[str, str]) -> dict[str, str]:
-    """Return the table of names for a file of the model without adapters.
+    """Map the names in a file of the model without adapters to the run's full names.
 
-    The table maps a name in the file to the full name of the run's tensor.
-    scheme: the same table for a file of the model with adapters.
+    scheme: the names in a file of the model with adapters, mapped to the run's full names.
     """
     return {
         name.replace(ADAPTED, "."): full for name, full in scheme.items() if ADAPTER not in name

@@ -95,8 +95,8 @@ class TrackedTable(UserDict[str, Tensor]):
 class RecordedLane(Lane):
     """A lane whose steps are recorded.
 
-    modes: maps the name of a network or module to True (train mode) or False (eval mode). It has
-    the modes that earlier steps of the lane's job have set, in the order in which they were set.
+    modes: the modes that steps of the lane's job have set, in this order. It maps the name of a
+    network or module to True (train mode) or False (eval mode).
     """
 
     modes: dict[str, bool] = field(default_factory=dict)

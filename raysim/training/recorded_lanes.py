@@ -157,14 +157,14 @@ class RecordedLanes(LaneLoop[RecordedLane]):
                 self._iterate(keys[lanes[0].row], lanes)
 
     def _is_recorded(self, lane: RecordedLane) -> bool:
-        """Return True if steps on batches of the size of the lane's next batch are recorded.
+        """Return True if steps are recorded for the size of the lane's next batch.
 
         A single lane records steps for all sizes, several lanes only for usual sizes.
         """
         return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
 
     def _key(self, lane: RecordedLane) -> Key:
-        """Return all values that must be equal if a recording is to be replayed for a lane."""
+        """Return the kind of a lane's next step; steps of equal kind can use one recording."""
         stages = tuple((stage.name, stage.trains, stage.rate) for stage in lane.stages)
         facts = tuple((name, FACTS[name](lane)) for name in self.reads.facts)
         entries = tuple((entry, _form(entry_of(lane, *entry))) for entry in self.reads.entries)

@@ -34,10 +34,10 @@ class Scorer:
 
     It uses no random stream of training, and does not change BatchNorm's statistics.
 
-    Two arguments of its functions mean:
-    task: the samples to score, and the client whose model is scored, or the shared model.
-    sent: the client's state if it is on another worker. None if it is on this worker, or if the
-    shared model is scored.
+    Several functions have these arguments:
+    task: names the model and the samples to score. The model is the shared one or a client's.
+    sent: the state of this client if it is on another worker. It is None if the state is on this
+    worker, or if the shared model is scored.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):

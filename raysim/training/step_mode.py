@@ -124,10 +124,11 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
 def uses_graph(spec: RunSpec, networks: Mapping[str, nn.Module], setting: bool | None) -> bool:
     """Return True if steps are recorded.
 
-    setting: `runtime.graph`. None records steps on a GPU if model, loss and methods are part of
-    raysim: recorded steps were 1.5 to 2 times as fast, but steps of a user's code may be impossible
-    to record.
+    setting: `runtime.graph`. With None, steps are recorded on a GPU if it is certain that they can
+    be recorded. For this, model, loss and methods must be part of raysim, and layers must not draw
+    random numbers.
     """
+    # Recorded steps were 1.5 to 2 times as fast.
     if setting is not None:
         return setting
     if _unbatched_steps(spec.settings.local):

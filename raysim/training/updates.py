@@ -208,11 +208,10 @@ class UpdateBuilder:
         return self.copies.copy(self.vector.counters[: self.layout.shared_counters].clone())
 
     def _moves(self, ctx: Context) -> tuple[tuple[int, int, float], ...]:
-        """Return for each trained part of the shared parameters the sum of its learning rates.
+        """Return the value of `Update.moves`; () if no method reads single updates.
 
-        Each tuple has the start and the end of the part in the vector, and this sum. The sum is
-        over the optimizer steps that changed the part. Some methods divide an update by it. The
-        result becomes `Update.moves`; it is () if no method reads single updates.
+        Each tuple describes a slice of the shared parameters: its start, its end, and the sum of
+        the learning rates of all optimizer steps on it.
         """
         if not self.trainer.declarations.reads_updates:
             return ()
