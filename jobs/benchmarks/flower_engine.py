@@ -9,7 +9,7 @@ raysim. This version of Ray does not work with pyarrow 20 or later.
 The names W1 and W2 stand for workloads of `raysim bench`. raysim and Flower's engine run them in
 turn, with two processes of one thread. Flower's engine runs the app `jobs/benchmarks/flower_app`. A
 turn gives the median time of a round, without the first round, in which processes start. The result
-is the median over the turns of raysim's time divided by the engine's time.
+is raysim's time divided by the engine's time: the median of this ratio over all turns.
 
     git clone https://github.com/adap/flower checkout
     uv run --with PACKAGES python -m jobs.benchmarks.flower_engine --engine flower/bin/python \\

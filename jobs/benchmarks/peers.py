@@ -9,8 +9,8 @@ raysim and pfl-research have two processes of one thread. FedJAX has one process
 runs with each of its two backends, and its result is that of the faster backend.
 
 The simulators run in turn. Each turn of a simulator gives the median time of a round; the first
-rounds are left out. The result is the median over the turns of raysim's time divided by the other
-simulator's time. `jobs.benchmarks.flower_engine` makes the same comparison with Flower.
+rounds are left out. The result is raysim's time divided by that of pfl-research or FedJAX: the
+median of this ratio over all turns. `jobs.benchmarks.flower_engine` compares raysim with Flower.
 """
 
 from __future__ import annotations

@@ -147,8 +147,7 @@ class ReadyWorker(SeparateSums):
 class SlowWorker(ReadyWorker):
     """A worker that reports a training time of one second for every job.
 
-    For such slow jobs, the dispatcher sends one job in a call. It would send many jobs of a
-    `ReadyWorker` in a call.
+    Because of this time, the dispatcher sends only one job in a call.
     """
 
     def train(
@@ -223,8 +222,8 @@ def measure(case: Case, rounds: int) -> AggregationCost:
     """Measure a case; return the median cost of an aggregation over `rounds` aggregations.
 
     The time of an aggregation is the time since the previous one. The first and the last
-    aggregation of the run are left out. If the case is `alone`, the times are means over 100 *
-    `rounds` aggregations instead. A case on Ray needs a connected Ray.
+    aggregation of the run are left out. If `case.alone` is True, the result is instead the mean
+    over 100 * `rounds` aggregations. A case with Ray needs a running Ray.
     """
     evaluate = Evaluation(every=10**9)
     rounds *= 100 if case.alone else 1

@@ -45,9 +45,11 @@ HEAD = ("claim", "paper", "ours (95 % interval)", "scale", "verdict", "to decide
 
 @dataclass(frozen=True)
 class Printed:
-    """Two printed numbers to compare: two rows of a table, in one column of a data set.
+    """Two printed numbers to compare: two rows of a table, in the same column.
 
+    table: the name of the table, such as "fedbr/table1".
     row, other_row: the labels of the rows.
+    dataset, column: the data set and the title of the column.
     """
 
     table: str
@@ -151,7 +153,7 @@ class Finding:
         return "contradicted" if high < 0 else "undecided"
 
     def to_decide(self) -> str:
-        """Return what would decide an undecided claim; "" if the claim is decided."""
+        """Say which further runs could decide an undecided claim; "" if the claim is decided."""
         if self.verdict != "undecided":
             return ""
         if not self.is_trained:
@@ -191,7 +193,10 @@ def seeds_needed(deviation: float, difference: float) -> str:
 
 # --- findings -------------------------------------------------------------------------------------
 def findings(claim: Claim, runs: Sequence[Run]) -> list[Finding]:
-    """Return a finding for each setting at which both methods of a claim have runs with equal seeds."""
+    """Return a finding for each setting of a claim.
+
+    Settings at which the two methods of the claim share no seed are left out.
+    """
     by_setting: dict[str, dict[str, dict[int, Run]]] = {}
     for run in runs:
         methods, overrides = overrides_of(run)

@@ -41,9 +41,8 @@ SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.hetero
 class Match:
     """A run for a cell of a table, and how its configuration differs from the paper's.
 
-    setting: the differences in settings that are not those of methods, as text, such as another
-    number of rounds. "" if there are none.
     variant: the differences in the settings of the methods, as text; "" if there are none.
+    setting: all other differences as text, such as another number of rounds; "" if there are none.
     data: the data set of the run if it is not the paper's; else "".
     is_stored: True if the run is one of the results that are stored with raysim.
     """
@@ -63,8 +62,7 @@ class Entry:
     command: the command of a run at the paper's setting.
     score: the score of our runs that is compared with the printed number.
     matches: our runs for this number.
-    variant: how the methods' settings of all these runs differ from the paper's, as text. "" if
-    they do not differ, or if the runs differ among each other.
+    variant: the variant of all these runs (see `Match`) if the method `at` made this entry; else "".
     """
 
     cell: Cell
@@ -105,9 +103,9 @@ class Entry:
         return self.values_of(self.score.column)
 
     def values_of(self, name: str) -> list[float]:
-        """Summarise a column of each run's history in the same way as the compared score.
+        """Return a score from a column of the history, for each run that has the column.
 
-        Return one value for each run that has the column.
+        The score is computed by `self.score.summary`, for example as the mean of the last rounds.
         name: the name of the column.
         """
         scores = [self.score.summary(run.rows, name) for run in self.runs]
@@ -184,7 +182,7 @@ def compare(
     name: the name of the paper's table, such as "fedbr/table1".
     runs: the user's runs.
     width: the longest line in characters; columns that do not fit are printed below.
-    stored: runs for the settings and variants of a cell at which the user has no run.
+    stored: raysim's stored runs. A cell shows them only for settings at which the user has no run.
 
     Raise `RefusedError` for an unknown name.
     """
@@ -232,16 +230,12 @@ def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
 def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
     """Choose for each data set of a table the setting whose runs are shown first.
 
-    The setting with the largest number of cells that have a run of the user is chosen. If several
-    settings have the same number, these rules decide, one after another:
-    1. the largest number of cells that have a run of the user or a run that is stored with raysim;
-    2. the paper's setting;
-    3. the largest number of runs.
-
-    A setting whose runs have other data than the paper's is never chosen. Return the setting (see
-    `Match`) of each data set, by its name; "" stands for the paper's setting.
+    This is the setting at which the user's runs fill the most cells of the table. The runs must
+    have the paper's data. Return the setting (see `Match`) of each data set, by the name of the
+    data set; "" stands for the paper's setting.
     """
 
+    # Among settings with equally many cells of the user, the order of this tuple decides.
     def rank(setting: str, cells: Sequence[Entry]) -> tuple[int, int, bool, int]:
         at_setting = [
             [match for match in entry.matches if match.setting == setting] for entry in cells
@@ -369,8 +363,7 @@ def _different(
 ) -> dict[str, str]:
     """Map each key in which a run differs from a command to a text about the difference.
 
-    Only keys that both have are compared. In addition, the result has each key of `row_keys` that
-    the run lacks.
+    A key that the run lacks counts as a difference only if it is in `row_keys`.
     preset: the values of the command's preset, methods and options, by key.
     row_keys: the keys whose values differ between the rows of the paper's tables.
     """
@@ -413,9 +406,8 @@ def is_equal(one: str, other: str) -> bool:
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield lines about a run: its rows in the table, and its differences from the paper.
 
-    labels: maps a text about differences from the paper to the labels of the rows for which the run
-    has them. The text is "" if there are no differences. The mapping is empty if the run belongs to
-    no row.
+    labels: the labels of the table's rows to which the run belongs. They are grouped by a text that
+    says how the run differs from the paper for these rows; "" if it does not differ.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
@@ -524,8 +516,9 @@ def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
 
 
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
-    """Yield a table for each column of the paper, then a line for each mark of a variant.
+    """Yield a table for each column of the paper, then an explanation of the marks in the tables.
 
+    A mark such as [a] stands for a variant (see `Match`).
     entries: the cells of one data set, with our runs at one setting.
     width: the longest line in characters.
     """
@@ -568,7 +561,10 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
 
 
 def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
-    """Return, by title, the texts of the additional scores and of the clients' heterogeneity."""
+    """Return further columns of a table by title: other scores, and the clients' heterogeneity.
+
+    A column has a text for each cell.
+    """
     columns: dict[str, list[str]] = {}
     for entry in cells:
         columns.update({title: [] for title in entry.score.additional_columns})

@@ -74,13 +74,12 @@ class PaperRuns:
 
     command: function from a table and a cell to the command of our run.
     score: function from a table and a cell to the compared score.
-    row_prefixes: prefixes of the keys whose values differ between rows. A run belongs to a row only
-    if it has the row's values.
+    row_prefixes: the beginnings of some keys of settings. A run belongs to a row of a table only if
+    it has the row's values of these keys.
     notes: remarks on our runs, by the name of the table.
     score_explanation: a text that says which of our scores is compared with the printed numbers.
     gains: the scores for which gains over FedAvg are computed, by title.
-    gain_score_name: the name of the score whose gains are computed, for texts, such as "the final
-    accuracy".
+    gain_score_name: the score in `gains` as words of a sentence, such as "the final accuracy".
     """
 
     command: Callable[[Table, Cell], Command]

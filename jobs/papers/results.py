@@ -111,7 +111,7 @@ def store_run(folder: Path) -> Path:
 
 
 def command(config: Mapping[str, object]) -> str:
-    """Return the command of a run: preset, methods, and the settings that differ from their values.
+    """Return the command of a run, which names the preset, the methods and all changed settings.
 
     config: the configuration in the run's folder.
     """

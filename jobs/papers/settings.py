@@ -1,6 +1,6 @@
 """Name the settings at which we ran the papers' methods.
 
-A setting has a short name and the command behind it.
+A setting is a command of `raysim run` without a method and a seed.
 """
 
 from __future__ import annotations

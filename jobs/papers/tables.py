@@ -26,7 +26,7 @@ class Cell:
     mean: the number with all printed digits.
     deviation: the number after "±"; None if there is none.
     rounds_to: maps an accuracy to the printed number of rounds until it is reached, such as
-    {"0.80": 828}; None if the paper prints a dash.
+    {"0.80": 828}. A dash in the paper becomes the value None.
     unit: the unit of the number, such as "percent".
     """
 

@@ -102,7 +102,6 @@ def records_of(folder: Path, overrides: Sequence[str], metric: str = "accuracy")
 def shipped(name: str) -> SweepPlan:
     """Return the plan of a sweep over a search space in `conf/sweep`.
 
-    Planning is slow, so each plan is made once for all tests.
     name: the name of the search space. It begins with the name of a method.
     """
     method = name.partition("_")[0]
