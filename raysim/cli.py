@@ -1016,7 +1016,8 @@ def _fleet(arguments: argparse.Namespace) -> int:
     count = {"convert": 2, "check": 1}[action]
     if len(files) != count:
         raise RefusedError(
-            f"fleet {action}: it takes {count} files, got {len(files)}. See raysim fleet -h."
+            f"fleet {action}: it needs {count} files, but {len(files)} are given. See "
+            "raysim fleet -h."
         )
     from raysim.commands.fleet.fedscale import convert
     from raysim.simulation.trace import summarise_trace
@@ -1109,7 +1110,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     with errors_as_refusals():
         if min(blocks, workers) < 1:
             raise RefusedError(
-                f"--blocks {blocks} --workers {workers}: both must be at least 1. Change them."
+                f"--blocks {blocks} --workers {workers}: both must be at least 1. Increase them."
             )
         if names == ["gpu"]:
             return _bench_gpu(arguments)

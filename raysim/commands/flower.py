@@ -61,7 +61,10 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
     """
     folders = [word for word in words if "=" not in word]
     if len(folders) > 1:
-        raise RefusedError(f"flower run: takes one folder, and got {', '.join(folders)}. Give one.")
+        raise RefusedError(
+            f"flower run: it runs the app of one folder, but these are given: "
+            f"{', '.join(folders)}. Keep one of them."
+        )
     project = read_project(user_path(folders[0]) if folders else ".")
     counts: dict[str, int | None] = {"clients": None, "samples": DEFAULT_SAMPLES}
     seeds = ["seed=0"]

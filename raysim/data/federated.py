@@ -255,8 +255,8 @@ def _check_image_sizes(source: Source, clean: Dataset) -> None:
     _, height, width = clean.shape
     if height % source.pool or width % source.pool:
         raise ValueError(
-            f"data.pool={source.pool} does not divide images of {height} x {width} pixels. Choose "
-            "a divisor."
+            f"data.pool={source.pool} is not a divisor of the height and width of the images, "
+            f"which have {height} x {width} pixels. Choose a number that divides both."
         )
     if "crop" in source.augment and source.crop_padding > max(height, width):
         raise ValueError(

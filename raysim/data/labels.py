@@ -125,8 +125,8 @@ def stack_lists(rows: Sequence[Sequence[Any]], place: str) -> NDArray[Any]:
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
         raise ValueError(
-            f"{place} has lists of {min(lengths)} to {max(lengths)} numbers. Make them equally "
-            "long."
+            f"{place} has lists of different lengths, from {min(lengths)} to {max(lengths)} "
+            "numbers. Make all lists equally long."
         )
     return np.array(rows)
 

@@ -613,10 +613,13 @@ def _check_minimum(total: int, clients: int, minimum: int) -> None:
     clients: the number of clients.
     """
     if clients * minimum > total:
+        most_clients = total // minimum
+        advice = f"Set partition.clients={most_clients} or less"
+        if most_clients == 0:
+            advice = f"Set partition.minimum={total // clients} or less"
         raise ValueError(
             f"partition.clients={clients} with at least {minimum} samples each needs "
-            f"{clients * minimum} samples, but the training data has {total}. Set "
-            f"partition.clients={total // minimum} or less."
+            f"{clients * minimum} samples, but the training data has {total}. {advice}."
         )
 
 

@@ -160,7 +160,8 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
             raise
         reason = first_line(error).rstrip(".:")
         raise RefusedError(
-            f"the configuration files do not fit together ({reason}). Check your own files."
+            f"the configuration files cannot be combined ({reason}). Correct your own "
+            "configuration files, which are in the folders of --conf and --allow."
         ) from error
     config = OmegaConf.create(composition.values)
     has_preset = "experiment" in chosen

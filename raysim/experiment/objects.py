@@ -213,7 +213,7 @@ def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
     if isinstance(part, type):
         name = part.__name__
         return RefusedError(f"{argument}={name} is a class. Give an object of it, {name}(...).")
-    return RefusedError(f"{argument}={part!r} does not fit: {advice}")
+    return RefusedError(f"{argument}={part!r} cannot be used: {advice}")
 
 
 def _useless_override_error(place: str, part: object, key: str, override: SetValue) -> RefusedError:

@@ -139,8 +139,9 @@ class FedProto(Method):
         run.excludes("fedrs", "its head has no bias, but predict=prototype needs one")
         run.require(
             isinstance(run.model.head, nn.Linear) and run.model.head.bias is not None,
-            "method.fedproto.predict=prototype needs a linear head with a bias, but the model "
-            f"has {run.model.head}. Set method.fedproto.predict=head, or choose another model.",
+            "method.fedproto.predict=prototype needs a linear head with a bias, but the head of "
+            f"this model is {run.model.head}. Set method.fedproto.predict=head, or choose another "
+            "model.",
         )
         run.client_state("prototypes", lambda samples: {})
 

@@ -124,10 +124,12 @@ def split_network(
         name for name, module in net.named_modules() if isinstance(module, nn.Linear) and name
     ]
     if head is not None and head not in linear_layers:
-        last_layers = ", ".join(linear_layers[-MAX_LAYERS_IN_MESSAGE:]) or "none"
+        last_layers = ", ".join(linear_layers[-MAX_LAYERS_IN_MESSAGE:])
+        advice = "Set model.head=null"
+        if linear_layers:
+            advice = f"Set it to one of its linear layers ({last_layers}), or to null"
         raise ValueError(
-            f"model.head={head} is not a linear layer of {type(net).__name__}, which has "
-            f"{last_layers}. Give one of these, or set model.head=null."
+            f"model.head={head} is not a linear layer of {type(net).__name__}. {advice}."
         )
     name = head or next(reversed(linear_layers), None)
     if name is not None and _makes_the_outputs(net, name, inputs):
@@ -200,12 +202,12 @@ def _compute_outputs(net: nn.Module, inputs: Tensor) -> Tensor:
         with torch.no_grad():
             outputs = net(inputs)
     except Exception as error:  # a network of the user may raise any error
-        action = "choose another model, or change the shape of the data"
+        action = "Choose another model, or change the shape of the data"
         if any(parameter.dtype == torch.float64 for parameter in net.parameters()):
-            action = "convert the model to float32 with model.float()"
+            action = "Convert the model to float32 with model.float()"
         raise ValueError(
             f"the model {name} cannot take inputs of shape {list(inputs.shape[1:])} and type "
-            f"{inputs.dtype} ({first_line(error).rstrip('.')}): {action}"
+            f"{inputs.dtype} ({first_line(error).rstrip('.')}). {action}."
         ) from error
     if not isinstance(outputs, Tensor):
         raise ValueError(

@@ -499,9 +499,12 @@ class Planner:
         removed = {job.number: job for job in site.arrived if job.number in numbers}
         missing = sorted(numbers - removed.keys())
         if missing:
+            state = "do not wait for an aggregation, because their updates have not arrived"
+            if purpose == "discard":
+                state = "are neither in flight nor waiting for an aggregation"
             raise RuntimeError(
-                f"{self._name}: decide returned jobs {missing} to {purpose}, which are neither in "
-                "flight nor finished. Give only jobs that the argument of decide lists."
+                f"{self._name}: decide returned jobs {missing} to {purpose}, but they {state}. "
+                "Give only jobs that the argument of decide lists."
             )
         site.arrived = [job for job in site.arrived if job.number not in numbers]
         return removed
@@ -817,10 +820,12 @@ class Planner:
                 f"fleet: {wait}. Set fleet.availability=always, or increase fleet.patience."
             )
         if arrival == math.inf and not self._events:
+            advice = "Set fleet.wrap=true to repeat the trace"
+            if self.version:
+                advice += f", or rounds={self.version} to end the run there"
             raise NoClientsLeftError(
                 f"fleet: no client is available any more after {self.now:,.0f} s of virtual time "
-                f"and {self.version} aggregations. Set fleet.wrap=true to repeat the trace, or "
-                f"rounds={self.version}."
+                f"and {self.version} aggregations. {advice}."
             )
         return arrival
 

@@ -77,7 +77,8 @@ def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
             )
         if path.name in names:
             raise RefusedError(
-                f"--with {argument}: the package already has a {path.name}. Rename one of them."
+                f"--with {argument}: another file or folder to upload is also called {path.name}. "
+                "Rename one of them."
             )
         names.add(path.name)
         files += _files_below(path) if path.is_dir() else [_packed_file(path, path.name)]
@@ -291,7 +292,8 @@ def _check_packed(command: JobCommand, files: Sequence[PackedFile]) -> None:
         top = Path(value).parts[0]
         if top not in names:
             raise RefusedError(
-                f"{flag} {value} is not in the package. Add --with {top} before the command."
+                f"{flag} {value} is not among the files to upload. Add --with {top} before the "
+                "command."
             )
 
 
