@@ -5,8 +5,7 @@
 
 `steps` trains a GPT of 3.3 million parameters with adapters of rank 8. raysim and a plain loop
 train a job of 20 steps in turn. A line has the median CPU seconds of a job for both. It also has
-the median of raysim's time divided by that of the plain loop, which should be at most 1.05. The
-program prints this limit, but does not fail above it.
+the median of raysim's time divided by that of the plain loop, which should be at most 1.05.
 
 `memory` runs raysim with different numbers of workers and clients. A line has the largest memory
 that all workers together use at one time. It also has the increase over a run with 1 worker and 4

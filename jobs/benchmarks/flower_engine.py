@@ -7,7 +7,7 @@ Flower's engine needs a separate Python environment, because it needs another ve
 raysim. This version of Ray does not work with pyarrow 20 or later.
 
 The names W1 and W2 stand for workloads of `raysim bench`. raysim and Flower's engine run them in
-turn, with two processes of one thread. Flower's engine runs the app `jobs/benchmarks/flower_app`. A
+turn, both with two processes of one thread. Flower's engine runs the app in `flower_app`. A
 turn gives the median time of a round, without the first round, in which processes start. The result
 is raysim's time divided by the engine's time: the median of this ratio over all turns.
 

@@ -57,8 +57,8 @@ class Score:
     factor: number by which the score is multiplied, such as 100 for percent.
     spread: function that computes the deviation within one run, with the arguments of `summary`;
     None if the table prints no such deviation.
-    additional_columns: the scores that are printed next to this one: maps the title of each to the
-    name of its column in the history.
+    additional_columns: maps the title of each further score to the name of its column in the
+    history. These scores are printed, too.
     """
 
     column: str

@@ -356,8 +356,8 @@ class Replicas:
     def _exchange(self, replicas: Sequence[int]) -> set[int]:
         """Let replicas exchange after an aggregation; return the replicas that may have changed.
 
-        Float buffers are averaged like parameters, integer buffers take the maximum, and server
-        state is not exchanged.
+        Parameters and float buffers are averaged. Integer buffers get the maximum. Server state is
+        not exchanged.
         replicas: the replicas that have aggregated.
         """
         changed: set[int] = set()

@@ -21,8 +21,8 @@ class WorkerDiedError(RuntimeError):
 class LostNode(NamedTuple):
     """A node whose workers are not used any more.
 
-    reason: what happened to the node, as text that follows its name in an error. An example is "was
-    declared dead by Ray".
+    reason: the end of an error that begins with the node's name, such as "was declared dead by
+    Ray".
     is_reachable: True if values on the node can still be read.
     """
 

@@ -143,7 +143,7 @@ class Schedule(Protocol):
 
     @property
     def stale(self) -> bool:
-        """True if an update may start from an older version than the current one."""
+        """True if the schedule may aggregate updates whose base version is not the current one."""
         ...
 
     def decide(self, view: View) -> Action:

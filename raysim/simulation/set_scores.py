@@ -48,9 +48,11 @@ class SetScores:
 
     `tasks` returns the tasks that score all sets. `columns` returns the columns with the scores
     that the workers report. The sets are:
-    - the test samples of each client, and the validation samples of each client,
+    - the test samples of each client,
+    - the validation samples of each client,
+    - the clients' test samples of each domain,
     - the central test set,
-    - the test samples of each domain, those of clients and those of the central test set.
+    - the samples of each domain in the central test set.
     """
 
     def __init__(self, spec: RunSpec):

@@ -190,7 +190,7 @@ def _with_prefix(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.
 
 # --- checksums ------------------------------------------------------------------------------------
 def model_sha256(replicas: Replicas) -> str:
-    """Return the SHA-256 of the shared model, or of all replicas together."""
+    """Return the SHA-256 of the shared model; of all replicas together if there are several."""
     digest = hashlib.sha256()
     for replica in range(len(replicas.servers)):
         server = replicas.read(replica)

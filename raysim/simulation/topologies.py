@@ -38,8 +38,7 @@ class Hierarchical(Topology):
     edges: the number of edges.
     every: the number of an edge's aggregations between two exchanges, kappa_2 in the paper.
     seconds: the virtual seconds between two exchanges; None uses `every`. With a number, no edge
-    waits. All edges exchange at the first aggregation of any edge at or after each multiple of
-    `seconds`.
+    waits: when the time is over, all edges exchange at the next aggregation of any edge.
     assign: how clients are assigned to edges. "random": at random, equally many to each edge.
     "region": neighbouring regions of the fleet to the same edge, equally many clients to each.
     "data": clients with similar shares of classes to the same edge.
@@ -230,9 +229,8 @@ class Gossip(Topology):
 
     Only clients whose updates are aggregated take part in the exchange. For exchanges of all
     clients, set the schedule's cohort to the number of clients. If a neighbour does not take part,
-    its weight is added to the client's own weight. The exchange belongs to the client's job, and
-    uses the bandwidth of its device: the client sends its model to each neighbour and receives each
-    neighbour's model.
+    its weight is added to the client's own weight. The time and traffic of the exchange are part of
+    the client's job.
 
     graph: which clients are neighbours. "ring"; "torus", a grid whose ends are joined;
     "erdos_renyi", in which each pair is joined with `probability`; "expander", which joins `degree`

@@ -164,11 +164,8 @@ def read(file: str) -> RecordedDevices:
 
 
 def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a Parquet file in batches, with only these columns.
-
-    Each row group is read by a separate reader, because a reader keeps all row groups that it has
-    read in memory.
-    """
+    """Yield the rows of a Parquet file in batches, with only these columns."""
+    # One reader for all row groups would keep all of them in memory.
     for group in range(parquet.num_row_groups):
         yield from parquet.iter_batches(
             _ROWS, row_groups=[group], columns=columns, use_threads=False

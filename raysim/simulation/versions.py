@@ -76,7 +76,7 @@ class Versions(Mapping[int, PublishedVersion]):
         return self._runtime.put(self._make(version))
 
     def _make(self, version: int) -> PublishedVersion:
-        """Return a replica's current version that is not in the store, without storing it."""
+        """Return the current version of a replica, without adding it to the store."""
         return self._makers[min(self._replicas[version])]()
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:

@@ -1,8 +1,9 @@
 """Simulate attackers among the clients: choose them, and change their labels or updates.
 
 The attackers are drawn once from the seed, among the clients with samples. y is a label of C
-classes, and D is the update that an attacker would send if it were honest. mean and std are those
-of the honest updates of the same aggregation, for each parameter. The values of `attack.kind` mean:
+classes, and D is the update that an attacker would send if it were honest. mean and std are the
+mean and standard deviation of each parameter over the honest updates of the same aggregation. The
+values of `attack.kind` mean:
 
     label_flip   train on C - 1 - y                   Fang et al., USENIX Security 2020
     sign_flip    send -scale D                        Li et al., AAAI 2019 (RSA)
@@ -14,8 +15,8 @@ Choices that the papers leave open:
 - The server replaces only the shared parameters in the updates of attackers, when they arrive. All
   other values, such as BatchNorm's statistics and client states, come from the training.
 - With n honest updates D_i, ALIE takes std = sqrt(sum_i (D_i - mean)^2 / n). In the paper the
-  attackers estimate mean and std from their own data. z is computed for each aggregation, from the
-  numbers of its updates and attackers, and is at least 0.
+  attackers estimate mean and std from their own data. z is computed for each aggregation
+  (`largest_z`).
 - `faults.norm` also limits the updates of attackers.
 """
 

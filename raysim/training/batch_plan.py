@@ -122,7 +122,7 @@ class BatchPlanner:
         self.drop_single, self.needs_two_rows = drop_single, needs_two_rows
 
     def plan(self, ctx: Context) -> Plan:
-        """Return the batches of a job from the samples that a method selects, or from all.
+        """Return the batches of a job; if no method selects samples, the job uses all of them.
 
         ctx: the context of the job.
         """

@@ -187,9 +187,9 @@ class Participants:
         return [self.driver, *self.joined]
 
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
-        """Return for each fact its expected value, and the process that the value comes from.
+        """Return for each fact its expected value, and the process that has this value.
 
-        This is the first process that has the fact. Processes of the run come before new processes.
+        The value is that of the first process that has the fact. New processes come last.
         new: processes that will be added to the run.
         """
         first: dict[str, tuple[str, Identity]] = {}

@@ -67,11 +67,7 @@ class RecordedOutputs(Outputs):
 
 
 class RepeatedOutputs(Outputs):
-    """Outputs of the second pass: computed at shifted parameters, with the same random numbers.
-
-    Each output has a separate generator state, because an earlier stage of the step may have
-    computed some of the outputs.
-    """
+    """Outputs of the second pass: computed at shifted parameters, with the same random numbers."""
 
     __slots__ = ("_first",)
 

@@ -108,13 +108,12 @@ class GroupSum:
 def _add_product(delta: Tensor, weight: float, others: Sequence[Tensor], total: Tensor) -> None:
     """Add weight * delta + others[0] + others[1] + ... to `total` [d], in place.
 
-    The product and every sum are rounded one by one. A long vector on the CPU is divided into
-    blocks, and all terms of a block are added before the next block begins. So each block stays in
-    the cache, and the memory is read only once.
+    The product and every sum are rounded one by one.
     """
     if total.device.type != "cpu" or len(delta) <= BLOCK:
         _add_all(delta * weight, others, total)
         return
+    # Each block stays in the CPU's cache until all terms are added, so memory is read only once.
     products = torch.empty(BLOCK, dtype=delta.dtype)
     for part in split_range(0, len(delta), BLOCK):
         block = torch.mul(delta[part], weight, out=products[: part.stop - part.start])

@@ -92,10 +92,10 @@ class _RecycledMemory:
     """Memory of a long vector, which a later vector of the same size uses again.
 
     NumPy keeps this object as long as an array or a tensor uses the memory. When the object is
-    deleted, the memory is kept for `new_like`. The system would clear new memory first, which takes
-    as long as a sum of two vectors.
+    deleted, the memory is kept for `new_like`.
     """
 
+    # The system would clear new memory first, which takes as long as a sum of two vectors.
     _unused: ClassVar[list[np.ndarray]] = []  # what was used last is the last one
     _lock: ClassVar[threading.Lock] = threading.Lock()
 

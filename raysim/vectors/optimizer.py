@@ -436,10 +436,10 @@ class Optimizers:
         self._saved = saved
 
     def movements(self) -> list[tuple[slice, int, float]]:
-        """Return the slices of shared parameters that optimizers changed in this job.
+        """Return (slice, steps, factor) for the shared parameters that optimizers changed.
 
-        With each slice, return the number of its steps in this job, and the factor on the job's
-        learning rate. If the factor changes from step to step, it is the mean over the steps.
+        "steps" is the number of optimizer steps on this slice of the vector in this job. "factor"
+        is the factor on the job's learning rate, as a mean over the steps.
         """
         moves: list[tuple[slice, int, float]] = []
         for name, working in self._working.items():

@@ -30,10 +30,10 @@ def _accuracy(label: str, runs: Runs, *overrides: str) -> dict[str, object]:
 
 
 def halves(runs: Runs, column: str, factor: float, y: str) -> Sequence[Panel]:
-    """Return panels of a column over rounds, for training on all samples and on half of them.
+    """Return two panels of a history column over rounds: for uneven and for wrong labels.
 
-    A panel has three lines: all samples, the half with the lowest losses, and the half with the
-    highest losses.
+    A panel has a line for each way of training. Clients train on all of their samples, on the half
+    with the lowest losses, or on the half with the highest losses.
     column: the name of the column of the history. It may contain {}, which is replaced by the name
     of the method.
     factor: the number by which the values are multiplied.
