@@ -373,7 +373,7 @@ def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) ->
     """Import the packages that --allow names, and add their options to `arguments.conf`.
 
     Return the changed arguments.
-    are_remote: True only adds the folders, because the packages are imported on a cluster.
+    are_remote: True adds the options without importing the packages.
     """
     if getattr(arguments, "allow", None):
         from raysim.experiment.plugins import allow_packages, conf_folders_of
@@ -393,7 +393,7 @@ def _complete() -> NoReturn:
 
 
 class Commands:
-    """The subcommands of the parser. Each has a line in the list of commands, and examples."""
+    """The subcommands of the parser, with the texts of their help."""
 
     def __init__(self, parser: argparse.ArgumentParser):
         self._commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -824,15 +824,12 @@ def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> l
 # --- commands -----------------------------------------------------------------------------------
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Switch garbage collection off inside `with`, where modules are imported.
-
-    Later collections ignore all objects that exist at the end.
-    """
+    """Switch garbage collection off inside `with`, where modules are imported."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        gc.freeze()  # later collections ignore all objects that exist now
         gc.enable()
 
 
@@ -862,8 +859,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> None:
-    """Raise `RefusedError` if a new run gets a used folder, or if `resume` finds no run.
+    """Raise `RefusedError` if the folder of a new run exists already.
 
+    Also raise it for `resume=latest` if `out` does not exist and no other key says what to train.
     out, resume: the values of the keys `out` and `resume`; None means that there is no `resume=`.
     arguments: the parsed arguments of the command.
     """

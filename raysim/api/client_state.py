@@ -23,16 +23,15 @@ _COUNTERS = "personal.counters"
 class ClientState(Generic[T]):
     """Everything that raysim stores for a client between its jobs.
 
-    Some network tensors stay on the client, such as the normalisation layers of FedBN. They are
-    stored one after another in two flat arrays: one of floats, and one of integers. T is the type
-    of these arrays: a tensor on a worker, a NumPy array elsewhere.
+    Some tensors of the neural networks stay on the client, such as the normalisation layers of
+    FedBN. Their values are in two flat arrays: one of floats, and one of integers. T is the type of
+    these arrays: a tensor on a worker, a NumPy array elsewhere.
 
-    personal: the array of floats [layout.personal]: first the parameters, then other floats, such
-    as BatchNorm's running means.
-    counters: the array of integers, such as BatchNorm's counts of batches. Its length is
-    layout.total_counters - layout.shared_counters.
-    methods: the tensors that methods keep for the client, by "method.name", such as
-    "scaffold.control".
+    personal: the floats [layout.personal]: first the parameters, then other floats, such as
+    BatchNorm's running means.
+    counters: the integers [layout.total_counters - layout.shared_counters], such as BatchNorm's
+    counts of batches.
+    methods: the client state of all methods, by "method.name", such as "scaffold.control".
     """
 
     personal: T
@@ -58,10 +57,11 @@ def num_bytes(state: ClientState[Any]) -> int:
 
 
 def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]:
-    """Return all tensors of the state by their full names, such as "model.bn1.weight".
+    """Return all tensors of the state by their full names.
 
-    The tensor "losses" of the method fedbss has the name "fedbss.losses". The network tensors share
-    memory with the two flat arrays of the state.
+    Tensors of neural networks have names such as "model.bn1.weight", and tensors of methods have
+    names such as "fedbss.losses". The tensors of neural networks are views of the two flat arrays
+    of the state.
     """
     floating, integer = layout.personal_entries
     personal: dict[str, np.ndarray] = {}

@@ -265,9 +265,9 @@ def _check_targets(all_declared: Sequence[MethodDeclaration]) -> None:
 
 
 def step_parts(declared: MethodDeclaration) -> list[str]:
-    """Return the names of everything in a method that changes the steps of local training.
+    """Return the method's hooks and declarations that change the steps of local training.
 
-    These are names of hooks, such as "loss", and of declarations, such as "run.stages".
+    The result has names of hooks, such as "loss", and names of declarations, such as "run.stages".
     """
     parts = [hook for hook in STEP_HOOKS if declared.has_hook(hook)]
     if declared.stages is not None:
@@ -284,7 +284,10 @@ PARAMETER_HOOKS = ("begin", "prepare", "end", "combine", "step", "absorb", "pers
 
 
 def _check_omissions(all_declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError if one method sends only a part of the model and another one compresses."""
+    """Raise ValueError if a compressor is combined with a method that calls `Setup.omit`.
+
+    The latter method sends only a part of the model, but a compressor encodes the whole model.
+    """
     compressing = next((d.method for d in all_declared if d.compressor is not None), None)
     omitting = next((d.method for d in all_declared if d.omissions), None)
     if compressing and omitting:
@@ -296,9 +299,9 @@ def _check_omissions(all_declared: Sequence[MethodDeclaration]) -> None:
 
 
 def parameter_parts(declared: MethodDeclaration) -> list[str]:
-    """Return the names of everything in a method that reads or changes parameters.
+    """Return the method's hooks and declarations that read or change parameters.
 
-    These are names of hooks, such as "step", and of declarations, such as "run.upload".
+    The result has names of hooks, such as "step", and names of declarations, such as "run.upload".
     """
     parts = [hook for hook in PARAMETER_HOOKS if declared.has_hook(hook)]
     if declared.change_updates is not None:
@@ -317,10 +320,10 @@ def parameter_parts(declared: MethodDeclaration) -> list[str]:
 
 
 def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
-    """Raise ValueError if a method does not fit a method that declares `run.train`.
+    """Raise ValueError if other methods do not fit the method that declares `run.train`.
 
-    Methods that change the training steps or keep the optimizer do not fit. If the trained model
-    has no gradients or no parameters, methods that need them do not fit either.
+    Methods that change raysim's training steps or keep the state of raysim's optimizer do not fit.
+    Methods that need gradients or parameters do not fit a model without them.
     """
     owner = next((declared for declared in all_declared if declared.train is not None), None)
     if owner is None:

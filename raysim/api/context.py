@@ -1,8 +1,8 @@
 """The data of a job in training: its batches, the model's outputs, and its worker.
 
-The training loop stores the data of a job in a `Context`. A method's hooks see it as a `LocalJob`,
-in which names are shorter. What a hook of SCAFFOLD sees as `job.state["control"]` is the entry
-"scaffold.control" of `Context.state`.
+The training loop stores the data of a job in a `Context`. A method's hooks get a `LocalJob`
+instead, in which a method uses short names. For example, `job.state["control"]` in a hook of
+SCAFFOLD is the entry "scaffold.control" of `Context.state`.
 """
 
 from __future__ import annotations

@@ -43,10 +43,11 @@ class Task:
     loss: a function from outputs [B, C] and labels to a loss for each sample [B]; None means the
     usual loss of the kind.
     unseen: the number of clients that are never trained.
-    scores: the metrics that are computed, as names or as `Metric` objects of the user. If it is
-    empty, only `scored_by` is computed, or, if that is None, the usual metrics of the kind.
-    lower: names of metrics for which a lower score is better (`evaluate.lower`). Metrics such as a
-    mean error need not be named.
+    scores: the metrics to compute, as names or as `Metric` objects of the user. If it is empty,
+    only `scored_by` is computed. If `scored_by` is None too, the usual metrics of the kind are
+    computed.
+    lower: names of metrics for which a lower score is better (`evaluate.lower`). It is not needed
+    for raysim's own metrics.
     label_shape: the shape of one label: () for one class per sample, (height, width) for a class
     per pixel.
     has_unlabelled: True if some samples have no class.
@@ -194,13 +195,14 @@ class Evaluation:
     finetune: how client models are adapted before they are scored; these scores have separate
     columns.
     common: True also scores client models on the central test set.
-    probe: the number of aggregations between two probes; 0 means never. A probe stores features
-    and outputs of each client's trained model before the aggregation. It uses `probe_rows` samples
-    of the central test set.
-    decompose: the number of aggregations between two loss decompositions, on at most
-    `decompose_rows` training samples of a client; 0 means never. A loss decomposition splits the
-    loss of the new version into the three parts of the FedLD paper, which
-    `raysim.methods.loss_decomposition` explains.
+    probe: the number of aggregations between two probes; 0 means never. A probe stores features and
+    outputs of each client's trained model before the aggregation.
+    probe_rows: the number of samples of the central test set that a probe uses, approximately.
+    decompose: the number of aggregations between two loss decompositions; 0 means never. A loss
+    decomposition splits the loss of the new version into the three parts of the FedLD paper.
+    `raysim.methods.loss_decomposition` explains them.
+    decompose_rows: the largest number of a client's training samples that a loss decomposition
+    uses.
     metrics: the names of the metrics that are computed; an empty list computes only `metric`, or
     the usual metrics for the data if `metric` is None.
     metric: the main metric; None means the first of `metrics`, or the usual metric for the data.
@@ -241,10 +243,9 @@ class Evaluation:
         return version % self.every == 0 or version == rounds
 
     def probes(self, version: int) -> bool:
-        """Return True if the clients' models that are averaged into a version are probed.
+        """Return True if clients' models are probed before they are aggregated into this version.
 
         `Evaluation` explains what a probe is.
-
         version: the number of the version.
         """
         return self.probe > 0 and version % self.probe == 0
@@ -264,8 +265,8 @@ SCHEDULES = ("constant", "cosine", "linear", "step")
 class Local:
     """The settings `local.*`: how a client trains.
 
-    optimizer: "sgd", "adam", "adamw", "lion" or "muon". Muon trains matrices, and AdamW then trains
-    all other parameters.
+    optimizer: "sgd", "adam", "adamw", "lion" or "muon". With "muon", Muon trains matrices, and
+    AdamW trains all other parameters.
     lr: the learning rate.
     momentum: with "sgd", the share of the last step that is added to the next one; 0 for none.
     nesterov: with "sgd", True uses Nesterov's momentum.
@@ -287,10 +288,10 @@ class Local:
     epochs: the number of passes of a job over the client's samples; None if `steps` is set.
     steps: the number of batches of a job; None if `epochs` is set.
     batch: the number of samples in a batch.
-    sampling: "shuffle" goes through the samples in a new random order for every pass, and the last
-    batch of a pass may be smaller; "replacement" draws every batch at random, with replacement.
-    phases: used if `epochs` is None: a job's steps are then divided into this many parts. Methods
-    that select samples for each epoch select samples for each of these parts instead.
+    sampling: "shuffle" goes through the samples in a new random order for every pass. The last
+    batch of a pass may be smaller. "replacement" draws every batch at random, with replacement.
+    phases: only for methods that select samples for each epoch, and only if `epochs` is None. A
+    job's steps are divided into this many phases, and the method selects samples for each phase.
     keep_optimizer: True keeps the state of a client's optimizer (momentum, step counts) from one
     job of the client to the next.
     """
@@ -361,10 +362,7 @@ class Local:
                 at_least(f"local.{name}", getattr(self, name), 1)
 
     def _check_warmup(self) -> None:
-        """Raise ValueError if the warm-up leaves no time for a falling learning rate.
-
-        The schedules "cosine" and "linear" must end after the warm-up ends.
-        """
+        """Raise ValueError unless the schedules "cosine" and "linear" end after the warm-up."""
         if self.schedule not in ("cosine", "linear"):
             return
         key, end_key = "warmup_rounds", "schedule_rounds"
@@ -421,9 +419,9 @@ class Local:
             a(k) = (k + 1) / (warmup_steps + 1)   for k < warmup_steps
             a(k) = 1                              for later steps
 
-        With `schedule_over="rounds"`, s(k) = 1. With `schedule_over="steps"`, s(k) is the
-        schedule's formula in `rate`, divided by lr. In this formula, k replaces the version, T is
-        `steps`, and W is `warmup_steps`.
+        With `schedule_over="rounds"`, s(k) is 1. With `schedule_over="steps"`, s(k) is the
+        schedule's learning rate in step k, divided by lr. `Local.rate` has the formulas. They are
+        used here with version = k, T = `steps` and W = `warmup_steps`.
         """
         if self.schedule_over == "rounds" and not self.warmup_steps:
             return None
@@ -436,11 +434,12 @@ class Local:
         return factors
 
     def _scheduled_rate(self, time: int, end: int, warmup: int) -> float:
-        """Return the schedule's learning rate at a time, without warm-up and without `lr_decay`.
+        """Return the schedule's learning rate, without warm-up and without `lr_decay`.
 
-        All three arguments count versions, or, with `schedule_over="steps"`, steps of a job.
-        time: the number of the version or of the step, from 0.
-        end: the time at which the schedule ends.
+        With `schedule_over="rounds"`, all arguments are numbers of versions. With "steps", they are
+        numbers of steps of a job.
+        time: the version or the step of which the learning rate is returned.
+        end: the version or the step at which the schedule ends.
         warmup: the length of the warm-up, after which "cosine" and "linear" begin.
         """
         if self.schedule == "constant":

@@ -123,8 +123,8 @@ class Declarations:
     def uses_of_single_updates(self) -> list[str]:
         """Return the reasons why workers must send each update to the coordinator.
 
-        A reason is a text such as "method 'x' weighs them". If there is none, workers may send sums
-        of updates.
+        Each reason is a clause about updates, such as "method 'x' weighs them". An empty list means
+        that workers may send sums of updates.
         """
         uses = [f"method '{declared.method}' weighs them" for declared, _ in self.hooks_of("weigh")]
         combiner = self.single_hook("combine")

@@ -20,7 +20,10 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class HookError(ValueError):
-    """The error of a hook that returned or wrote a wrong value; it names method and hook."""
+    """The error of a hook that returned or wrote a wrong value.
+
+    Its text contains the names of the method and of the hook.
+    """
 
 
 class UndeclaredStateError(HookError, KeyError):
@@ -79,9 +82,9 @@ def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Ten
 def check_scalar(value: Any, method: str, hook: str) -> Tensor:
     """Return `value`, which a hook returned. Raises HookError unless it is one number.
 
-    Only the shape is checked, because reading the value would wait for the device.
     method, hook: the names of the method and of the hook, for the error.
     """
+    # Reading the value would wait for the device, so only the number of entries is checked.
     if value is None or (isinstance(value, Tensor) and value.numel() != 1):
         raise _wrong(value, method, hook, "a single number, such as the mean over the batch")
     return value  # type: ignore[no-any-return]
@@ -229,11 +232,11 @@ def format_error(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an error, as short as the user needs it.
+    """Return the traceback of an error, shortened for the user.
 
-    If a method of the user failed, the traceback has only lines of the user's code. For a HookError
-    it ends without the message, which `format_error` returns. It is "" for a HookError without any
-    line of the user's code.
+    If a method of the user failed, the traceback has only lines of the user's code. The traceback
+    of a HookError does not contain the error's message, which `format_error` returns. It is "" if
+    the error was not raised in the user's code.
     """
     method = failing_method(error)
     is_users_method = method is not None and not type(method).__module__.startswith("raysim.")

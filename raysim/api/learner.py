@@ -260,10 +260,7 @@ def _check_bytes(parameters: object, learner: Learner, function: str) -> bytes:
 
 
 def _encode(content: bytes) -> Tensor:
-    """Return bytes as int32 words: first the number of bytes, then the bytes.
-
-    Traffic counts a word as a float.
-    """
+    """Return bytes as int32 words: first the number of bytes, then the bytes."""
     padded = content + bytes(-len(content) % 4)
     words = np.frombuffer(padded, np.int32)
     return torch.from_numpy(np.concatenate([np.array([len(content)], np.int32), words]))

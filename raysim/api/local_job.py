@@ -201,11 +201,11 @@ class LocalJob:
         return self.context.frozen(name, values)
 
     def moves(self) -> Iterator[tuple[slice, int, float]]:
-        """Yield what the optimizers have trained so far: (slice, steps, rate) for each part.
+        """Yield (slice, steps, rate) for each range of parameters that an optimizer has trained.
 
-        A part is a contiguous range of the shared parameters that an optimizer trains. `slice` is
-        its position in the flat vector. `steps` is the number of optimizer steps on the part so
-        far, and `rate` is their mean learning rate.
+        `slice` is a contiguous range of the shared parameters in the flat vector. `steps` is the
+        number of optimizer steps on this range so far. `rate` is the mean learning rate of these
+        steps.
         """
         for part, steps, factor in self.context.optimizers.movements():
             yield part, steps, self.rate * factor
@@ -287,7 +287,7 @@ class LocalJob:
     def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
         """Return the gradient of the scalar `loss` with respect to `inputs`.
 
-        The gradient is part of the graph, so that a loss may contain it.
+        A loss may contain this gradient, because it is part of autograd's graph.
         """
         (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
         return gradient

@@ -62,8 +62,8 @@ class PublishedVersion:
     floats.
     counters: int64 [layout.shared_counters], the shared buffers of integers.
     extras: the tensors that methods send to all clients with this version, by "method.name".
-    mark: "" if clients train from this vector. A vector that is only scored has a text such as
-    "scored 0", which distinguishes it from the trained version of the same number.
+    mark: "" if clients train from this vector. If the vector is only scored, a text such as "scored
+    0".
     number: the position in the list of all published versions of all replicas, from 0.
     """
 
@@ -89,18 +89,17 @@ class PublishedVersion:
 class Job(NamedTuple):
     """One local training of one client, planned on virtual time and dispatched to a worker.
 
-    The planner makes the job. The coordinator adds `weight`, `probe`, `extras`, `replica`, `base`
-    and `bases` when the base version exists, and `state` when it dispatches the job to a worker.
+    The planner makes the job. Later, the coordinator sets the fields `state`, `weight`, `probe`,
+    `extras`, `replica`, `base` and `bases`.
 
     number: the position of the job in the run's order of dispatch.
     client: the number of the client.
     participation: the number of this client's jobs that were dispatched before this one.
-    version: the number of the base version: how many aggregations the schedule made before the
-    dispatch.
+    version: the number of the base version: the number of aggregations before the dispatch.
     state: the number of the job whose final client state this job starts from; -1 means the initial
     state.
     weight: the weight of the update in a weighted sum, not normalised.
-    probe: True if the trained model is probed before it is averaged.
+    probe: True if the trained model is probed (see `Probe`).
     extras: the tensors that only this client receives, by "method.name".
     pool: the number of the pool from which the client was drawn; -1 means all clients.
     start: the virtual second in which the job is dispatched.
@@ -112,8 +111,8 @@ class Job(NamedTuple):
     replica: the number of the replica from which the job starts and into which its update is
     aggregated.
     base: the `PublishedVersion.number` of the base version.
-    bases: if the client chooses its replica, the numbers of the current versions of all replicas;
-    else ().
+    bases: if the client chooses its replica, the `PublishedVersion.number` of each replica's
+    current version; else ().
     """
 
     number: int

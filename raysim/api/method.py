@@ -33,12 +33,12 @@ class Method:
 
     name: the name of the method; the names of its state, messages and reports begin with it.
     paper: the source, or "".
-    weighting: "samples" or "uniform", the weights of updates that the method asks for; the setting
-    `weighting` overrides it.
-    pools: True if one model is trained on the data of all clients.
+    weighting: how updates are weighted by default: "samples" by the client's number of training
+    samples, "uniform" equally. The setting `weighting` overrides it.
+    pools: True if one model is trained on the pooled data of all clients.
 
-    The constructor checks its arguments and stores them under their own names. This method is
-    complete:
+    The constructor checks its arguments and stores each of them as an attribute of the same name.
+    This method is complete:
 
         class Lasso(Method):
             name = "lasso"
@@ -142,9 +142,9 @@ class Method:
         return grad
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Correct, in place, the gradient `grad` of the shared parameters `job.params[at]`.
+        """Change `grad`, the gradient of the shared parameters `job.params[at]`, in place.
 
-        Called in every stage, once for each contiguous part of the parameters that the stage
+        Called in every stage, once for each contiguous range of the parameters that the stage
         trains.
         """
 

@@ -38,8 +38,8 @@ class MetricRule:
     rows: the function that workers call with outputs [B, C] and labels. It returns a value or an
     array for each sample, [B, ...]. None means that workers return the outputs and labels
     themselves.
-    summarise: a function that returns the score of a set. The coordinator passes it what `rows`
-    returned for all samples of the set, at least one.
+    summarise: a function that returns the score of a set. Its argument contains the results of
+    `rows` for all samples of the set, at least one.
     higher: True if a higher score is better.
     """
 
@@ -58,9 +58,9 @@ class Objective:
     metrics: all metrics of this kind of task; the first one is the main metric by default.
     has_ignored: True if labels may be `IGNORED`; means then leave out ignored labels.
     usual_metrics: how many metrics are computed by default, counted from the first one.
-    parts: a function for losses that are means over labels instead of samples, such as tokens. It
-    returns [B, 2] from outputs and labels: the sum of the losses of a sample's labels, and their
-    number. None for means over samples.
+    parts: None if the loss is a mean over samples. If it is a mean over labels, such as tokens, a
+    function from outputs and labels to [B, 2]: the sum of the losses of a sample's labels, and the
+    number of these labels.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -98,10 +98,10 @@ class Objective:
 
 # ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of a batch's losses; labels with the value `IGNORED` do not count.
+    """Return the mean of a batch's losses without ignored labels; 0 if all labels are ignored.
 
-    A loss counts if its label counts. The loss of a sample counts if at least one of its labels
-    counts. The result is 0 if no label counts.
+    An ignored label has the value `IGNORED`. A loss of a sample is left out if all labels of the
+    sample are ignored.
     values: a loss for each label, with the shape of `labels`, or for each sample, [B] or [B, ...].
     labels: [B, ...].
     """
@@ -113,11 +113,11 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's mean loss, [B]; labels with the value `IGNORED` do not count.
+    """Return each sample's mean loss [B] over its labels that are not `IGNORED`.
 
-    The mean is 0 for a sample without a label that counts.
-    values: a loss for each label, with the shape of `labels`. Or losses of samples, [B] or [B,
-    ...], which always count.
+    The mean is 0 if all labels of a sample are ignored.
+    values: a loss for each label, with the shape of `labels`. If the shape is another one, [B] or
+    [B, ...], these are losses of samples, and labels are not used.
     labels: [B, ...].
     """
     if values.shape != labels.shape:

@@ -176,10 +176,11 @@ class SelectionView:
         return self.estimate_seconds()[self.clients]
 
     def sending_seconds(self, clients: Sequence[int] | np.ndarray) -> Floats:
-        """Return the part of `expected_seconds` in which each client sends its update.
+        """Return the virtual seconds that each client needs to send its update.
 
-        clients: the numbers of clients. The result is float64, with a value for each of them. All
-        values are 0 if the fleet knows only the duration of a whole job, and not of its parts.
+        They are a part of `expected_seconds`. The result is float64, with a value for each client.
+        All values are 0 if the fleet only knows the duration of a whole job.
+        clients: the numbers of clients.
         """
         return self.estimate_sending([int(client) for client in clients])
 
@@ -270,8 +271,6 @@ class Random(Selection):
     """Choose clients uniformly at random."""
 
     def select(self, view: SelectionView) -> Sequence[int] | np.ndarray:
-        """Draw `view.count` clients without replacement, all with the same probability.
-
-        The planner does not call this function: it makes the same draw in less time.
-        """
+        """Draw `view.count` clients without replacement, all with the same probability."""
+        # The planner makes the same draw in less time, and does not call this function.
         return view.draw(view.count)

@@ -25,8 +25,8 @@ class Aggregation:
     updates: what the clients sent. The order is that of the planner, and does not depend on the
     workers.
     deltas: for each update the trained minus the received parameters, [layout.shared], on the CPU.
-    To have them, a method must override `weigh` or `combine`, or call `Setup.read_updates` or
-    `Setup.change_updates`. If no method of the run does, `deltas` is empty.
+    It is empty unless a method of the run overrides `weigh` or `combine`, or calls
+    `Setup.read_updates` or `Setup.change_updates`.
     weights: a weight for each update, not normalised.
     staleness: for each update, the number of aggregations between its base version and the current
     version.
@@ -142,14 +142,14 @@ class ServerView:
     def sample_counts(self) -> np.ndarray:
         """The number of training samples of each client: int64 [clients].
 
-        If the topology has several replicas, clients of other replicas have 0 here. All clients
-        are counted if each client stores its own replica, as with gossip.
+        Clients of other replicas have 0 here. The only exception is a topology in which each client
+        stores its own replica, such as gossip: all clients then have their numbers.
         """
         return self._server.counts  # type: ignore[no-any-return]
 
     @property
     def clients_with_samples(self) -> int:
-        """The number of clients with training samples, by `sample_counts`."""
+        """The number of clients whose entry in `sample_counts` is above 0."""
         return self._server.able  # type: ignore[no-any-return]
 
     @property
@@ -189,8 +189,8 @@ class ServerView:
     def sample_ends(self) -> np.ndarray:
         """The cumulative shares of training samples: float64 [clients_with_samples].
 
-        Only the clients with training samples by `sample_counts` are used, in the order of their
-        numbers. Entry k is the share of all samples that the first k + 1 of these clients have.
+        Entry k is the share of all samples that the first k + 1 clients have. Clients whose entry
+        in `sample_counts` is 0 are left out.
         """
         return self._server.sample_ends  # type: ignore[no-any-return]
 

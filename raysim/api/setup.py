@@ -111,9 +111,9 @@ class RoundWarning:
 class MethodDeclaration:
     """Everything that one method declared in `setup`.
 
-    A function of `Setup` fills each attribute, and its docstring explains the values. Usually both
-    names are equal or similar: `Setup.client_state` fills `client_state`, and `Setup.draw` fills
-    `draws`. These attributes have other names:
+    Each attribute is filled by a function of `Setup`, whose docstring explains the values. Usually
+    the attribute and the function have similar names: `Setup.client_state` fills `client_state`,
+    and `Setup.draw` fills `draws`. These attributes have other names:
 
     method: the name of the method.
     contribute, assemble: the functions `client` and `server` that were passed to `Setup.gather`.
@@ -186,8 +186,8 @@ class MethodDeclaration:
     def sees_updates(self) -> bool:
         """Return True if the server can learn more about clients than their mean update.
 
-        Declarations and hooks that show more are `Setup.upload`, `Setup.gather`, `weigh` and
-        `absorb`. The hook `step` shows more only if it does not replace the server's step with
+        This is true if the method calls `Setup.upload` or `Setup.gather`, or overrides `weigh` or
+        `absorb`. It is also true if the method overrides `step` and does not declare
         `Setup.owns("step")`.
         """
         if self.contribute is not None or self.uploads:
@@ -479,8 +479,9 @@ class Setup:
     ) -> None:
         """Count fewer floats of the model for jobs whose clients do not need the whole model.
 
-        down(job), up(job): the number of floats of the model that the job's client does not receive
-        and does not send. The method must make sure that the job does not use them.
+        down(job) returns how many floats of the model the job's client does not receive. up(job)
+        returns how many floats of the model it does not send. The method must make sure that the
+        job does not use them.
         """
         self.declared.omissions.append(Omission(down, up))
 
@@ -496,10 +497,10 @@ class Setup:
         The server reads the tensors of all clients with `aggregation.uploads(name)`.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
-        planned: None if the size is always `floats`. If the size is known only after training: a
-        function that returns the expected size in floats. Its argument is the number of floats that
-        the job receives from this method in tensors sent with `varies=True`. Virtual time uses the
-        expected size, or `floats` in version 0. Traffic counts the real size.
+        planned: None if the size is always `floats`. Otherwise, a function that estimates the size
+        before training, in floats. Its argument is the number of floats that the job receives from
+        this method in tensors sent with `varies=True`. Virtual time uses the estimate, or `floats`
+        in version 0. Traffic counts the real size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -533,11 +534,11 @@ class Setup:
         self.declared.compressor = compressor
 
     def zeros(self, at: int | ServerView = 0) -> Tensor:
-        """Return zeros [layout.trained], for use as the argument `initial`: `initial=run.zeros`.
+        """Return zeros [layout.trained]. Pass this function itself as the argument `initial`.
 
-        raysim calls this function for client state and server state.
-        at: for client state, a number of samples: the zeros are then on the CPU. For server state,
-        the server: the zeros then have the device and the dtype of its parameters.
+        at: the argument with which raysim calls `initial`. For client state it is a number of
+        samples, and the zeros are on the CPU. For server state it is the server, and the zeros have
+        the device and the dtype of its parameters.
         """
         if isinstance(at, int):
             return torch.zeros(self.layout.trained)
@@ -603,8 +604,9 @@ class Setup:
         """Set the stages of the step on each batch; only one method of a list may do so.
 
         stages: the stages of every step, in order. If steps have different stages, pass a function
-        of the job's plan. It returns a list with the stages of step 0, of step 1, and so on; after
-        its end the list is repeated. At most one stage of a step has the task loss.
+        of the job's plan. It returns a list with the stages of step 0, of step 1, and so on. If the
+        job has more steps than the list, the list is repeated. At most one stage of a step has the
+        task loss.
         """
         self.declared.stages = stages if callable(stages) else lambda plan: (tuple(stages),)
 
@@ -638,7 +640,11 @@ class Setup:
         self.declared.correction = kind
 
     def targets(self, kind: Targets) -> None:
-        """Declare that the method makes labels "soft", or that it needs "integer" labels."""
+        """Declare which labels the method makes or needs.
+
+        kind: "soft" if the method turns labels into probabilities of the classes. "integer" if the
+        method needs class numbers as labels. These two kinds of methods cannot be combined.
+        """
         self.declared.targets = kind
 
     def owns(self, *hooks: Literal["loss", "step"]) -> None:
@@ -669,7 +675,7 @@ class Setup:
     def finetune(self, how: Finetune) -> None:
         """Fine-tune clients' models before they are scored; only one method of a list may do so.
 
-        how: replaces the settings `evaluate.finetune`.
+        how: the settings to use instead of `evaluate.finetune`.
         """
         self.declared.finetune = how
 

@@ -127,7 +127,8 @@ class ClusterView:
 class ClusterRule:
     """A rule that moves clients from one replica to another, depending on their updates.
 
-    It is made before the run and does not change; it remembers only arrays (`state`).
+    The rule must not change its attributes during a run. It stores everything that it must remember
+    in the arrays `ClusterView.state`.
     """
 
     def state(self, clients: int, floats: int) -> dict[str, np.ndarray]:
@@ -165,14 +166,15 @@ class Network:
 
     own_schedules: True if each replica has its own schedule for its clients. With False one
     schedule serves all clients, and an aggregation may have updates for several replicas.
-    on_clients: True if each client stores its replica. Then only the replicas with updates in an
-    aggregation exchange, and jobs do not send and receive the model.
-    client_floats: [clients], with `on_clients`: how many floats each client sends to other clients
-    in an exchange. It receives as many. None without `on_clients`.
+    on_clients: True if each client stores its replica. Jobs then do not send or receive the model.
+    Only replicas that have an update in the aggregation take part in an exchange.
+    client_floats: [clients], the number of floats that each client sends to other clients in an
+    exchange. Each client receives the same number. None unless `on_clients` is True.
     pairwise: True if replicas exchange in pairs. Each replica with updates in the aggregation draws
     a neighbour, and both become the mean of the two.
     seed: the seed of the draws of neighbours.
-    mixes_first: True if replicas exchange before the updates of the aggregation are added to them.
+    mixes_first: True if an exchange happens before the updates of the aggregation are added to the
+    replicas.
 
     chosen_by_loss: True if each job receives all replicas, and its client trains the one with the
     smallest loss on its training samples. All replicas except the first then start from new random
@@ -415,8 +417,8 @@ def _shorten(replicas: Sequence[int]) -> str:
 class Topology:
     """A rule that decides the replicas of a run and their exchanges; override `connect`.
 
-    It is made before the run and does not change. Draw random numbers from
-    `raysim.primitives.streams.stream(federation.seed, NAME)` with a name of your own.
+    The rule must not change its attributes during a run. Draw random numbers from
+    `raysim.primitives.streams.stream(federation.seed, NAME)`, where you choose the text NAME.
     """
 
     def connect(self, federation: Federation) -> Network:

@@ -50,10 +50,10 @@ def check_initial(make: Make) -> None:
 def _initial(make: Make, global_seed: int) -> dict[str, np.ndarray]:
     """Return the initial parameters of a learner, by name.
 
-    The global random generators of Python and NumPy are seeded first. A learner whose parameters
-    are not tensors has one array, "bytes".
+    If the parameters are bytes, the result is one array with the name "bytes".
     make: function that returns the run. Each call makes a new learner.
-    global_seed: the seed of the global random generators.
+    global_seed: the number with which the global random generators of Python and NumPy are seeded
+    first.
     """
     random.seed(global_seed)
     np.random.seed(global_seed)  # noqa: NPY002

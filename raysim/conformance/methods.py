@@ -75,9 +75,10 @@ def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], ob
 
 
 def check_arguments(method: Method) -> None:
-    """Check that the method has a name, and that none of its arguments has a hook's name.
+    """Check that the method has a name, and that no argument has the same name as a hook.
 
-    Arguments are those of the constructor. Each must be stored as an attribute of the same name.
+    These are the arguments of the constructor, which must store each of them as an attribute of the
+    same name.
     """
     assert isinstance(getattr(method, "name", None), str), f"{type(method).__name__} has no name"
     taken = parameters(method).keys() & {*HOOKS}

@@ -58,8 +58,7 @@ _arrays_by_digest: dict[str, StoredArrays] = {}
 class Arrays(Source):
     """A source of arrays that `store_arrays` stored in the cache of this machine.
 
-    digest: the checksum of the arrays. Only the process that calls `store_arrays` has the arrays in
-    memory. Other processes read the data set that `store_arrays` wrote into the cache.
+    digest: the checksum of the arrays, by which their data set is found in the cache.
     """
 
     digest: str = ""
@@ -185,9 +184,10 @@ def _split_halves(data: object) -> tuple[object, object]:
 def _read_half(
     part: object, name: str, kind: Kind | None, fields: list[tuple[InputField, ...]]
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
-    """Return the inputs, the labels and, if there are any, the users of one half of the data.
+    """Return the inputs, the labels and, if there are any, the users of training or test data.
 
-    Also append to `fields` a description of each input; () if samples have only one input.
+    Also append to `fields` a tuple with the description of each input. The tuple is empty if
+    samples have only one input.
     part: the training data or the test data, as the user passed them.
     name: "train" or "test", for errors.
     kind: `data.kind`, which decides what lists of labels mean; None if the user did not set it.
@@ -309,12 +309,13 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """Return labels that are dictionaries or lists of labels, one entry for each sample.
 
-    Return None for all other labels: numbers, text, and lists that are the rows of an array. Lists
-    are rows in these cases:
+    Return None for numbers, for text, and for lists that are the rows of an array. Lists are the
+    rows of an array in these cases:
     - `kind` is "positions".
     - The lists contain a value that is neither an integer nor text.
-    - Each list has one item, or all are lists of integers of the same length. With `kind`
-      "multilabel" all integers must also be 0 or 1.
+    - Each list has one item.
+    - All items are integers, and all lists have the same length.
+    With `kind` "multilabel", the last two cases also need that all items are 0 or 1.
 
     column: the labels that were passed from Python.
     kind: `data.kind`; None if the user did not set it.

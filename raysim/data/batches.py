@@ -64,17 +64,17 @@ class Pipeline:
     def augment_images(self, images: Tensor, rng: np.random.Generator) -> Tensor:
         """Augment each image independently; images and result are uint8 [B, c, h, w].
 
-        Only the augmentations in `augment` are made and draw random numbers, in this order:
+        The augmentations in `augment` are applied in this order. The others draw no random numbers.
         - resized_crop: four numbers in [0, 1) for each of `TRIES` rectangles, see `crop_boxes`.
-        - crop: the vertical offset, then the horizontal one, from 0 to 2 `crop_padding` pixels.
+        - crop: a vertical and a horizontal offset, each from 0 to 2 * `crop_padding` pixels.
         - flip: an image is mirrored with probability 1/2.
         - rotate: an angle from -`rotate_degrees` to `rotate_degrees`. A pixel of the result is the
           nearest pixel of the image, and 0 outside of the image.
         - jitter: factors of brightness, contrast and saturation from 1 - `jitter` to 1 + `jitter`;
           then a shift of the hue by up to `jitter` of the colour circle in either direction.
         - grey: an image turns grey with the probability `grey`.
-        Images of one channel draw the same numbers as images of three.
         """
+        # Images of one channel draw the same random numbers as images of three channels.
         if "resized_crop" in self.augment:
             uniforms = rng.random((4, TRIES, len(images)))
             height, width = images.shape[2:]

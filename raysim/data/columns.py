@@ -101,8 +101,8 @@ def find_inputs(
     known: the columns of labels, users and domains.
     place: the name of the table in errors.
     are_separate: True if each column is a separate input.
-    Raise ValueError if `columns` is None and there is no column for the input, or if the columns
-    cannot be one input together.
+    If `columns` is None, raise ValueError if no column is left for the input. Also raise it if
+    several columns would be one input but are not all columns of numbers.
     """
     if columns is not None:
         return columns, []
@@ -468,12 +468,12 @@ def group_values(
 
 
 def are_compatible(one: pa.DataType, other: pa.DataType, separate_floats: bool) -> bool:
-    """Return True if labels of two files can be concatenated, to judge by the columns' types.
+    """Return True if the labels of two files have types that can be concatenated.
 
-    Lists cannot follow single values, and text cannot follow numbers.
+    Lists cannot be concatenated with single values, and text cannot be concatenated with numbers.
     one, other: the type of the column of labels in each file.
-    separate_floats: True if floats cannot follow integers, because integers are numbers of classes
-    and floats are values.
+    separate_floats: True if floats cannot be concatenated with integers, because integers are
+    classes.
     """
     if _is_list(one) != _is_list(other):
         return False
@@ -536,7 +536,7 @@ def spread_test_rows(
     """Return which samples are for testing: bool [n], a share of each class of each user.
 
     The chosen samples are evenly spread over the samples of a class and user. If labels are not one
-    class per sample, only users matter. Samples without a class are never chosen.
+    class per sample, the share is taken from each user. Samples without a class are never chosen.
     labels: the labels of all samples.
     users: the user of each sample; None if the samples have no users.
     fraction: the share of samples that is for testing.

@@ -35,8 +35,8 @@ class _Corpus(Source):
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
     packing: True joins the documents of a user before they are cut into rows; with False each
     document begins a new row.
-    test_fraction: the share of the tokens of each document that is for testing. These are its last
-    tokens. If there are test files, only they are for testing.
+    test_fraction: the share of each document's tokens that is for testing, taken from the end of
+    the document. It is not used if there are test files.
     """
 
     length: int = 128

@@ -74,10 +74,7 @@ class Samples:
 
 
 class Dataset:
-    """A memory-mapped data set; its arrays are read-only views of the file.
-
-    Pickling sends only the path.
-    """
+    """A memory-mapped data set; its arrays are read-only views of the file."""
 
     def __init__(self, path: str | Path) -> None:
         """Open the file, and verify its checksum the first time on each machine.
@@ -300,10 +297,10 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
 
 
 def _verification_record(path: Path) -> tuple[Path, str]:
-    """Return the path and the content of the record that this machine verified a data set.
+    """Return the path and the content of a file which shows that a data set was verified.
 
-    The record is a small file. It is out of date if its content differs from the returned one,
-    which changes when the data set's file changes.
+    This machine has verified the data set if the file exists and has this content. The content
+    changes when the data set's file changes.
     path: the file of the data set.
     """
     stat = path.stat()

@@ -33,7 +33,6 @@ CHANNEL_COUNTS = (1, 3, 4)  # of images
 class FederatedData:
     """The data that a run trains and evaluates on.
 
-    Pickling stores a path and a few integer arrays.
     dataset_path: the file of the data set.
     partition: the rows of each client.
     central: the rows of the central test set.
@@ -116,7 +115,7 @@ def federate(source: Source, partitioner: Partitioner, seed: int) -> FederatedDa
 
 
 def _labelled_rows(dataset: Dataset, rows: Ints) -> Ints:
-    """Return the rows of `rows` whose sample in the data set has a label."""
+    """Return the row numbers in `rows` whose samples have a label."""
     if not dataset.has_unlabelled:
         return rows
     labelled: Ints = rows[dataset.labels[rows] != IGNORED]

@@ -1,4 +1,4 @@
-"""Read pictures from folders: one per class, or one per domain with a folder per class."""
+"""Read pictures from folders root/class/ or root/domain/class/."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ def store_lists(
 def is_lists_of_rows(part: object) -> bool:
     """Return True if a partition is given as lists of rows, False if it is given as settings.
 
-    Lists and tuples are lists of rows. A dictionary is lists of rows if it is not empty, and all
-    its values are lists or arrays, or none of its keys is text.
+    Lists and tuples are always lists of rows. A dictionary is lists of rows if all its values are
+    lists or arrays, or if no key is text. An empty dictionary is settings.
     part: the argument `partition` of `raysim.run`.
     """
     if isinstance(part, Mapping):

@@ -80,10 +80,11 @@ def are_strips(folder: Path) -> bool:
 def _strip_files(folder: Path, split: str) -> list[Path]:
     """Return the picture files of a split in the order of their numbers.
 
-    If there are none, return the path that the first file should have, so that errors name it.
+    If there are none, return the path that the first file should have.
     folder: the folder of the files.
     split: "train" or "test".
     """
+    # The path of a missing file is returned for the error that names it.
     return sorted(folder.glob(f"{split}-[0-9]*.*")) or [folder / f"{split}-000.png"]
 
 

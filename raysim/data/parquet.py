@@ -66,12 +66,13 @@ class Parquet(TableSource):
     root: one such folder, a list of such folders, or a folder that contains them. If there are
     several folders, each one is a domain with the name of the folder.
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
-    Face stores them. With `columns` it is not read.
-    label: the column of labels. If it is None, the column is `label_column`, or a column with a
-    usual name such as "y".
-    user: the column of users; each user is a domain. If it is None, the column is `domain_column`,
-    or a column with a usual name such as "client".
-    label_column, domain_column: other settings for the columns of labels and of users.
+    Face stores them. It is not used if `columns` is set.
+    label: the column of labels; None uses `label_column`.
+    label_column: the column of labels if `label` is None. If it is "label" and there is no such
+    column, a column with another usual name such as "y" is used.
+    user: the column of users, each of which is a domain; None uses `domain_column`.
+    domain_column: the column of users if `user` is None. If there is no such column, a column with
+    a usual name such as "client" is used.
     test_fraction: the share of samples that is for testing, in folders without test.parquet. It is
     taken from each class of each domain. None means that every folder must have test.parquet.
     """
@@ -159,7 +160,8 @@ class Parquet(TableSource):
     def _read_documents(self, folders: list[Path]) -> Raw:
         """Return the samples of files in which each row is a document.
 
-        If no column has users, each of several folders is a user.
+        If there is no column of users but several folders, the documents of a folder belong to one
+        user.
         """
         names = _read_schema(split_files(folders[0], "train")[0]).names
         user: str | None = self.user or self.domain_column

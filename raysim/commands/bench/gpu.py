@@ -297,10 +297,10 @@ def _largest_difference(values: np.ndarray, expected: np.ndarray) -> float:
 def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[ResultRow]:
     """Compare a method's results with a reference; yield a row for each mode and each dtype.
 
-    The reference is the same run on the CPU, one client at a time and without CUDA graphs. If the
-    model draws random numbers in its steps, this run is on the device itself. In a row, "distance"
-    is the largest difference from the reference, divided by the largest change of a parameter in
-    the run. "allowed" is the largest distance that is allowed.
+    The reference is the same run on the CPU, one client at a time and without CUDA graphs. For a
+    model that draws random numbers in its steps, the reference run uses the measured device
+    instead. In a row, "distance" is the largest difference from the reference, divided by the
+    largest change of a parameter in the run. "allowed" is the largest allowed distance.
 
     name: the method's name.
     make: the class of the method; None stands for FedAvg.
@@ -513,7 +513,7 @@ def raysim_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultR
 
 @contextmanager
 def _default_algorithms() -> Iterator[None]:
-    """Use PyTorch's default algorithms inside this context; workers use deterministic ones."""
+    """Use PyTorch's default algorithms inside `with`, instead of deterministic ones."""
     cudnn = torch.backends.cudnn
     mode = torch.get_deterministic_debug_mode()
     before = cudnn.deterministic, cudnn.allow_tf32

@@ -1,7 +1,7 @@
 """Measure the time of each method's local step compared with FedAvg: `raysim bench steps`.
 
 The benchmark measures a method and FedAvg alternately in one process, and reports the median ratio
-of the two times. For FRAug, FedBN takes the place of FedAvg.
+of the two times. Only FRAug is compared with FedBN instead of FedAvg.
 
 Each method has a limit for this ratio. It is the ratio of the costs of all forward and backward
 passes, plus a few percent. A forward pass costs 1, and a backward pass 2.
@@ -80,8 +80,8 @@ class StepCost:
     """The time of a method's local step, compared with its reference, usually FedAvg.
 
     method: the name of the method.
-    seconds: the seconds of one local step, the median over blocks. For FedBSS, it is instead the
-    time of all jobs of a measured run.
+    seconds: the seconds of one local step, the median over blocks. For FedBSS, the seconds of all
+    jobs of a run, the median over blocks.
     ratio: the median of `ratios`.
     ratios: for each block, the method's seconds divided by those of the reference.
     limit: the largest ratio that raysim promises; None if it promises none.
@@ -177,9 +177,9 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 
 
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
-    """Measure each method against FedAvg, but FRAug against FedBN.
+    """Measure the local steps of each method, compared with FedAvg or, for FRAug, with FedBN.
 
-    FedBSS is measured against FedAvg doing the same work, see `fedbss_and_its_parts`.
+    For FedBSS, FedAvg does the same work as FedBSS; see `fedbss_and_its_parts`.
     blocks: how often each method and its reference are measured, one after another.
     say: function that gets a line after each block.
     """

@@ -9,8 +9,9 @@ client:
 - `client_behave_trace`: "active" and "inactive" are lists of seconds. A client is available from
   active[i] to inactive[i], and the times repeat after "finish_time" seconds.
 
-The clients of the two files are not the same. The trace has the clients of `client_behave_trace`.
-Client i of them gets device i of the other file, which starts again at its end.
+The two files describe different clients. The trace has the clients of `client_behave_trace`. Client
+i gets the capacity of client i in `client_device_capacity`. If this file has fewer clients, its
+clients are used again from the first one on.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None
 def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], list[RunScores]]:
     """Read the finished runs; return the names of the metrics, and the scores of all runs.
 
-    metrics: the names of the metrics; without names, those of `_usual_metrics` are taken.
+    metrics: the names of the metrics; () uses the names that `_usual_metrics` returns.
     """
     results = []
     for run in study.runs:

@@ -58,7 +58,8 @@ class RunEnd:
 def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
     """Build every run of a study, so that errors are found before the first run starts.
 
-    Nothing is written. Return the study; its runs now have the fields `is_finished` and `warnings`.
+    Nothing is written. Return a copy of the study, in which the fields `config`, `is_finished`
+    and `warnings` of each run are up to date.
     allow: the packages whose classes the options use.
     parallel: the number of runs at a time.
     Raise `RefusedError` for the first run whose settings are impossible, or that cannot be

@@ -190,9 +190,10 @@ class JobCommand:
     def entrypoint(self) -> str:
         """Return the command line for the cluster's shell.
 
-        `runtime=cluster` is added if the command has no `runtime=` and starts something new. The
-        plan of a continued study or sweep has its runtime.
+        `runtime=cluster` is added if the command has no `runtime=`. It is not added to a command
+        that continues a study or a sweep.
         """
+        # The stored plan of a study or a sweep that is continued has its runtime.
         continues = "resume" in self.settings and self.words[0] != "run"
         joins = [] if continues or "runtime" in self.settings else ["runtime=cluster"]
         # Overrides come first: argparse takes no more of them after a flag.

@@ -72,8 +72,8 @@ class SweepOptions:
     better ones (population-based training).
     trials: the number of settings to try (null: all of a grid, else 16).
     metric: the column of the history whose last value compares trials. null takes the main metric,
-    usually accuracy, on validation samples if all trials have them. Otherwise it takes the main
-    metric on the central test set, or on the clients' test sets if there is no central one.
+    usually accuracy. It is measured on validation samples if all trials have them, else on the
+    central test set, else on the clients' test sets.
     mode: max or min (null: min for losses, and for metrics for which a lower score is better, else
     max).
     seeds: the number of runs of each setting. Trials are compared by the means of their runs.
@@ -207,9 +207,9 @@ class SweepPlan:
         return self.options.trials or DEFAULT_TRIALS
 
     def samples(self) -> list[Point]:
-        """Return a few settings to check before the sweep whether all searched values are possible.
+        """Return a few settings that together contain all searched values, to check them first.
 
-        Each listed value, each end of an interval, and each combination of options is in one of
+        Each listed value, each end of an interval, and each combination of options occurs in one of
         them.
         """
         corners = corner_points(self.space)

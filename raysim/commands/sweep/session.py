@@ -96,9 +96,8 @@ def sweep(
 def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
     """Build a few runs of a sweep, so that impossible values are found before the search.
 
-    `SweepPlan.samples` chooses them: together they have each listed value and the ends of each
-    interval.
-    Return the built runs. Raise `RefusedError` if one of them is impossible.
+    The runs have the settings of `SweepPlan.samples`. Raise `RefusedError` if one of them is
+    impossible.
     """
     if plan.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
         raise RefusedError(

@@ -1,7 +1,6 @@
 """Search with Ray Tune; each trial is a process.
 
-Tune decides when a trial starts, stops, or continues from the checkpoint of another trial. The
-process of the sweep keeps the results, and does not read Tune's own files again.
+Tune decides when a trial starts, stops, or continues from the checkpoint of another trial.
 
 If a sweep is continued, Tune gets all trials again. Trials that had ended report their stored
 results once more, so that the search algorithm and the scheduler know them. All other trials

@@ -1,4 +1,4 @@
-"""A model: you write the feature extractor, raysim adds a linear layer to the classes."""
+"""A model: you write the feature extractor, and raysim adds a linear layer as its head."""
 
 from __future__ import annotations
 
