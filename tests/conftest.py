@@ -105,9 +105,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_existing_objects() -> None:
-    """Let the garbage collector skip all objects that exist before a test module starts.
+    """Exclude all objects that exist before a test module starts from garbage collection.
 
-    Most of them belong to libraries.
+    Most of these objects belong to libraries, and collections are faster without them.
     """
     gc.set_threshold(20_000, 20, 50)  # composing a configuration starts a dozen collections
     gc.collect()
@@ -116,13 +116,10 @@ def freeze_existing_objects() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Remove the folder of built data sets, and end a process of pytest-xdist at once.
-
-    A normal end of the process takes seconds, because Python frees all objects.
-    """
+    """Remove the folder of built data sets. Then end this process if pytest-xdist started it."""
     shutil.rmtree(os.environ["RAYSIM_CACHE"], ignore_errors=True)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        os._exit(0)
+        os._exit(0)  # a normal end takes seconds, because Python frees all objects
     gc.unfreeze()  # the last collection frees all objects in the order that libraries expect
 
 

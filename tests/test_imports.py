@@ -70,7 +70,7 @@ def test_optional_packages_are_imported_only_in_listed_files(
 
 
 def import_circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
-    """Return the sets of modules that import each other, directly or through others of the set."""
+    """Return the import cycles, each as the set of its modules."""
     reachable = {module: set(imported) for module, imported in imports.items()}
     for between in imports:
         for module in imports:
@@ -98,7 +98,7 @@ def test_search_finds_direct_and_indirect_import_cycles() -> None:
 
 
 def test_modules_have_no_import_cycles() -> None:
-    """Imports for type checkers and imports inside functions count."""
+    """Imports inside functions and under `TYPE_CHECKING` are included in the search."""
     graph = grimp.build_graph("raysim", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert {"raysim.simulation.coordinator"} < imports.keys()

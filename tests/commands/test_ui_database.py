@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def rows(first: int, last: int) -> list[Row]:
-    """Return rows of a history, both ends included."""
+    """Return rows of a history: from round `first` to the round before `last`."""
     return [{"round": n, "wall_seconds": float(n), "accuracy": n / 10} for n in range(first, last)]
 
 
@@ -33,7 +33,7 @@ def begin(folder: Path, earlier: int = 0, parent: Path | None = None) -> StoredT
     """Start the tracker of a run.
 
     folder: the folder of the run.
-    earlier: the number of rounds that the run has made before, as a resumed run.
+    earlier: the number of rounds before the run was resumed; 0 for a new run.
     parent: the folder of the study to which the run belongs; None for a run without a study.
     """
     folder.mkdir(parents=True, exist_ok=True)

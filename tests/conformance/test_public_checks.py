@@ -222,9 +222,9 @@ def users_method(**attributes: Any) -> Method:
 
 
 def failed_in_runs(method: Method) -> dict[str, str]:
-    """Return the messages of failed checks in short runs, without the check of pickling.
+    """Map the names of failed checks to their messages, for a method of a local class.
 
-    A class that a function defines cannot be pickled.
+    The check that the method can be pickled is left out, because local classes cannot be pickled.
     """
     messages = failed_checks(method, ROUNDS)
     messages.pop("a file can hold it", None)

@@ -1,4 +1,4 @@
-"""Define settings of small runs in this process, for tests of data."""
+"""Define the settings of quick runs that test data sets."""
 
 from typing import Any
 

@@ -25,7 +25,7 @@ from raysim.primitives.kinds import Kind
 
 
 class InputsOfTest(Source):
-    """A source of the inputs that a test sets, with labels 0 and 1 in turn."""
+    """A source with inputs that a test sets. The labels alternate between 0 and 1."""
 
     inputs: NDArray[Any]
 
@@ -320,10 +320,10 @@ def test_leaf_reads_numeric_inputs(tmp_path: Path) -> None:
 
 
 def write_users(folder: Path, x: Any, y: Any) -> Path:
-    """Write files in LEAF's format with four samples of each of the users "a" and "b".
+    """Write files in LEAF's format. The users "a" and "b" have four samples each, from 0 to 3.
 
-    x: function that returns the input of a sample from the user and the number of the sample.
-    y: function that returns the label of a sample from its number.
+    x(user, sample): the input of this sample.
+    y(sample): the label of this sample.
     """
     for split in ("train", "test"):
         (folder / split).mkdir(parents=True)

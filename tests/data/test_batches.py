@@ -1,4 +1,4 @@
-"""Test the batches of training: exact normalisation, and augmentation from one random stream."""
+"""Test the normalisation and the augmentation of training batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Test random resized crops.
 
-Their boxes follow torchvision's rules. A box is resized without pixels from outside of it.
+The boxes are drawn by torchvision's rules. A resized crop depends only on the pixels in its box.
 """
 
 from __future__ import annotations

@@ -108,13 +108,13 @@ def test_error_mentions_the_damaged_data_file(cache: Path) -> None:
         Dataset(path)
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, position: int) -> None:
     """Invert the bits of one byte of a file.
 
-    place: the position of the byte.
+    position: the position of the byte in the file.
     """
     content = bytearray(path.read_bytes())
-    content[place] ^= 0xFF
+    content[position] ^= 0xFF
     path.write_bytes(content)
 
 

@@ -299,10 +299,11 @@ def test_parquet_domain_that_has_only_test_samples_is_listed_last(tmp_path: Path
 def write_labels(
     folder: Path, train: object, test: object = None, names: list[str] | None = None
 ) -> Parquet:
-    """Write Parquet files with one numeric input "x" and these labels; return their source.
+    """Write two Parquet files with an input "x" and a label; return a source that reads them.
 
-    train, test: the labels; None takes the training labels for the test samples, too.
-    names: the names of the classes in the files' metadata; None writes none.
+    train: the labels of the training samples.
+    test: the labels of the test samples; None means the same labels as for training.
+    names: the names of the classes in the files' metadata; None means no names.
     """
     for split, labels in (("train", train), ("test", train if test is None else test)):
         table = pa.table({"x": np.arange(float(len(labels))), "label": labels})
@@ -561,10 +562,11 @@ def test_pictures_of_more_than_eight_bits_are_rejected(tmp_path: Path) -> None:
 
 
 # ---- data sets by name ---------------------------------------------------------------------------
-def forms(root: Path) -> list[np.ndarray]:
-    """Write one set of two classes and four images as strips, Parquet files and pictures.
+def write_formats(root: Path) -> list[np.ndarray]:
+    """Write the same data set three times: as strips, as Parquet files and as pictures.
 
-    Return the four images, first the two for training.
+    It has two training images and two test images of two classes. Return the four images in this
+    order.
     """
     images = list(write_strips(root / "strips/Office-Home", rows=(2, 2), classes=["a", "b"]))
     names = {"class_names": json.dumps(["a", "b"])}
@@ -577,7 +579,7 @@ def forms(root: Path) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("form", ["strips", "parquet", "pictures"])
 def test_stored_data_set_is_equal_in_every_file_format(form: str, tmp_path: Path) -> None:
-    images = forms(tmp_path)
+    images = write_formats(tmp_path)
     around = Stored(root=str(tmp_path / form), name="OfficeHome").build()
     assert np.array_equal(around.inputs[:, 0], np.stack(images)) and around.labels.tolist() == [
         0,

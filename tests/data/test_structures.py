@@ -49,9 +49,9 @@ def miscounted(outputs: Tensor, targets: list[dict[str, Tensor]]) -> float:
 
 
 class Padded:
-    """A loss that compares an output with the number of boxes.
+    """The squared error of a network that predicts the number of boxes in each target.
 
-    The method `collate` makes the labels of a batch: the number of boxes of each target.
+    `collate` turns the targets of a batch into these numbers.
     """
 
     def collate(self, targets: list[dict[str, Tensor]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Test columns in every type of NumPy, PyTorch, pandas, SciPy and Arrow."""
+"""Test which arrays and columns of NumPy, PyTorch, pandas, SciPy and Arrow can be data."""
 
 from __future__ import annotations
 

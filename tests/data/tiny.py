@@ -1,4 +1,4 @@
-"""Write tiny data sets to disk, in every form that a source reads."""
+"""Write tiny data sets to disk, in several file formats."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def write_strips(
     size: the height and width of an image in pixels.
     channels: 1 for grey images, 3 for RGB.
     rows: the numbers of training images and of test images.
-    classes: the names of the classes, which the images have in turn.
+    classes: the names of the C classes. The classes of the images are 0, 1, ..., C - 1, 0, 1, ...
     per_strip: the largest number of images in a strip.
     """
     folder.mkdir(parents=True, exist_ok=True)

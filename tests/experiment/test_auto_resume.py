@@ -40,7 +40,7 @@ QUICK = [
 
 
 class Waited(Observer):
-    """An observer that counts the events `Waiting` (a worker does not answer)."""
+    """An observer that counts how often a worker does not answer."""
 
     times = 0
 
@@ -50,9 +50,10 @@ class Waited(Observer):
 
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return an empty list; a test appends the rounds after which the run loses a process.
+    """Return an empty list, which says after which rounds a run loses a process.
 
-    Each start of the run removes the first entry. Without an entry, the run loses no process.
+    A test fills the list with one round for each start of the run. Each start removes the first
+    entry. If the list is empty, the run loses no process.
     """
     whole, rounds = inprocess.run, list[int]()
 

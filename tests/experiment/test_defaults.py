@@ -54,9 +54,9 @@ OF_DATA_SETS = {
 
 
 def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return a dictionary with the values of two; nested dictionaries are merged, too.
+    """Return `first` with the values of `second` added. Nested dictionaries are merged, too.
 
-    If both have a key, the result has the value of the second dictionary.
+    If both dictionaries have a key, the result has the value from `second`.
     """
     merged = dict(first)
     for key, value in second.items():

@@ -439,14 +439,14 @@ class Flat(nn.Module):
 
 
 def flat(num_classes: int, width: int = 7) -> nn.Module:
-    """Return a small network. raysim can store this function by its name in this module."""
+    """Return a small network. A run can store this function by its import path."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, num_classes)
     )
 
 
 def passing(num_classes: int, **more: int) -> nn.Module:
-    """Return the network of `flat`, whose argument `width` this function takes as `**more`."""
+    """Return the network of the function `flat`, which gets all keyword arguments in `more`."""
     return flat(num_classes, **more)
 
 

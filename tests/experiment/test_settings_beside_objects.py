@@ -41,7 +41,7 @@ PARTS: dict[str, Any] = {
 
 
 class Wide(nn.Module):
-    """A network with a setting of its own."""
+    """A network of a user, which has the setting `width`."""
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
@@ -49,7 +49,6 @@ class Wide(nn.Module):
         self.fc = nn.Linear(width, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the outputs."""
         outputs: torch.Tensor = self.fc(self.body(x).relu())
         return outputs
 

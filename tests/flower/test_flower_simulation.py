@@ -81,7 +81,7 @@ def test_start_simulation_takes_client_fn_with_optional_arguments():
 class OlderServer(Server):
     """A server whose `fit` returns only a history, as in older versions of Flower.
 
-    `cids` has the names of the clients after `fit`.
+    `fit` also stores the names of the clients in the attribute `cids`.
     """
 
     def fit(self, num_rounds, timeout):

@@ -65,12 +65,11 @@ def arrive(
     bases: dict[int, Tensor] | None = None,
     version: int = -1,
 ) -> None:
-    """Let the server aggregate one update from each of some clients.
+    """Let the server aggregate updates that arrive.
 
-    arrivals: pairs of a client and its update. A number means an update with this value in all
-    entries.
-    bases: maps earlier versions to their vectors. The current version is added to it. None means
-    that there are no earlier versions.
+    arrivals: for each update, its client and its values [WIDTH]. A number means an update with this
+    number in all entries.
+    bases: maps versions to their vectors. This function adds the current version.
     version: the version from which all clients started; -1 means the current version. An earlier
     version must be in `bases`.
     """

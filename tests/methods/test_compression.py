@@ -57,9 +57,9 @@ def test_every_compressor_passes_all_public_checks(compressor: Compressor) -> No
 
 
 def first_step(*methods: Method, **settings: Any) -> tuple[FinishedRun, np.ndarray, list[Any]]:
-    """Run one round; return the run, the server's step and the clients' updates.
+    """Run one round of four clients; return the run, the model's change and the updates.
 
-    The step is the change of the vector, [d]. Each update has a `delta` and its `samples`.
+    The model's change is the shared vector after the round minus the initial one, [d].
     """
     spec = run_spec(*methods)
     spy = Spy(spec)

@@ -126,7 +126,7 @@ class Frozen(Scaffold):
 
 
 class Alone(Mixup):
-    """Mixup whose mixing weight is always 1, so every sample keeps its own inputs and label."""
+    """Mixup with the mixing weight 1, which changes no sample."""
 
     def draw_weights(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
         return torch.ones_like(torch.stack(list(super().draw_weights(job, generator)))).unbind()
@@ -151,7 +151,7 @@ class Row:
     """A method with small settings, and what the tests expect of it.
 
     make: function that returns the method.
-    plain: settings with which the method equals FedAvg, by a text that describes them.
+    plain: settings with which the method equals FedAvg. A key is the description of the settings.
     uploads: the names of the tensors that the method uploads in addition to the update.
     personal: True if parameters stay on the clients.
     private: True if the method has a client state, which must not be in any message.
@@ -508,10 +508,10 @@ WATCHED = [
 class Watched:
     """A run of five rounds whose messages were checked.
 
-    name: a key of `FREIGHT`: the name of a method or of a variant of it. "fedavg" means no method.
+    name: a key of `FREIGHT`, which names a method or a variant of a method; or "fedavg".
     schedule: the schedule of the run.
-    make: function that returns the `RunSpec` of the same run with new methods.
-    seen: the finished run, and what its messages contained.
+    make: function that returns the run's `RunSpec`, with new objects for its methods.
+    seen: the finished run, and the contents of its messages.
     folder: the folder with the run's checkpoint after round 3.
     """
 

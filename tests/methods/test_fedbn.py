@@ -172,9 +172,9 @@ def test_fedbn_clients_start_with_different_personal_tensors_only(scope: Any) ->
 def personalised(
     trained: bool, method: FedBN, model: ModelRecipe = NORMED_MLP
 ) -> tuple[Worker, Mapping[str, Tensor]]:
-    """Call FedBN's hook `personalise` for client 0, which changes the model of a new worker.
+    """Let FedBN's hook `personalise` change the model of a new worker for client 0.
 
-    Return the worker, and copies of the model's tensors before the call, by name.
+    Return two things: the worker, and copies of the unchanged model's tensors, by name.
     trained: True if the client has trained before.
     """
     worker = Worker(study(method, model=model))

@@ -62,8 +62,9 @@ class Watch(Method):
 
     It must be the last method of the list.
     vectors: the initial model, then the model after each step.
-    steps: for each step, the M updates [M, shared], their weights [M] and FedExP's step size.
-    directions: for each step, the direction that the earlier methods of the list have computed.
+    steps: for each step, the updates of the M clients [M, shared], the weights [M] of these updates
+    and FedExP's step size.
+    directions: for each step, the vector that the server adds to the model.
     """
 
     name = "watch"

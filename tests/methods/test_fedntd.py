@@ -13,7 +13,7 @@ from raysim.simulation.fleet import Ideal
 
 
 def shared(steps: int, *methods: Method) -> np.ndarray:
-    """Return the shared vector after two rounds; steps: local steps of each job."""
+    """Return the shared vector after two rounds in which each job makes `steps` local steps."""
     local = Local(lr=0.5, epochs=None, steps=steps, batch=8)
     result = run(run_spec(*methods, local=local), ROUNDS, Ideal(), rounds=2)
     vector: np.ndarray = result.coordinator.server.vector.numpy()

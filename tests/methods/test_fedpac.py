@@ -266,11 +266,11 @@ def train(
     state: ClientState[Tensor] | None = None,
     download: Mapping[str, Tensor] | None = None,
 ) -> Context:
-    """Train one job from the initial values.
+    """Train one job of a client from the initial model.
 
-    turn: the number of the client's earlier jobs.
-    state: the client state from which the job starts; None for the initial state.
-    download: the method's tensors that the server sends, by name; None for none.
+    turn: the number of earlier jobs of this client.
+    state: the client state before the job; None means the initial state.
+    download: the tensors that the server sends for the method, by name; None means no tensors.
     """
     networks, layout = build_networks(worker.spec)
     initial = Vector(networks, layout, torch.device("cpu"), torch.float32)
@@ -418,9 +418,10 @@ def test_fedpac_aligns_nothing_in_the_first_round() -> None:
 
 
 class Alternation(Method):
-    """FedPAC's two phases without the rest of FedPAC.
+    """A method that trains in FedPAC's two phases, and changes nothing else.
 
-    A job trains a private head in the first of three epochs, then the extractor.
+    In the first of a job's three epochs, it trains the client's private head. In the other two, it
+    trains the extractor.
     """
 
     name = "alternation"

@@ -13,9 +13,9 @@ from raysim.methods.fedprox import FedProx
 
 
 def added_gradient(mu: float, stage: Stage) -> list[float]:
-    """Return what FedProx adds to entries 1 to 3 of the gradient, as 3 numbers.
+    """Return the three numbers that FedProx adds to entries 1 to 3 of the gradient.
 
-    All parameters are larger by 2 than at the start of the job.
+    Each parameter is 2 larger than at the start of the job.
     """
     grad, base = torch.zeros(3), torch.arange(6.0)
     ctx: Any = SimpleNamespace(stage=stage, params=base + 2, start=base)

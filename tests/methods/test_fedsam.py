@@ -1,4 +1,4 @@
-"""Test the length of FedSAM's shift of the parameters, in which cases it is made, and its cost."""
+"""Test the shift that FedSAM makes before its second gradient: its length and its cost."""
 
 from __future__ import annotations
 

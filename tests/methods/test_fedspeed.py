@@ -17,7 +17,7 @@ from raysim.simulation.schedule import Synchronous
 
 
 def first_round(*methods: Method) -> dict[int, np.ndarray]:
-    """Return each participant's change of the parameters in round 0."""
+    """Return the update of each client in the first round, without BatchNorm's statistics."""
     study = run_spec(*methods, model=NORMED_MLP)
     spy = Spy(study)
     trained = run_to_end(

@@ -113,7 +113,7 @@ class Half(nn.Module):
 
 
 class Mapped(Method):
-    """A method that has only the network of `Sure`, without noise."""
+    """A method that replaces the model by FedSR's network without noise, and does nothing else."""
 
     name = "fedsr"
     paper = "a test"

@@ -45,7 +45,7 @@ from raysim.training.run_spec import declare_run
 
 
 def small(rounds: int | None = 4, **settings: Any) -> FRAug:
-    """Return the method with a generator of few inputs."""
+    """Return an FRAug whose generator has few inputs, unless `settings` says otherwise."""
     return FRAug(rounds, **({"noise_dim": 6} | settings))
 
 
@@ -167,10 +167,10 @@ def test_fraug_sends_classifier_and_generator_with_its_norm_only_if_shared(norm:
 
 
 class Count(Method):
-    """A method that stores the number of optimizer steps at the end of each job.
+    """A method that counts optimizer steps in two ways at the end of each job.
 
-    `_steps` has the number in the optimizer's state, which counts earlier jobs of the client if
-    optimizers are kept. `_moved` has the number that `LocalJob.moves` returns for this job.
+    `_steps` has the counts from the state of the optimizer, which may include earlier jobs of the
+    client. `_moved` has the counts from `LocalJob.moves`, which include only this job.
     """
 
     name, paper = "count", "a test"

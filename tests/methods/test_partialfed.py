@@ -272,7 +272,10 @@ def test_methods_see_the_mix_of_partialfed_as_the_received_model() -> None:
 
 
 class FirstGradient(Method):
-    """A method that stores the first gradient of a job, as the methods before this one leave it."""
+    """A method that stores the gradient of each job's first step.
+
+    Earlier methods in the list have already changed this gradient.
+    """
 
     name, paper = "first", "a test"
 

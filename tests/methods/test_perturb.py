@@ -1,7 +1,7 @@
 """Test the hook `perturb` with every method.
 
-Both forward passes of a step must see the same batch, masks and statistics. Nothing may change but
-the parameters that the hook moves.
+Both forward passes of a step must use the same batch, dropout masks and BatchNorm statistics. They
+may only differ in the parameters, which the hook moves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Test recorded steps with every method.
 
-A recorded step reads the values of a client only from tensors with fixed addresses. Values are
-copied into these tensors before the step, and no value can be read in Python. On a CPU there is no
-CUDA graph. There, raysim computes the step again under the same rules. A step that uses a Python
-number in place of such a tensor then gives a wrong result.
+A recorded step reads the values of a client only from tensors with fixed addresses. raysim copies
+the values into these tensors before the step. A CPU has no CUDA graphs. Therefore raysim runs the
+Python code of the step again, with the Python values that it had at the recording. If a method uses
+a Python number in place of such a tensor, the result is wrong, as on a GPU.
 """
 
 from __future__ import annotations
@@ -193,9 +193,9 @@ class TestNumbers:
 
 
 class Leaning(Method):
-    """A method that pulls the outputs towards a point.
+    """A method that pulls the outputs of client c towards c / 4.
 
-    Each client receives its own point, and all receive the same strength of the pull.
+    The server sends this number to the client, and the strength of the pull to all clients.
     """
 
     name = "leaning"

@@ -1,6 +1,6 @@
-"""Test that no training step waits for a device's value, so a GPU can run ahead of Python.
+"""Test that no training step makes Python wait for a value from the GPU.
 
-The operations that would wait on a GPU are counted on the CPU.
+The tests run on the CPU, and count the operations that would wait on a GPU.
 """
 
 from __future__ import annotations

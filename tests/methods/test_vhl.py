@@ -125,10 +125,10 @@ def test_padded_image_cropped_at_its_centre_is_unchanged() -> None:
 
 
 def views(method: Vhl) -> Tensor:
-    """Return what a job of 40 steps draws, int64 [40, 4, batch].
+    """Return the random numbers that choose and change virtual images, int64 [40, 4, batch].
 
-    The four rows of a step are the numbers of its virtual images, the two offsets of each crop in
-    pixels, and 1 for each flipped image.
+    They are drawn for a job of 40 steps. The four rows of a step have, for each virtual image: its
+    number in the virtual set, the two offsets of its crop in pixels, and 1 if it is flipped.
     """
     job: Any = SimpleNamespace(plan=SimpleNamespace(steps=40))
     return torch.stack(list(method.draw_views(job, np.random.default_rng(0))))

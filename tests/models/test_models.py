@@ -50,8 +50,8 @@ class Row:
     feature_dim: the length of a sample's feature vector.
     features: the number of parameters of the extractor.
     head: the number of parameters of the head.
-    norms: of the normalisation layers: the number of layers, their types, the number of their
-    parameters, and the number of entries in their buffers.
+    norms: four facts about the normalisation layers: the number of layers, the types of layers, the
+    number of parameters, and the number of entries in buffers.
     mac: millions of multiply-adds for one sample.
     positive: True if no feature is negative.
     light: a smaller input shape for tests that compute outputs; None uses `shape`.

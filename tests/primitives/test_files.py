@@ -1,4 +1,4 @@
-"""Test paths and texts as users write them, and locks."""
+"""Test the removal of secrets from texts, locks of files, and errors for wrong paths."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ def follow(
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return (step, value) pairs by name from TensorBoard's event files.
+    """Read TensorBoard's event files: map each name to its (step, value) pairs.
 
-    Of several values of one step, the last one counts.
+    If a name has several values for one step, the last value is used.
     """
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c

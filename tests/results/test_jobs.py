@@ -1,4 +1,4 @@
-"""Test jobs.parquet: what it has of a run's jobs, and which rows remain when a run is continued."""
+"""Test the table jobs.parquet: its rows and columns, also after a run was continued."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def all_of(rounds: range) -> list[JobRecord]:
 
 @pytest.fixture(params=[1 << 18, 3, 2, 1])
 def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Set the largest number of rows of a file of the table; return it."""
+    """Limit the number of rows in each file of the table, and return this limit."""
     monkeypatch.setattr(jobs_file, "_FILE_ROWS", request.param)
     return int(request.param)
 

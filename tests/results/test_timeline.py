@@ -22,10 +22,10 @@ pytestmark = pytest.mark.pictures
 
 
 def make_jobs(*jobs: tuple[int, float, float, str, int]) -> Jobs:
-    """Return jobs. Job k (from 1) is aggregated, or ends otherwise, in round k.
+    """Return a table of jobs. Job k = 1, 2, ... ends in round k.
 
-    jobs: for each job a tuple of client, start (s), finish (s), end and staleness (in versions).
-    The end is a word such as "aggregated" or "lost".
+    jobs: for each job a tuple of client, start time and finish time (s), end, and staleness (in
+    versions). The end says what became of the job, such as "aggregated" or "lost".
     """
     client, start, finish, fate, stale = (np.array(each) for each in zip(*jobs, strict=True))
     codes, rounds = (
@@ -59,7 +59,8 @@ ROWS: list[Row] = [
 def draw_panels(jobs: Jobs = JOBS, rows: list[Row] | None = None) -> list[Any]:
     """Draw the timeline of a run, and return its panels.
 
-    The panels show clients, fleet and workers. If an update is stale, one more shows staleness.
+    The panels show clients, fleet and workers. A run with stale updates has a fourth panel, which
+    shows the staleness.
     jobs: the jobs to draw.
     rows: the rows of the history; None takes `ROWS`.
     """

@@ -764,12 +764,12 @@ WHOLE = Mlp((20,))
 
 
 def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
-    """Make four runs with the same worker processes; the fourth run fails.
+    """Make four runs one after another, whose actors are reused if possible; the last run fails.
 
     The first two runs have two workers, the last two have one.
-    Return the sha256 pairs (model, state) of the first three runs, and a list of five dictionaries.
-    The first four map the names of the actors that live after each run to their ids. The last one
-    is empty if no actor and no placement group remains.
+    Return two lists. The first has the sha256 pairs (model, state) of the first three runs. The
+    second has, for each run, the living actors after it: a dictionary from names to ids. At its end
+    is one more dictionary, which is empty if no actor and no placement group remains.
     """
     from raysim.runtime import ray as on_ray
 

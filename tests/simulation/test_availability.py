@@ -326,7 +326,8 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
 def test_markov_availability_of_many_clients_equals_that_of_each_client() -> None:
     """A query for many clients gives the same answers as a query for each client.
 
-    In each step, the test asks for the clients next to the limits of the drawn ranges.
+    Each step of the Markov chain draws a range of clients that become available, and a range of
+    clients that leave. The test uses the clients at the ends of these ranges.
     """
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)

@@ -743,9 +743,9 @@ def study_and_settings(where: str) -> tuple[Any, dict[str, Any]]:
 
 
 def run_until_killed(folder: str, where: str) -> None:
-    """Run until the process kills itself in the middle of the run.
+    """Start a run, and kill this process in the middle of it.
 
-    where: when it kills itself, a key of `KILLED`.
+    where: the moment of the kill, a key of `KILLED`.
     """
     from raysim.training.trainer import Trainer
 

@@ -77,8 +77,9 @@ def participants(snapshot: checkpoint.Snapshot) -> dict[int, int]:
 
 
 def sat_out(result: list[checkpoint.Snapshot]) -> list[tuple[int, int]]:
-    """Return the pairs (round, client) in which a client has a state and its state did not change.
+    """Return a pair (round, client) for each round that left the state of a client unchanged.
 
+    Clients that have no state yet are left out.
     result: the checkpoint of each round.
     """
     return [

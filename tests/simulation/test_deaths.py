@@ -406,7 +406,7 @@ def test_death_of_a_worker_at_any_call_changes_no_bits(name: str, schedule: str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_jobs_are_trained_again_if_the_sum_of_updates_is_lost(schedule: str) -> None:
     class Unreachable(Mortal):
-        """Workers on two nodes. The sums of every second call of `train_apart` are lost."""
+        """Workers that lose the sums of updates from every second call of `train_apart`."""
 
         separate = 0  # sums
 
@@ -513,11 +513,11 @@ def test_run_stops_if_replaced_workers_die_at_every_call() -> None:
 
 # --- actors ---------------------------------------------------------------------------------------
 class Deadly(Method):
-    """A method that kills the worker's process in a job of one client, the first few times.
+    """A method that kills the worker's process at the end of the first jobs of one client.
 
-    folder: each death leaves a file here, by which the next process counts the deaths.
-    times: how many times the process is killed.
-    client: the client in whose jobs this happens.
+    folder: a folder in which each process leaves a file before it is killed, to count the deaths.
+    times: the number of processes to kill.
+    client: the number of the client.
     how: the number of the signal that kills the process.
     """
 

@@ -1,4 +1,4 @@
-"""Test how jobs are sent to workers: enough jobs in each call, and few calls at a time."""
+"""Test how many jobs a worker gets in one call, and how many calls it has in flight."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def validated(clients: int = 4, seed: int = SEED) -> FederatedData:
 
 
 class Drift(Method):
-    """A method whose version 3 is scored as a model of zeros, so that all outputs are equal."""
+    """A method that makes the score of version 3 bad: a model of zeros is scored in its place."""
 
     name = "drift"
     paper = "a test"

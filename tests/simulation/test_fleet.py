@@ -200,9 +200,9 @@ def test_dropout_setting_is_the_share_of_jobs_lost_at_random_times() -> None:
 
 
 def test_job_loss_depends_on_client_and_participation_number() -> None:
-    """Drop-outs are drawn from client and participation number, in this order.
+    """Drop-outs are random draws from (seed, client, number of the client's job), in this order.
 
-    With the arguments exchanged, other jobs would be lost, and each run would have other bits.
+    If client and job changed places, other jobs would be lost, and stored results would differ.
     """
     fate = Fate(dropout=0.5, lost=7)
     lost = {(c, p) for c in range(4) for p in range(4) if not fate.trip(c, p, 0.0, 1.0).arrives}

@@ -68,10 +68,10 @@ def test_forecast_share_of_busy_workers_depends_on_the_schedule(
 
 
 def test_forecast_has_idle_workers_if_selection_needs_reports() -> None:
-    """The forecast predicts that one of two workers is idle if jobs are not dispatched ahead.
+    """The forecast predicts that one of two workers is idle if the next jobs are not known early.
 
-    The schedule aggregates one update at a time, and the selection needs its loss for the next
-    choice.
+    Each aggregation uses one update. The selection chooses the next client only after it has got
+    the loss of this update.
     """
     spec = run_spec(data=equal_clients(16), selection=PowerOfChoice(16, loss="last"))
     fleet = TimedFleet((1.0,) * 16)

@@ -108,11 +108,7 @@ def test_sums_computed_on_nodes_have_the_bits_of_one_worker(methods: tuple[Metho
 
 
 def test_coordinator_receives_few_vectors_if_nodes_sum_updates() -> None:
-    """Each node adds up its updates, so the coordinator receives few vectors in a round.
-
-    It receives 2 vectors from three nodes with 12 clients. It receives 3 from two nodes of two
-    workers with 8 clients, and 4 from eight nodes with 16 clients.
-    """
+    """Each node adds up its updates, so the coordinator receives few vectors in a round."""
     _, runtime = run_on_nodes(study(), (0, 1, 2), Synchronous(12))
     assert sum(runtime.vectors) == 2 * 2, "one of node 0, and one of both others"
     _, runtime = run_on_nodes(study(), (0, 0, 1, 1), Synchronous(8))

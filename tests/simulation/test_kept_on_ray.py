@@ -1,6 +1,6 @@
-"""Test that a run with workers in other processes has the results of a run in one process.
+"""Test that a run on Ray has the same results as a run in one process.
 
-These are the scores of unseen clients, the best model and the weights.
+The compared results are the scores of unseen clients, the best model and the weights.
 """
 
 from __future__ import annotations

@@ -400,7 +400,7 @@ def test_operations_of_planning_do_not_grow_with_jobs_in_flight(make: Any) -> No
 
 
 class Counted(MarkovAvailability):
-    """A Markov availability that counts for how many clients it is asked."""
+    """A Markov availability that counts its queries, one for each client in a call."""
 
     looks = 0
 

@@ -493,7 +493,7 @@ class TestGraphs:
 
 
 class Cities(Topology):
-    """A topology of two servers for clients of even and odd numbers, with one schedule for all."""
+    """A user's topology with two servers, for clients with even and with odd numbers."""
 
     def connect(self, federation: Federation) -> Network:
         weights = np.array([[0.8, 0.2], [0.2, 0.8]])

@@ -139,9 +139,10 @@ def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Return the rows of the tables of our results on RotatedMNIST, by setting.
+    """Return the rows of each table with our results on RotatedMNIST.
 
-    A key says how the setting differs from the paper's setting; "" is the paper's setting.
+    The output of `compare` has one table for each setting of the runs. The key of a table says how
+    the setting differs from the paper's setting; "" means no difference.
     text: the output of `compare`.
     """
     found: dict[str, list[str]] = {}
@@ -336,11 +337,11 @@ def test_page_without_runs_lists_every_number_of_its_paper() -> None:
 
 # --- beside FedAvg, seed by seed ------------------------------------------------------------------
 def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: float = 0.1) -> Run:
-    """Return a run of one round, as it is loaded from its folder.
+    """Return a stored run of one round.
 
     accuracy: the accuracy of the round.
-    words: further overrides in the command of the run, with a space in front of each.
-    entropy: the label entropy of the clients' samples, in the summary.
+    words: further overrides of the run, such as " device=cuda runtime.graph=true".
+    entropy: the label entropy of the clients' samples.
     """
     summary = {
         "command": f"raysim run experiment=fedbr/x method={method} seed={seed} rounds=40{words} "

@@ -24,9 +24,10 @@ WIDE = 1000
 
 
 def rows(scores: Sequence[float | None], **more: float) -> list[Row]:
-    """Return a history with these scores on the central test set in every second round.
+    """Return a history with a row for rounds 2, 4, 6, ...
 
-    more: columns that have the same value in all rows.
+    scores: the accuracy on the central test set in each of these rounds.
+    more: further columns, by name. Each has the same value in all rows.
     """
     return [
         {

@@ -44,10 +44,10 @@ def command(table: Table, cell: Cell) -> Command:
 
 
 def covering(table: Table, own: str) -> list[Cell]:
-    """Return the first cell of each row of a table, and all cells that have a certain method.
+    """Return the first cell of each row of a table, and all cells with the paper's own method.
 
-    Composing the configurations of all cells would take too long.
-    own: the name of the method.
+    A test that composes the configurations of all cells would take too long.
+    own: the name of the paper's method.
     """
     cells: list[Cell] = []
     rows: set[str] = set()

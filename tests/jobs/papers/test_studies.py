@@ -53,14 +53,13 @@ def facts(config: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def same(kept: Mapping[str, str], planned: Mapping[str, str]) -> bool:
-    """Return True if a stored run and a planned run have equal values for all common keys.
+def same(stored: Mapping[str, str], planned: Mapping[str, str]) -> bool:
+    """Return whether a stored run and a planned run have equal settings.
 
-    A stored run may lack a key, because the setting was added to raysim later.
-    kept: the values of the stored run.
-    planned: the values of the planned run.
+    Keys that only one of the runs has are ignored: raysim has got new settings since old runs.
+    stored, planned: the settings of the two runs, as text by key.
     """
-    both = {(key, planned[key]): value for key, value in kept.items() if key in planned}
+    both = {(key, planned[key]): value for key, value in stored.items() if key in planned}
     return all(is_equal(value, now) or (key, now) in OPEN for (key, now), value in both.items())
 
 
