@@ -286,7 +286,10 @@ class TimedFleet(Fleet):
 
 
 class TimedDevices(Fixed):
-    """The devices of a `TimedFleet`: client k needs seconds[k] for a job, whatever the job is."""
+    """The devices of a `TimedFleet`.
+
+    seconds: for each client, the virtual time of any job in seconds.
+    """
 
     def __init__(self, seconds: Sequence[float]):
         everything = np.full(len(seconds), np.inf)

@@ -1,9 +1,9 @@
 """SCAFFOLD and FedCM for clients that use several optimizers.
 
 Each optimizer trains its own group of parameters. In each step, the client passes the gradients of
-a group to the function `correct`, which returns corrected gradients and counts the steps. The
-gradients of a loss that is maximised are negated before. SCAFFOLD and FedCM divide the change of a
-group's parameters by its steps and its learning rate.
+a group to the function `correct`, which returns corrected gradients and counts the steps. If a
+client maximises a loss, it passes the negated gradients. SCAFFOLD and FedCM divide the change of a
+group's parameters by the number of its steps and by its learning rate.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _steps(world: World, count: int) -> float:
     """Return K', by which SCAFFOLD divides the change of the parameters after `count` steps.
 
     Without momentum, K' is `count`. With momentum rho, the gradient of a step also moves the
-    parameters in all later steps. A step that n - 1 steps follow then counts as 1 + rho + ... +
-    rho^(n - 1).
+    parameters in all later steps. If n - 1 more steps follow, the step counts as 1 + rho + ... +
+    rho^(n - 1) steps.
     """
     rho = world.local.momentum
     return sum((1 - rho ** (count - k)) / (1 - rho) for k in range(count))

@@ -1,10 +1,11 @@
-"""DANN with a domain for each client: Ganin et al. 2016, or the alternating form of DomainBed.
+"""DANN (Ganin et al. 2016) with a domain for each client, in two variants.
 
 Symbols: z, the features; phi, the extractor; omega, the classifier; delta, the discriminator, which
-predicts the client i from z; lam, the weight of its loss. In the alternating form, a step trains
-either the discriminator or the network, and each such step counts as a local step. The form of the
-paper is gradient reversal: each step trains all parts. There, the extractor gets -lam times the
-gradient of the discriminator's loss.
+predicts the client i from z; lam, the weight of its loss.
+
+With gradient reversal, as in the paper, each local step trains phi, omega and delta. The extractor
+gets -lam times the gradient of the discriminator's loss. With alternating steps, as in DomainBed, a
+local step trains either delta, or phi and omega.
 """
 
 from __future__ import annotations

@@ -102,12 +102,13 @@ def diloco(world: World, lr: float, momentum: float) -> Book:
 
 
 def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
-    """Run the delayed Nesterov update. Its gradient g is the received minus the trained parameters.
+    """Run rounds in which the server makes delayed Nesterov steps.
 
-    Each step of the server uses g / every and the momentum. The momentum is only updated in each
-    `every`-th step.
+    The gradient g of a step is the negated mean update. Each step moves the parameters along g /
+    `every` and along the momentum. Only each `every`-th step also changes the momentum.
     lr, momentum: the settings of the server's optimizer.
-    c: the paper's weight of the momentum in steps that do not update it.
+    every: the number of steps from one change of the momentum to the next one.
+    c: the paper's weight of the momentum in steps that do not change the momentum.
     """
     names = trainable(world.start)
     m = torch.zeros_like(flatten(world.start, names))

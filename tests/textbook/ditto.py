@@ -1,7 +1,8 @@
 """Ditto: Li et al. 2021, Algorithm 1: FedAvg, and a second model v that stays on each client.
 
-A job trains v on as many batches as the shared model. The batches of v are parts of permutations
-from the stream "ditto.batches". If only one sample of a permutation is left, it is not used.
+A job trains v on as many batches as the shared model. For the batches of v, the client's samples
+are shuffled by the random stream "ditto.batches". When fewer than two samples remain, they are
+shuffled again.
 """
 
 from __future__ import annotations

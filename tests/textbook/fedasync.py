@@ -26,12 +26,14 @@ def fedasync(
 
     The weight is a_t = alpha sigma(t - tau), where tau is the version from which y started. The
     time t is the current version plus the position of y in its aggregation, from 0.
-    If the run weighs by samples, a_t is also multiplied by n_i / mean n, and is at most 1. Floating
-    buffers are mixed as parameters are; integer buffers take the maximum of the arrivals.
-    kind, a, b: the function sigma: "constant", "polynomial" with exponent a, or "hinge" with slope
-    a for a staleness above b.
-    oldest: a model of a larger staleness gets a_t = 0.
-    decay: a_t is also multiplied by decay to the power of the version.
+    If the run weighs clients by samples, a_t is multiplied by n_i / mean n, and is at most 1.
+    Buffers of floats are mixed as parameters are. Integer buffers get the maximum of the arriving
+    models.
+    kind: the formula of sigma(s): "constant" is 1, "polynomial" is (s + 1)^-a, and "hinge" is 1 up
+    to s = b and 1 / (a (s - b) + 1) for larger s.
+    a, b: the numbers in these formulas.
+    oldest: the largest staleness t - tau. A model with a larger one gets the weight 0.
+    decay: the factor of a_t for each version: a_t is multiplied by decay^version.
     rho: the weight of the proximal term in the local loss.
     """
     versions: list[Params] = [dict(world.start)]

@@ -3,12 +3,14 @@
 Symbols: phi, the extractor; omega, the classifier; theta, the projector. z, features of the batch;
 z_p, features of the pseudo-data; z_g, features of the pseudo-data from the received extractor.
 
-In the paper (eqs. 5-6), similarities are divided by the temperatures. In the code, they are
-multiplied by them. `temperature_mode` chooses. The textbook also makes these choices:
-Row j of the pseudo-data is compared with row j of the batch, modulo the length of the batch.
-The received extractor is in eval mode.
-Pseudo-data do not change BatchNorm's statistics.
-theta has the same momentum and weight decay as phi and omega.
+The paper divides similarities by the temperatures (eqs. 5-6), and the released code multiplies
+similarities by the temperatures. The argument `temperature_mode` chooses one of these rules.
+
+Paper and code leave some questions open. This textbook makes these choices:
+- Row j of the pseudo-data is compared with row j of the batch, modulo the length of the batch.
+- The received extractor is in eval mode.
+- Pseudo-data do not change BatchNorm's statistics.
+- theta has the same momentum and weight decay as phi and omega.
 """
 
 from __future__ import annotations

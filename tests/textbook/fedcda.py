@@ -1,14 +1,15 @@
 """FedCDA: Wang et al. 2024, Algorithm 1, by trying all combinations of models.
 
-Symbols (eqs. 3, 7, 8): K, the size of a client's cache, which has the last K models of the client.
-F_n, a model's mean batch loss in the last epoch of its job. If the job has no epochs, it is the
-mean over the last tenth of the steps. L, the smoothness. J, the objective: the mean F_n of the
-chosen models, plus L / 2 times their mean squared distance from their mean.
+The server has a cache with the last K models of each client. From each cache it chooses one model,
+and the new shared model x is the uniform mean of the chosen models. The choice minimises
 
-x is the uniform mean of one model of every client that has taken part. The clients of an
-aggregation are put in random order and divided into batches. The batches have equal sizes, or the
-first ones have one client more. A client with two updates in an aggregation counts once, and both
-models enter its cache.
+    J = mean F_n of the chosen models + L / 2 times their mean squared distance from x.
+
+F_n: the mean batch loss of model n in the last epoch of its job; if the job has no epochs, in the
+last tenth of its steps. L: the smoothness. (Eqs. 3, 7 and 8.)
+
+An aggregation chooses new models only for its own clients, in batches of clients. The clients are
+put in random order, and the batches have equal sizes, or the first ones have one client more.
 """
 
 from __future__ import annotations
@@ -48,16 +49,15 @@ def fedcda(
     warmup_rounds: int,
     everybody: bool = False,
 ) -> Book:
-    """Choose one of the last K models of each participant of an aggregation, so that J is minimal.
+    """Run FedCDA: in each aggregation, choose a cached model of each of its clients to minimise J.
 
-    The participants are divided into batches, which choose one after the other.
-    memory: K.
-    batches: the number of batches.
+    Models are chosen for one batch of clients after another.
+    memory: the number K of models in the cache of a client.
+    batches: the number of batches in an aggregation.
     smoothness: L.
-    warmup_rounds: the number of aggregations at the beginning in which nothing is chosen. They
-    average the newest models of their participants.
-    everybody: True: the aggregations of the warmup average the newest model of each client that has
-    ever taken part.
+    warmup_rounds: the number of aggregations at the beginning that average the newest models of
+    their clients, without a choice.
+    everybody: True: these first aggregations average the newest models of all clients so far.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     seen: dict[int, History] = {}
@@ -135,9 +135,9 @@ def fedcda(
 
 
 def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Tensor]:
-    """Return all caches as raysim stores them, with one row for each client.
+    """Return the caches of all clients as raysim stores them in the server state.
 
-    A row has `memory` places, which are reused: the client's model k is in place k mod `memory`.
+    models: [clients, memory, d]. A client's model k = 0, 1, ... is in its column k mod `memory`.
     """
     order = list(trainable(world.start))
     order += [

@@ -2,25 +2,21 @@
 
 Symbols: v, real embeddings of a batch; c, the client's prototypes, a mean embedding per class; G,
 the generator; H, the network RTNet, whose output is added to an embedding; D, the distance between
-two sets of embeddings; rho, the strength of that addition; beta, the weight of synthetic embeddings
-in the loss; S, the number of steps of a job.
+two sets of embeddings; rho, the factor of RTNet's output; beta, the weight of synthetic embeddings
+in the loss.
 
-Paper and code do not determine everything. The textbook makes these choices:
-The weights of the three parts of eq. (1) are 1 - beta, beta/2 and beta/2.
-D is computed once for a batch.
-rho and beta depend on the round of the run.
-RTNet gets prototypes before real embeddings, which matters for its BatchNorm.
-Without RTNet, a synthetic embedding is (1 - rho) v + rho G. Without the generator, RTNet gets
-noise.
-A batch of one sample is left out.
+Paper and code leave some questions open. This textbook makes these choices:
+- The weights of the three parts of eq. (1) are 1 - beta, beta/2 and beta/2.
+- D is computed once for a batch.
+- rho and beta depend on the round of the run.
+- RTNet gets prototypes before real embeddings, so its BatchNorm sees them in this order.
+- Without RTNet, a synthetic embedding is (1 - rho) v + rho G.
+- Without the generator, RTNet gets noise.
+- A batch of one sample is left out.
 
-A step draws five noise arrays, in this order:
-1 and 2, for the classifier: for real embeddings, then for prototypes.
-3, for the generator.
-4 and 5, for RTNet: for prototypes, then for real embeddings.
-
-The history has columns about the embeddings of the classifier's step, before its update. Each is a
-mean over the batch, the steps and the jobs, or nan if there is no such embedding.
+A step draws five noise arrays: for the classifier's step with real embeddings, for the same step
+with prototypes, for the generator's step, for RTNet's step with prototypes, and for the same step
+with real embeddings.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from textbook.world import Book, Params, World
 def local(world: World, keep: bool = False) -> Book:
     """Train each client's own model, which starts from the initial model of the run.
 
-    keep: True: a client's next job continues with the same optimizer (SGD, Nesterov or Adam).
+    keep: True: a client has one optimizer for all its jobs. False: each job has a new optimizer.
     """
     models = {client: copy_for_training(world.start) for client in range(world.clients)}
     optimizers = dict[int, Optimizer]()
@@ -68,7 +68,7 @@ class Optimizer:
             p[name].data -= rate * g
 
     def kept(self) -> Params:
-        """Return the number of steps, and each moment of all parameters as one vector."""
+        """Return the state of the optimizer: the number of steps, and each moment as one vector."""
         buffers = {"first": self.first, "second": self.second}
         flat = {
             name: torch.cat([t.flatten() for t in parts.values()])

@@ -141,9 +141,9 @@ def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
 def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
     """Average factors of several ranks, weighted by |B_i A_i|, and prune ranks (Cho et al. 2024).
 
-    Factors of a smaller rank are filled with zeros. The loss of a client of rank r has the term lam
-    |B'| |A'|. A' and B' are the parts of A and B for the ranks after the first gamma r. If a job
-    makes this term smaller, the client's rank becomes gamma r, rounded down, at least 1.
+    Factors of a smaller rank are filled with zeros. Let r be the rank of a client. Its loss has the
+    term lam |B'| |A'|, where A' has the last r - gamma r rows of A, and B' the last columns of B.
+    If a job makes this term smaller, the client's rank becomes gamma r, rounded down, at least 1.
     ranks: the ranks that clients may start with.
     """
     x, start = dict(world.start), drawn_ranks(world, ranks)

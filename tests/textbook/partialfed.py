@@ -3,8 +3,7 @@
 A layer is a module that has tensors. At the start of a job, each layer is loaded from the received
 model or from the client's last model. A fixed mask or a learned policy chooses between these two
 models. While the policy is trained, the network is in eval mode, and BatchNorm's statistics are
-mixed like parameters. The policy's noise and batches have separate random streams. Each pass over
-the samples shuffles them again.
+mixed in the same way as parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ class PolicySettings:
     batch: the number of samples in a step.
     rate: the learning rate.
     start, decay, floor: the temperature at version t is start decay^t, at least floor.
-    sampled: True: draw which layers to load; False: take the more probable choice.
+    sampled: True: each layer is loaded with the policy's probability. False: each layer is loaded
+    if this probability is the larger one.
     """
 
     steps: int
@@ -46,10 +46,10 @@ class PolicySettings:
 
 
 class Policy:
-    """The policy of a client, which says for each layer whether it is loaded or kept.
+    """The policy of a client, which chooses for each layer from which model it is loaded.
 
-    logits: [layers, 2], for loading and for keeping.
-    adam: the state of Adam for these logits.
+    logits: [layers, 2], for the received model and for the client's last model.
+    adam: the optimizer of these logits.
     """
 
     def __init__(self, layers: Sequence[str], settings: PolicySettings):
@@ -58,7 +58,9 @@ class Policy:
         self.adam = Optimizer(SimpleNamespace(optimizer="adam", weight_decay=0.0))
 
     def learn(self, world: World, job: Job, received: Params, last_models: Params) -> Tensor:
-        """Train the policy's logits on the client's samples; return which layers to load, [L].
+        """Train the policy's logits on the client's samples, and choose a model for each layer.
+
+        Return [layers]: True for a layer that is loaded from the received model.
 
         The training uses a mixture of the models `received` and `last_models`. The weights of the
         mixture are a softmax of the logits with Gumbel noise.

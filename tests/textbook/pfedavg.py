@@ -1,9 +1,8 @@
-"""pFedAvg: FedAvg, in which each client is scored with a model of its own.
+"""pFedAvg: FedAvg, in which each client is scored with a personal model.
 
-This is the model that the client trained last, or a fine-tuned copy of the shared model.
-
-Fine-tuning is local training with a new optimizer, at the learning rate of the scored version. Its
-batches are parts of permutations from the stream "finetune". If only the head is fine-tuned, the
+The personal model is the model that the client trained last, or a fine-tuned copy of the shared
+model. Fine-tuning is local training with a new optimizer, at the learning rate of the scored
+version. The random stream "finetune" shuffles the samples. If only the head is fine-tuned, the
 extractor is in eval mode.
 """
 

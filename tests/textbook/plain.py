@@ -40,7 +40,11 @@ def logits(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
 
 
 def other_class_logits(z: Tensor, y: Tensor) -> Tensor:
-    """Return the logits [B, C - 1] of the classes other than the true one, from logits [B, C]."""
+    """Remove the logit of the true class from each row of the logits z; return [B, C - 1].
+
+    z: [B, C].
+    y: the true classes, [B].
+    """
     return z[F.one_hot(y, z.shape[1]) == 0].view(len(y), -1)
 
 

@@ -1,8 +1,8 @@
 """SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with a divisor K' for momentum.
 
 Symbols: g, a gradient; c_i, the control variate of client i; c, that of the server. K' is the
-number of a job's steps. With momentum rho, a step that n - 1 steps follow counts as 1 + rho + ... +
-rho^(n - 1).
+number of a job's steps. With momentum rho, a step counts as 1 + rho + ... + rho^(n - 1) steps if n
+- 1 more steps follow.
 
 Models are averaged with equal weights, as in the paper, unless the run weighs clients by samples.
 Changes of c_i are always averaged with equal weights. A client with a stale model uses x and c as

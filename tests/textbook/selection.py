@@ -16,8 +16,9 @@ import numpy as np
 def draw(generator: np.random.Generator, weights: Mapping[int, float], count: int) -> list[int]:
     """Draw `count` clients one after another, with probabilities in proportion to their weights.
 
-    To do so, each client gets an exponential random time, divided by its weight. The clients with
-    the shortest times are drawn. Clients of weight 0 are only drawn if the others are too few.
+    Each client gets an exponential random number, divided by its weight. The clients with the
+    smallest results are drawn. Clients with weight 0 are drawn only if there are not enough clients
+    with a positive weight.
     """
     times = {client: generator.standard_exponential() for client in weights}
     positive = [client for client in weights if weights[client] > 0]
@@ -49,25 +50,29 @@ def power_of_choice(
 
 @dataclass
 class OortByHand:
-    """Oort's rounds, one after another.
+    """Oort's rule, which chooses the clients of one round after another.
+
+    A known client is one that has reported a loss. Its utility is its number of samples times this
+    loss.
 
     Settings:
-    exploration: the fraction of a round's clients that are chosen among the clients without a
-    reported loss.
-    decay, least: the factor of `exploration` in each round, and its lower bound.
-    cutoff: n clients with a reported loss are drawn from those whose score is at least `cutoff`
-    times the n-th largest score.
-    clip: the quantile of utilities above which a utility is cut.
-    preferred: the percentile of durations up to which a client is not penalised.
-    window, delta: `preferred` grows by `delta` if the utility in the last `window` rounds was lower
-    than in the `window` rounds before.
-    penalty: the exponent of the penalty for slow clients.
+    exploration: the fraction of a round's clients that are not known. Each round multiplies it by
+    `decay`.
+    decay: this factor.
+    least: the smallest `exploration`.
+    cutoff: the n known clients of a round are drawn from clients with high scores: at least
+    `cutoff` times the n-th largest score.
+    clip: the quantile of the utilities to which larger utilities are reduced.
+    preferred: the percentile of the durations; slower clients get a lower score.
+    window, delta: after each `window` rounds, `preferred` grows by `delta` if the utilities were
+    lower than in the `window` rounds before.
+    penalty: the exponent by which the score of slow clients falls with their duration.
 
     State:
-    number: the rounds so far.
-    last_round: the last round in which each client was chosen.
-    exploited: the clients of the last round that had reported before.
-    utilities: for each round, the mean of samples times loss over the exploited clients.
+    number: the number of rounds so far.
+    last_round: for each client, the last round in which it was chosen.
+    exploited: the known clients of the last round.
+    utilities: for each earlier round, the mean utility of its known clients.
     """
 
     exploration: float

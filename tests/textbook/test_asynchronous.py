@@ -135,10 +135,10 @@ ROWS = {
 
 
 def late(book: Callable[[World], Book], twice: bool) -> Callable[[World], Book]:
-    """Return a textbook that first asserts that some updates of the run are stale.
+    """Return a textbook that first asserts that the run has stale updates.
 
-    twice: True: assert that some aggregation has two updates of one client. False: assert that all
-    updates of some aggregation are stale.
+    twice: True: some aggregation must also have two updates of one client. False: some aggregation
+    must have stale updates only.
     """
 
     def sure(world: World) -> Book:

@@ -1,4 +1,4 @@
-"""Test the parts that belong to no method: training, sums, the clock, evaluation, checkpoints."""
+"""Test FedAvg, the virtual clock, checkpoints and scores against computations by hand."""
 
 from __future__ import annotations
 
@@ -336,10 +336,7 @@ def columns(ended: FinishedRun) -> dict[str, Any]:
 def scored(
     *methods: Method, evaluate: Evaluation = EVERYTHING, **others: Any
 ) -> tuple[FinishedRun, dict[int, Params]]:
-    """Return a finished run, and the model of each client.
-
-    This is the shared model with the client's personal tensors in it.
-    """
+    """Return a finished run, and the final model of each client with its personal tensors."""
     study = run_spec(
         *methods, model=NORMED_MLP, data=SPREAD, local=LOCAL, dtype=torch.float64, **others
     )

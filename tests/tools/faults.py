@@ -459,10 +459,11 @@ LONG = (
 
 
 def cost(pairs: int) -> None:
-    """Print the cost of a killed worker: for each pair of runs, their difference in wall seconds.
+    """Measure how much longer a run takes if one of its workers is killed after 5 s.
 
-    One run of a pair has a worker killed after 5 s, and the other is undisturbed. From pair to
-    pair, the order of these two alternates.
+    Print the difference in wall seconds for each pair of a disturbed and an undisturbed run, and
+    the median of all pairs.
+    pairs: the number of pairs.
     """
     more = []
     for pair in range(pairs):

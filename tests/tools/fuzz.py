@@ -162,7 +162,7 @@ def outcome(words: list[str]) -> str:
 
 
 def files(folder: Path) -> set[str]:
-    """Return all files in a folder, without caches of data."""
+    """Return the paths of all files below a folder, except those in its subfolder `cache`."""
     return {
         str(path) for path in folder.rglob("*") if "cache" not in path.relative_to(folder).parts[:1]
     }

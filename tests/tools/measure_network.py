@@ -2,11 +2,14 @@
 
     uv run python tests/tools/measure_network.py --turns 3 --out network.json
 
-makes a cluster of three machines with `network_cluster.py`. In each turn, a synchronous and a
-buffered run use undisturbed links, and then slow or lossy links of each kind. The command prints a
-table with megabytes per round on the links and in raysim's columns, and megabytes that TCP sent
-again. The table also has the seconds per round, and their ratio to those of the undisturbed run of
-the same turn and schedule. All runs of a schedule must have the same bits.
+makes a cluster of three machines with `network_cluster.py`. In each turn it makes a synchronous and
+a buffered run on undisturbed links, and then on slow or lossy links of each kind. The command
+prints a table with these columns:
+- megabytes per round, as the links and as raysim's history count them
+- megabytes that TCP sent again
+- seconds per round
+- the ratio of these seconds to the seconds of the undisturbed run in the same turn
+All runs with the same schedule must have the same bits.
 
     uv run python tests/tools/measure_network.py --nodes 2 4 8 --cohorts 3 10 100
 

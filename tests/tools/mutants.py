@@ -197,7 +197,7 @@ class Mapper:
 
 
 class Map:
-    """For each line of each file, the tests that run the line; also the seconds of each test.
+    """The tests that run each line of each file, and the duration of each test in seconds.
 
     The tests of a line are the set bits of an integer: bit k stands for tests[k].
     """
@@ -238,11 +238,11 @@ class Map:
         )
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run a mutant's line, then tests that may see what runs at import.
+        """Return all tests that may notice a mutant.
 
-        These are the tests that are named after the mutant's file, and test_defaults.py. Coverage
-        does not see lines that run at import. For such a line, the tests of the enclosing function,
-        class or file come first.
+        First come the tests that run the mutant's line. If no test is known to run it, they are the
+        tests that run the enclosing function, class or file: coverage does not see lines that run
+        at import. Then come test_defaults.py and the test file with the name of the mutant's file.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
@@ -266,11 +266,11 @@ class Map:
         ]
 
     def portions(self, mutant: Mutant, cap: float) -> list[list[str]]:
-        """Return the tests to run for a mutant, in one or two lists.
+        """Return the tests to run for a mutant: a list of quick tests, then a list of other tests.
 
-        The first list has a few quick tests from the files that are closest to the mutant's file.
-        The second list has others for at most `cap` seconds (0: all). It begins with the tests that
-        are named after the mutant's file or check the declarations of all methods.
+        Quick tests are from the files that are closest to the mutant's file. The second list begins
+        with the tests that are most likely to notice the mutant. An empty list is left out.
+        cap: the largest duration of the second list in seconds; 0 means no limit.
         """
         own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
         close = (own, *CLOSE)

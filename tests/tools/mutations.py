@@ -70,7 +70,7 @@ class Mutant:
     label: str = ""  # "Class.function: old -> new", unique in the file; it outlives moved lines
 
     def texts(self, source: bytes) -> tuple[str, str]:
-        """Return the changed lines, before and after the change."""
+        """Return two texts: the lines to change in `source`, and the same lines in the mutant."""
         first = source.rfind(b"\n", 0, self.start) + 1
         last = source.find(b"\n", self.end)
         before, after = (
@@ -131,7 +131,7 @@ class Places:
                 self.add(kind, start + match.start(), start + match.end(), other)
 
     def swap(self, kind: str, one: ast.AST, two: ast.AST) -> None:
-        """Add a mutant in which two neighbours are swapped."""
+        """Add a mutant in which two nodes change places; `two` comes after `one` in the source."""
         (a, b), (c, d) = self.at(one), self.at(two)
         self.add(kind, a, d, self.source[c:d] + self.source[b:c] + self.source[a:b])
 
@@ -209,7 +209,7 @@ class Places:
                 self.block(value)
 
     def is_droppable(self, node: ast.stmt) -> bool:
-        """Return whether a mutant may leave out the statement without a name being undefined."""
+        """Return whether all names are still defined if a mutant leaves out the statement."""
         match node:
             case (
                 ast.Expr(value=ast.Call())
@@ -294,10 +294,9 @@ class Places:
 
     @staticmethod
     def is_harmless(word: ast.keyword) -> bool:
-        """Return whether other values of a keyword argument are useless mutants.
+        """Return whether no test could notice another value of a keyword argument.
 
-        No test could notice them. This includes a negative `dim` or `axis`, because -1 is the same
-        as 1 for a matrix.
+        For example, dim=-1 and dim=1 are the same for a matrix.
         """
         return word.arg in ("strict", "stacklevel", "non_blocking") or (
             word.arg in ("dim", "axis") and isinstance(word.value, ast.UnaryOp)

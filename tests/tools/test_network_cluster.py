@@ -118,9 +118,10 @@ def checkpoints(out: Path) -> list[Path]:
 def test_run_with_client_states_has_equal_bits_if_machines_change(
     network: NetworkCluster, tmp_path: Path
 ) -> None:
-    """Change the machines of a run in turn: one joins, one leaves, one is cut off, one is lost.
+    """Change the machines of a run: machine 2 joins, machine 1 leaves, and machine 2 is killed.
 
-    Control variates and BatchNorm layers of clients are lost with the last one.
+    Before its end, machine 2 is also cut off from the network for a few seconds. Its client states
+    are lost, so the run restarts from its last checkpoint.
     """
     head, leaving, late = network.machines
     out = network.shared / "changing"

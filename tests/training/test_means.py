@@ -126,9 +126,9 @@ def test_train_loss_is_the_mean_over_trained_samples(
 def by_hand(
     losses: Mapping[int, Tensor], jobs: Sequence[tuple[int, int]], watch: Recording
 ) -> float:
-    """Return the mean loss over all rows that these jobs train on with the task loss.
+    """Return the mean task loss over all rows that some jobs train on.
 
-    A row counts as often as it is trained on.
+    A row counts as often as it is trained on. Steps with another loss are left out.
     losses: for each client, the losses of its rows.
     jobs: pairs of a client and the number of its job.
     watch: the method that has recorded the plans of the jobs.

@@ -126,8 +126,10 @@ def test_metric_equals_that_of_scikit_learn(
 def check_metric(kind: Kind, name: str, samples: int, width: int, rare: float) -> None:
     """Compare a metric with scikit-learn's on random labels and outputs.
 
-    samples, width: the shape of the outputs.
-    rare: the share of the classes that occur, or of the labels that are set.
+    samples: the number of samples.
+    width: the number of outputs of each sample.
+    rare: for classification, the fraction of the classes that occur. For several labels per sample,
+    the probability that a label is 1.
     """
     rng = np.random.default_rng([samples, width])
     outputs = rng.normal(size=(samples, width)).astype(np.float32)

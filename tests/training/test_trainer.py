@@ -32,7 +32,10 @@ JOBS = [
 
 
 class GatherLog:
-    """A trainer, and the rows and inputs that it gathers."""
+    """A trainer that records each call of `gather`: the rows of the samples, and their inputs.
+
+    study: arguments of `run_spec`.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **study: Any):
         spec = run_spec(local=replace(LOCAL, epochs=1, batch=8), **study)

@@ -123,10 +123,10 @@ def rule(into, given):
 
 
 def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
-    """Write a function to a file, and return it as a new process would load it.
+    """Write the function scale x + constant to a file, and return the function of this file.
 
-    The function computes scale x + constant. All files have the same modification time and size, so
-    only their content tells them apart.
+    All files have the same modification time and size, so that a cache of machine code can only
+    tell them apart by their content.
     """
     (path := folder / "rule.py").write_text(RULE.format(scale=scale, constant=constant))
     os.utime(path, (0, 0))

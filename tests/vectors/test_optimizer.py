@@ -63,10 +63,9 @@ def gradient(step: int) -> torch.Tensor:
 
 
 def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, LocalOptimizer]:
-    """Step an optimizer on a single row; return the row [3] and the optimizer.
+    """Make steps of an optimizer on three parameters; return the parameters and the optimizer.
 
-    The gradients are row 1 of the function `gradient`. The tests compare the result with row 1 of
-    an optimizer that steps all rows together.
+    The gradient of step k is row 1 of `gradient(k)`.
     """
     single, row = LocalOptimizer(settings), torch.ones(3, dtype=torch.float64)
     for step in range(steps):
