@@ -61,8 +61,10 @@ def envelope_shift(
 
 
 class PFedMe(Method):
-    """A method in which each client's own model minimises its loss plus a pull to the shared one.
+    """A method in which each client trains a personal model that is pulled to the shared model.
 
+    The personal model minimises the client's loss plus lam / 2 times the squared distance to the
+    shared model.
     steps: the number of steps of the personal model on each batch.
     lam: the weight of the pull to the shared model.
     personal_lr: the learning rate of the personal model.
@@ -90,8 +92,8 @@ class PFedMe(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of training the personal model, in trained samples.
 
-        It makes `steps` - 1 passes over each batch, in addition to the pass that trains the shared
-        model.
+        The personal model needs `steps` - 1 passes over each batch, in addition to the pass that
+        trains the shared model.
         """
         return (self.steps - 1) * job.trained_samples
 
@@ -107,11 +109,12 @@ class PFedMe(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Train the personal parameters theta on the batch; return the gradient of w, [n].
+        """Train the personal model on the batch; return the gradient of the shared model, [n].
 
-        The gradient is lam (w - theta), where lam is the weight of the pull to the shared model.
-        params, grad: [n], the parameters w that the step trains, and their gradient.
-        gradient_at(shift): the gradient at params + shift, on the same batch.
+        The gradient is lam (w - theta). w are the parameters of the shared model, theta those of
+        the personal model, and lam is the weight of the pull.
+        params, grad: [n], the parameters w that the step trains, and the gradient of the loss at w.
+        gradient_at(shift): the gradient of the loss at w + shift, on the same batch.
         """
         shift = envelope_shift(grad, gradient_at, self.steps, self.personal_lr, self.lam)
         theta = job.scratch["theta"].clone()

@@ -42,16 +42,16 @@ SOURCES = ("balanced", "unbalanced", "classes")
 
 @dataclass(frozen=True)
 class PseudoData:
-    """The pseudo-data of a run: B means in each version, which the server sends to clients.
+    """The pseudo-data of a run: B means of samples, which the server sends to clients.
 
     kind: "rsm" makes means of clients' samples, "mixture" makes means of the public `proxy` set.
-    rows: the number B of means in each version.
+    rows: the number B of means.
     samples_per_mean: the number of samples in each mean.
-    means_per_client: the number of means that each client sends before round 0. The server keeps
+    means_per_client: the number of means that each client sends before round 0. The server stores
     the means of all clients and draws from them.
     refresh: "round" draws B new means in every round; "once" draws them only at the start.
-    sources: which samples are drawn, "balanced", "unbalanced" or "classes"; the module's docstring
-    describes these.
+    sources: the rule by which samples are drawn: "balanced", "unbalanced" or "classes". The
+    module's docstring describes these rules.
     fresh: True lets each job compute B new means from the raw samples of all clients. Then clients
     send nothing before round 0. A real system could not do this.
     proxy: the source of the public set, for kind="mixture"; None if there is none.
@@ -160,7 +160,10 @@ class PseudoData:
         return pool[generator.choice(len(pool), size=self.rows, replace=False)]
 
     def draw_fresh(self, job: LocalJob) -> Tensor:
-        """Make B means of samples of all clients; they are equal in all jobs of a version."""
+        """Make B means of samples of all clients.
+
+        All jobs with the same base version get equal means.
+        """
         return fresh_means(job, (self.rows, self.samples_per_mean), self.sources)
 
 
@@ -243,9 +246,9 @@ def _client_intervals(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray
 
 
 def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
-    """Return means [size[0], ...] of samples of all clients, equal in all jobs of a version.
+    """Return means [size[0], ...] of clients' samples, drawn for the job's base version.
 
-    Each mean is over samples of one client.
+    Each mean is over samples of one client. All jobs with the same base version get equal means.
     size: the number of means, and the number of samples in each mean.
     sources: "unbalanced" draws clients in proportion to their samples; other values draw clients
     equally often. "classes" also draws each class of a client equally often.

@@ -13,7 +13,7 @@ eta:
 q = 0 is the mean of updates.
 
 Departures from the paper
-- The sums are weighted: uniformly, unless the configuration says otherwise.
+- The terms of both sums have weights. By default these are equal; the configuration can set others.
 - F_i is measured in eval mode, without augmentation and loss terms of other methods. It is at least
   1e-10.
 - eta is the learning rate of the job. |D_i| is the norm over the shared trainable parameters.
@@ -82,7 +82,7 @@ class QFedAvg(Method):
         self.q = at_least("method.qfedavg.q", q, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Declare two uploaded numbers; refuse methods that also set the sum's divisor."""
+        """Declare two uploaded numbers; refuse methods that also change the divisor of the mean."""
         for other in ("fedbuff", "fedasync", "fedcda", "ca2fl", "ace"):
             run.excludes(other, "both set the divisor of the sum of updates")
         run.upload("loss", 1)

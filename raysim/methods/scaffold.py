@@ -49,8 +49,8 @@ def corrected_gradient(gradient: Tensor, client_control: Tensor, server_control:
 def effective_steps(num_steps: int, momentum: float) -> float:
     """Return the number of plain steps that move as far as `num_steps` steps with momentum.
 
-    The gradient is assumed constant. Raises ValueError without a step, and for a momentum outside
-    [0, 1).
+    The gradient is assumed constant. Raises ValueError if `num_steps` is 0 or if the momentum is
+    outside [0, 1).
     """
     if num_steps < 1 or not 0.0 <= momentum < 1.0:
         raise ValueError(

@@ -92,10 +92,8 @@ def _layer_name(name: str) -> str:
 
 
 def due_fragments(since: int, version: int, count: int) -> Sequence[int]:
-    """Return the numbers of the fragments that are due in a range of versions.
+    """Return the numbers of the fragments that are due in the versions `since` to `version` - 1.
 
-    since: the first version of the range.
-    version: the version after the last one of the range.
     count: the number of fragments; fragment v mod `count` is due in version v.
     """
     return [number % count for number in range(max(since, version - count), version)]

@@ -1,7 +1,8 @@
-"""Trimmed mean: leave out the largest and smallest changes of each parameter, average the rest.
+"""Trimmed mean: average the changes of each parameter without the largest and smallest ones.
 
-Of m changes, the k largest and the k smallest are left out, where k is beta m, rounded down. The
-result is robust if at most k updates are malicious. beta is the setting `share`.
+For each parameter, the k largest and the k smallest of the m changes are left out. k is beta m,
+rounded down, and beta is the setting `share`. The result is robust if at most k updates are
+malicious.
 
 Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
 Statistical Rates" (ICML 2018), Definition 2 and Algorithm 1, option II.
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
 
 
 def num_trimmed(count: int, share: float) -> int:
-    """Return how many of `count` values are left out at either end.
+    """Return how many largest values, and how many smallest ones, a trimmed mean leaves out.
 
-    share: the share of the values that is left out at either end. The result is share * count,
-    rounded down.
+    These two numbers are equal: count * share, rounded down.
+    count: the number of all values.
+    share: for example, 0.2 leaves out the largest 20 % and the smallest 20 %.
     """
     # 0.29 x 100 is 28.999999999999996 in floating point.
     return int(share * count + 1e-9)
@@ -41,7 +43,7 @@ def num_trimmed(count: int, share: float) -> int:
 def trimmed_mean(updates: Tensor, share: float) -> Tensor:
     """Return the mean of each column of `updates` [m, d], without its extreme values.
 
-    share: the share of the values that is left out at either end.
+    share: for example, 0.2 leaves out the largest 20 % and the smallest 20 % of the m values.
     """
     count = len(updates)
     cut = num_trimmed(count, share)
@@ -55,7 +57,7 @@ def trimmed_mean(updates: Tensor, share: float) -> Tensor:
 class TrimmedMean(Method):
     """A server rule that leaves out the largest and smallest changes of each parameter.
 
-    share: the share of the updates that is left out at either end.
+    share: for example, 0.2 leaves out the largest 20 % and the smallest 20 % of the changes.
     """
 
     name = "trimmed_mean"

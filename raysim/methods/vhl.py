@@ -66,8 +66,8 @@ def supervised_contrastive_loss(
     features: [n, D]; this function divides each row by its norm.
     labels: int64 [n]. A row without another row of its label adds 0 to the mean over n.
     temperature: the scalar products of features are divided by it.
-    base_temperature: the divisor of the loss. VHL uses the value of `temperature`, so that the
-    factor is 1.
+    base_temperature: the loss is divided by it. If it is equal to `temperature`, as in VHL, the
+    loss is unchanged.
     """
     rows = F.normalize(features, dim=1, eps=1e-12)
     is_itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)

@@ -26,8 +26,8 @@ class Cct7(ModelRecipe):
 
     Its training draws random numbers (dropout and stochastic depth).
     attention_dropout: the dropout rate of attention probabilities.
-    drop_path: the rate of stochastic depth in the last block; from the first block on, the rates
-    rise evenly from 0.
+    drop_path: the rate of stochastic depth in the last block. The first block has rate 0, and the
+    rate grows by the same amount from each block to the next.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

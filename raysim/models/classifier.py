@@ -129,8 +129,8 @@ def is_split(model: nn.Module) -> bool:
 def is_stochastic(*networks: nn.Module) -> bool:
     """Return True if training may draw from torch's generator, which then needs a seed.
 
-    This is assumed for networks with a submodule that has a positive rate, as dropout has. The rate
-    is an attribute `p`, or an attribute with "drop" in its name.
+    This is assumed if a submodule has a rate above 0, such as a dropout rate. The rate is an
+    attribute `p`, or an attribute with "drop" in its name.
     """
     for network in networks:
         for module in network.modules():

@@ -33,9 +33,9 @@ class Lora:
     alpha: the product of an adapter's matrices is multiplied by alpha / rank.
     dropout: the dropout rate of an adapter's inputs.
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
-    layer in front of the head, or every convolution if there is no linear layer. Then layers with
-    fewer inputs or outputs than the rank get no adapter, and neither does the output layer of a
-    language model.
+    layer in front of the head, or every convolution if there is no linear layer. With None, two
+    kinds of layers are left out: layers with fewer inputs or outputs than the rank, and the output
+    layer of a language model.
     base: the type in which the frozen weights of linear layers, convolutions and embeddings are
     stored. "nf4" stores 4 bits for each number; embeddings are then stored in bfloat16. The
     computation is in the type of the run.

@@ -55,7 +55,7 @@ class Gru(ModelRecipe):
 
 
 class _RecurrentExtractor(nn.Module):
-    """A network from tokens [B, T] to features [B, width]: the last layer's state at the end."""
+    """A network from tokens [B, T] to features [B, width]: the GRU's values at the last token."""
 
     def __init__(self, tokens: Tokens, embedding: int, width: int, layers: int):
         super().__init__()

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 
 def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> str:
-    """Return the layer because of which a model cannot train on one row; "" if there is none.
+    """Return the first layer that prevents a model from training on one row; "" if none does.
 
-    The result is text for an error, such as "layer 'norm' (BatchNorm1d)". The layer raises an error
-    for one row, or its outputs are not finite. If the model cannot train on two rows, either, the
-    result is "".
+    Such a layer raises an error for one row, or its outputs are not finite. The result is text for
+    an error, such as "layer 'norm' (BatchNorm1d)". It is also "" if the model cannot even train on
+    two rows.
     make_inputs: a function that returns inputs with the given number of rows, on any device.
     """
     parameter = next(model.parameters(), torch.empty(0))

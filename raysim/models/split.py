@@ -265,7 +265,7 @@ def _computes_outputs(model: SplitNetwork, inputs: Tensor, outputs: Tensor) -> b
 
 
 def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> Tensor:
-    """Return example inputs [rows, ...], always the same, to try a network with.
+    """Return example inputs [rows, ...] for trying out a network; every call returns equal ones.
 
     input_shape: the shape of one sample.
     tokens: the size of the vocabulary; None if inputs are not token numbers.
@@ -283,7 +283,7 @@ def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> 
 class ExternalModel(ModelRecipe):
     """A recipe for a network that is defined outside raysim.
 
-    head: the name of the network's last linear layer; None finds it.
+    head: the name of the network's last linear layer; None lets raysim search for this layer.
     lora: the settings of low-rank adapters.
     """
 

@@ -3,10 +3,10 @@
 A weight is converted to the type of the computation when a layer needs it: in the forward pass, and
 again in the backward pass. So only one converted weight exists at a time.
 
-Source of the 4 bits: Dettmers, Pagnoni, Holtzman and Zettlemoyer, "QLoRA: Efficient Finetuning of
-Quantized LLMs" (NeurIPS 2023), the type NF4. 64 entries of a weight have a common scale, their
-largest absolute value. An entry is stored as the number of one of 16 levels, and has the value of
-this level times the scale. The levels are quantiles of the normal distribution.
+The 4-bit type is NF4 of Dettmers, Pagnoni, Holtzman and Zettlemoyer, "QLoRA: Efficient Finetuning
+of Quantized LLMs" (NeurIPS 2023). 64 entries of a weight have a common scale, which is their
+largest absolute value. There are 16 levels, which are quantiles of the normal distribution. An
+entry is stored as the number of a level; its value is this level times the scale.
 
 Departures from the paper
 - Scales are stored in float32. The paper stores them in 8 bits (double quantization).
@@ -201,9 +201,8 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 def _frozen_layers(model: nn.Module) -> Iterator[Any]:
     """Yield the linear, convolution and embedding layers whose weight is frozen.
 
-    Leave out layers that may use their weight in another way: those of derived classes, and
-    embeddings with max_norm. Also leave out a layer if a module of another type uses the same
-    weight.
+    Leave out layers of derived classes and embeddings with max_norm, because they may use their
+    weight in another way. Also leave out a layer if a module of another type uses the same weight.
     """
     transformers = sys.modules.get("transformers.pytorch_utils")
     types = LAYERS if transformers is None else (*LAYERS, transformers.Conv1D)

@@ -106,7 +106,8 @@ class HuggingFaceModel(ExternalModel):
     """A recipe for a classifier or a causal language model of the package transformers.
 
     name: a local folder or a name on the hub, from which the model's configuration is read. It can
-    also be a type of model, such as "bert", which has its usual configuration.
+    also be a type of model, such as "bert"; the model then gets the default configuration of this
+    type.
     pretrained: True loads the weights of that folder or name. If the data has another number of
     classes than these weights, the head gets random weights.
     options: values that replace those of the model's configuration.
