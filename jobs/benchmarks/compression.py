@@ -48,12 +48,12 @@ COMPRESSORS = [
 
 
 def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
-    """Return the CPU seconds of a round, without the first two rounds and the end of the run.
+    """Return the CPU seconds of a round, without the first two rounds and the last round.
 
-    In the first two rounds, the system makes the memory that later rounds reuse. A round is
-    reported while the next one trains, so the last round is left out, too.
     rounds: the number of measured rounds.
     """
+    # The first two rounds allocate the memory that later rounds reuse. A round is reported while
+    # the next one trains; this is not so for the last round.
     spec = replace(spec, settings=replace(spec.settings, rounds=rounds + 3))
     coordinator = Coordinator(spec, Synchronous(workload.cohort), Ideal(), InProcess(Worker(spec)))
     ends = []

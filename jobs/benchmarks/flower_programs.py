@@ -312,9 +312,11 @@ def read_processes() -> dict[int, Process]:
 class CpuClock(threading.Thread):
     """A thread that adds up the CPU time of all descendants of this process.
 
-    It reads the times every `CPU_INTERVAL_S` seconds. Reading them once at the end would miss Ray's
-    workers: Linux does not add the time of an ended worker to that of its parent, the raylet.
+    It reads the times every `CPU_INTERVAL_S` seconds.
     """
+
+    # Reading the times once at the end would miss Ray's workers: Linux does not add the time of an
+    # ended worker to that of its parent, the raylet.
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

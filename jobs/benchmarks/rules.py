@@ -88,7 +88,7 @@ def _median_seconds(work: Callable[[], object]) -> float:
 
 
 def accumulate(deltas: Sequence[np.ndarray], weight: float) -> torch.Tensor:
-    """Return the sum of vectors times a weight, [d], computed in place on one thread.
+    """Multiply vectors by a weight and add them up, in place on one thread; return the sum [d].
 
     deltas: the vectors, each float32 [d].
     weight: the weight, the same for all vectors.

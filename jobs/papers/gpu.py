@@ -170,8 +170,8 @@ def _continue_run(folder: Path, run_folder: Path, device: str, deadline: float) 
 
     folder: the folder that contains data/ with the data sets.
     run_folder: the folder of the run, which contains the file that `prepare` has written.
-    deadline: a value of `time.monotonic`. The run stops at the end of the round that it then
-    trains.
+    deadline: a value of `time.monotonic`. The run stops at the end of the first round that ends
+    after this time.
     """
     plan = pickle.loads((run_folder / PLAN).read_bytes())
     spec = plan["spec"]

@@ -370,11 +370,10 @@ def fedld_score(table: Table, cell: Cell) -> Score:
 
 
 def last_central(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last score on the central test set.
+    """Return the last score on the central test set, of the clients' own models or the shared one.
 
-    If clients have models of their own, return the score of these models, else that of the shared
-    model.
-    name: the name of the column with the score of the shared model.
+    name: the name of the column with the score of the shared model. This score is returned if the
+    clients have no models of their own.
     """
     own = last(rows, "accuracy_common")
     return last(rows, name) if own is None else own

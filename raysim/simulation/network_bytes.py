@@ -21,9 +21,8 @@ _PLAIN_TYPES = (int, str, list, tuple, dict, np.ndarray, type(None))
 class CountingRuntime:
     """A runtime that counts the bytes of arrays that each node receives and sends.
 
-    A stored value is counted once for each node that receives it. Only arrays are counted; the
-    other content of messages is small.
-    runtime: the runtime to which all calls are passed on.
+    A stored value is counted once for each node that receives it.
+    runtime: the runtime that executes the calls.
     vector_bytes: the size in bytes of a sum of updates.
     """
 

@@ -698,7 +698,7 @@ class Planner:
     def _sample(self, count: int, pool: int) -> list[int]:
         """Draw idle, available clients uniformly without replacement; return them ascending.
 
-        count: how many clients to draw. If there are not more than this, all are returned.
+        count: the number of clients to draw; if there are fewer, all of them are returned.
         pool: the pool to draw from; -1 means all clients.
         """
         # The cost grows with `count`, and not with the number of all clients: clients are drawn

@@ -158,8 +158,8 @@ class SetScores:
     ) -> Row:
         """Return columns with the validation score of this round, and with the best round so far.
 
-        The validation score is the mean over the clients. The best round is the one with the best
-        validation score; its columns are its number and its score on the central test set.
+        The validation score is a mean over the clients; the best round has the best one. Its
+        columns are its number and its score on the central test set.
 
         reports: the reports on the clients' validation samples.
         scoring: the scored clients and the scored version.
@@ -180,10 +180,10 @@ class SetScores:
 
 
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
-    """Return the scores of each metric: for each metric, a dictionary of scores by client.
+    """Return a dictionary of scores by client for each metric.
 
-    A report on samples that belong to no client, such as those of a domain, gets a negative key.
-    reports: each has the scores of all metrics on one set of samples.
+    reports: each has the scores of all metrics on one set of samples. If the samples belong to no
+    client, for example to a domain, their score gets a negative key.
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

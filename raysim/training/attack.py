@@ -189,9 +189,9 @@ class Attackers(Method):
     def change_updates(
         self, arrivals: Sequence[Update | Failure], server: ServerView
     ) -> list[Update | Failure]:
-        """Return the arrivals with the attackers' shared parameters replaced.
+        """Replace the shared parameters in attackers' updates; return all updates and failures.
 
-        A replaced update that is longer than `faults.norm` allows becomes a failure.
+        A replaced update whose norm is above `faults.norm` becomes a failure.
         """
         trained = server.layout.trained
         common = self._common_update(arrivals, trained)

@@ -64,10 +64,9 @@ def feature_similarity(local: Reals, received: Reals) -> float:
 def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean cosine between a row of a seen class and a row of an unseen class.
 
-    A class is seen if the client's training data has samples of it. The mean is over all pairs of a
-    row of a seen class and a row of an unseen class. A row of zeros has the cosine 0. Figure 2 of
-    the FedBR paper shows this measure. Return None if there are no rows of seen classes, or no rows
-    of unseen classes.
+    A class is seen if the client's training data has samples of it. The mean is over all such pairs
+    of rows; None if there are none. A row of zeros has the cosine 0. Figure 2 of the FedBR paper
+    shows this measure.
     features: [rows, features], the features of the local model.
     labels: [rows], the true class of each row.
     seen: bool [classes], True for a class in the client's training data.

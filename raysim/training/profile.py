@@ -35,12 +35,12 @@ class WorkerTrack:
 
 
 def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.device) -> Spans:
-    """Measure from now on how long some methods of some objects take; return the measured spans.
+    """Measure from now on how long some methods of some objects take; return the recorder.
 
-    A GPU works asynchronously, so there each span waits for the end of the work.
-    parts: pairs (object, kinds). The keys of the dictionary `kinds` are the names of the object's
-    methods that are measured. Its values are the kinds of work for which their time counts, such as
-    {"gather": "gathering"}. Names that the object does not have are ignored.
+    On a GPU, the time of a method includes the wait until the GPU has finished its work.
+    parts: pairs (object, kinds). `kinds` maps the name of a method of the object to a kind of work,
+    for example {"gather": "gathering"}. The time of the method counts for this kind. Names that the
+    object does not have are ignored.
     """
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     spans = Spans(whole=("evaluation",), settle=settle)

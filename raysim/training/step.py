@@ -218,7 +218,7 @@ class Step:
         return -loss if stage.ascend else loss, task
 
     def task_loss(self, ctx: Context, out: Outputs) -> Tensor:
-        """Return the task's loss, a mean over the batch, unless a method replaces it."""
+        """Return the task loss, a mean over the batch; a method may replace the loss function."""
         if self.hooks.loss_owner is None:
             return self.usual_loss(out.logits, out.batch.targets)
         name, replace = self.hooks.loss_owner
