@@ -141,8 +141,8 @@ class Stage:
     name: the name of the stage; hooks read it as `job.stage.name`. Stages of different names have
     different optimizers.
     trains: networks or modules to train: "model", "model.head", "fedbr.projector".
-    loss: a function (job, out) that returns this stage's loss; None uses the task loss, to which
-    methods add terms.
+    loss: a function of a `LocalJob` and of `Outputs` that returns this stage's loss. None uses the
+    task loss, to which methods add terms.
     ascend: True maximises the loss; the hook `gradient` then gets the gradient of minus the loss.
     rate: the factor by which the learning rate is multiplied in this stage.
     modes: networks or modules to put into train mode (True) or eval mode (False) before the step,

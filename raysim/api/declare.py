@@ -158,7 +158,7 @@ class Declarations:
 
     @property
     def step_words(self) -> int | None:
-        """The number of 32-bit words in a compressed server step; None if it is not compressed."""
+        """The number of 32-bit words in a compressed server step; None without such compression."""
         compression = self.compressor
         if compression is None or not compression[1].compresses_down:
             return None

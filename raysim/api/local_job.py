@@ -294,7 +294,7 @@ class LocalJob:
 
 
 class PersonalModel:
-    """A client's own model before it is scored: the argument of `personalise`.
+    """The personalised model of a client before it is scored: the argument of `personalise`.
 
     client: the number of the client.
     task: the learning task.

@@ -187,9 +187,10 @@ class Method:
 
     # --- scoring ------------------------------------------------------------------------------
     def personalise(self, client: PersonalModel) -> None:
-        """Change `client.vector`, in place, to the client's own model; only one method may do so.
+        """Change `client.vector` in place to the client's personalised model.
 
-        Called each time before a client is scored, even if the client never trained.
+        Only one method may do so. Called before each score of a client, even if the client never
+        trained.
         """
 
 

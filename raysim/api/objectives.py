@@ -131,8 +131,8 @@ def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of each sample's losses and the number of its labels, [B, 2].
 
     Labels with the value `IGNORED` do not count.
-    values: a loss for each label, with the shape of `labels`. Or a loss for each sample [B], which
-    is multiplied by the number of labels.
+    values: a loss for each label, with the shape of `labels`. If the shape is another one, [B] or
+    [B, ...], these are mean losses of samples, which are multiplied by the number of labels.
     labels: [B, ...].
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)

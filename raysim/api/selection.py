@@ -193,9 +193,9 @@ class SelectionView:
         """Draw idle, available clients without replacement, int64, in the order of the draw.
 
         count: the number of clients; if fewer are idle, all of them are returned.
-        weights: [n], at least 0; each draw takes one of the remaining clients with a probability in
-        proportion to its weight. Clients of weight 0 come last. None: all have the same
-        probability.
+        weights: [n], at least 0. Each draw takes one of the remaining clients with a probability in
+        proportion to its weight. Clients of weight 0 come last. With None, all clients have the
+        same probability.
         """
         clients = self.clients
         if weights is None:

@@ -1,8 +1,8 @@
-"""Define topologies: the replicas of the model, the clients of each, and their exchanges.
+"""Define topologies: which models the server has, and which clients train each model.
 
 A replica is one model of the server, with the server state that methods keep for it. With several
 replicas, each client starts from the replica that serves it, and its update is aggregated into that
-replica. From time to time the replicas exchange: each becomes a weighted mean of several replicas.
+replica. In an exchange, each replica becomes a weighted mean of several replicas.
 """
 
 from __future__ import annotations

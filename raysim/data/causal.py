@@ -390,7 +390,7 @@ def check_documents(kind: Kind | None, prompt: str | None, packing: bool | None)
 
 
 def choose_test_documents(users: NDArray[Any] | None, count: int, fraction: float) -> Any:
-    """Return which documents are for testing: bool [count], True for a share of each user's.
+    """Return which documents are for testing: bool [count], a share of each user's documents.
 
     The chosen documents are evenly spread over the documents of a user.
     users: the user of each document; None if the documents have no users.

@@ -81,8 +81,8 @@ class Text(_Corpus):
     none, the last `test_fraction` of each document is the central test set.
 
     root: the file or the folder.
-    separator: the text between two documents of a file, where \\n stands for a new line; None: a
-    file is one document.
+    separator: the text between two documents of a file, where \\n stands for a new line. None means
+    that a file is one document.
     user: with partition=natural, each "file" or each "document" is a client.
     """
 

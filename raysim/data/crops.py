@@ -68,10 +68,10 @@ def resized_crops(images: Tensor, boxes: Ints) -> Tensor:
 
 
 def _source_coordinates(start: Ints, length: Ints, size: int) -> NDArray[np.float64]:
-    """Return the coordinates in the original images of the pixels of stretched crops.
+    """Return for each pixel of a stretched crop its coordinate in the original image, on one axis.
 
-    Only one axis is considered. The result is [B, size], for `torch.nn.functional.grid_sample`: the
-    edges of an image have the coordinates -1 and 1.
+    The result is [B, size], for `torch.nn.functional.grid_sample`: the edges of an image have the
+    coordinates -1 and 1.
     start, length: [B], the first pixel and the number of pixels of each crop along this axis.
     size: the number of pixels of the image along this axis.
     """

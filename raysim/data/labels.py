@@ -95,11 +95,11 @@ def streams_error(place: str) -> ValueError:
 def infer_kind(values: Any) -> Kind:
     """Return the kind of task that the type and the shape of n samples' labels suggest.
 
-    - "classification": integers or text [n]; also floats [n] that look like class numbers: a few
+    - "classification": integers or text [n]. Also floats [n] that look like class numbers: a few
       different whole numbers, each of which occurs several times.
     - "regression": all other floats.
     - "multilabel": integers [n, labels] that are all 0 or 1, or a list of labels for each sample.
-    - "positions": all other integers or text with several axes, a class for each position.
+    - "positions": all other arrays of integers or text; each position has a class.
 
     values: an array, or a list of labels for each sample.
     """

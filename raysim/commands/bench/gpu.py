@@ -7,9 +7,9 @@ It needs neither Ray nor Hydra, and measures four things:
 - memory, compared with raysim's estimate before a run;
 - the speed of the workloads G1 to G4, each compared with a plain PyTorch loop on the same device.
 
-G1 has the shapes and sizes of FedBR's experiment on RotatedMNIST, and G2 those of its experiment on
-CIFAR-10 with VGG11. G3 is CIFAR-10 with 100 clients and ResNet-18. G4 is a network without
-convolutions. All pictures are synthetic.
+G1 and G2 have the shapes and sizes of two experiments of FedBR: RotatedMNIST, and CIFAR-10 with
+VGG11. G3 is CIFAR-10 with 100 clients and ResNet-18. G4 is a neural network without convolutions.
+All pictures are synthetic.
 
 Results are written to DIR/results.json and DIR/page.md. A later call with the same DIR and other
 measurements (--parts) adds its results to both files.

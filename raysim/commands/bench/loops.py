@@ -362,8 +362,9 @@ def _write_profile(
 def measure_workload(
     name: str, root: str | None, blocks: int, options: LoopOptions, show: Print
 ) -> LoopResult:
-    """Alternate blocks of rounds of raysim and of the bare loops. Ray must be running.
+    """Measure raysim and the plain PyTorch loops alternately, in blocks of rounds.
 
+    Ray must be running.
     name: the workload's name.
     root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures.
     blocks: the number of blocks.

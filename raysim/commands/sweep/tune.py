@@ -220,8 +220,8 @@ class SweepTrial(tune.Trainable):
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
         """Let the runs of this trial continue from the checkpoints of another trial.
 
-        If the checkpoints are this trial's own, no file changes. Its runs then continue from their
-        own folders.
+        If the checkpoints belong to this trial, no file changes, and the runs continue from their
+        folders.
         checkpoint_dir: the folder that `save_checkpoint` filled.
         """
         self.cleanup()
