@@ -1,8 +1,8 @@
-"""DiLoCo (2023), its asynchronous form (2024) and the streaming one (2025), in PyTorch.
+"""DiLoCo (2023), asynchronous DiLoCo (2024) and Streaming DiLoCo (2025), in PyTorch.
 
-Clients use torch.optim.AdamW. A client's next job continues with AdamW's state. The server's
-gradient is the mean of received minus trained parameters. Its optimizer is torch.optim.SGD with
-Nesterov's momentum, or the asynchronous paper's delayed Nesterov update.
+Clients use torch.optim.AdamW. A client's next job continues with AdamW's state. The gradient of the
+server is the negated mean update. The server's optimizer is torch.optim.SGD with Nesterov's
+momentum, or the delayed Nesterov update of asynchronous DiLoCo.
 """
 
 from __future__ import annotations

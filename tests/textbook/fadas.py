@@ -20,9 +20,9 @@ from textbook.world import Book, World
 class AmsGrad:
     """AMSGrad on the server: x <- x + eta m / (sqrt(w) + eps), with w the largest v so far.
 
-    lr: eta, if no update of the aggregation is staler than `threshold` versions. Otherwise, let s
-    be the largest staleness. Then eta is min(lr, 1 / s) for rule "cap" (paper), or lr / s for rule
-    "scale" (released code).
+    lr: the server's rate eta, unless an update is stale by more than `threshold` versions.
+    rule: eta in this case, for the largest staleness s of the aggregation. "cap" is min(lr, 1 / s),
+    as in the paper; "scale" is lr / s, as in the released code.
     """
 
     def __init__(

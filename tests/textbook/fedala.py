@@ -40,10 +40,10 @@ def fedala(world: World, rate: float, share: float, top: str = "model.head") -> 
         return x | {name: old[name] + (x[name] - old[name]) * w[name] for name in names}
 
     def learnt(job: Job) -> Params:
-        """Train W for a job, and return it.
+        """Train W before a job of the client, and return W.
 
-        The first time this takes passes over the samples until the loss settles, and at most 100.
-        Later it takes one pass.
+        At the first training of a client's W, passes over the samples are repeated until the loss
+        settles, at most 100 times. Later trainings make a single pass.
         """
         i, first = job.client, job.client not in shares
         w = shares.get(i, {name: torch.ones_like(x[name]) for name in names})

@@ -69,14 +69,16 @@ def fedgh(
 
 
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
-    """Merge updates in pairs until at most two remain, then project these two onto each other.
+    """Run rounds in which the server merges updates in pairs, until at most two remain.
 
-    Each tensor of the parameters is treated separately. At each level, the updates are sorted by
-    <g_i, r>. The first is merged with the last, the second with the last but one, and so on. To
-    merge two updates means to add them. If the two conflict, each first loses its projection on the
-    other. All updates have the same weight.
+    The step is the sum of the remaining updates, divided by the number of all updates. Each tensor
+    of the parameters is treated separately. To merge two updates a and b means to add them. If they
+    conflict, a first loses its projection onto b, and b loses its projection onto a. The last two
+    updates are added in the same way, but with |a|^2 of the changed a in the second projection.
+    Before each merging, updates are sorted by <g_i, r>. The largest and the smallest are a pair,
+    then the next largest and the next smallest, and so on.
     In the first round, the step and r are the mean update. Later, r <- 0.99 r + 0.01 times the
-    step. An aggregation of only two updates keeps their order, as in the code.
+    step.
     eps: the number that is added to squared norms.
     """
     r: Tensor | None = None

@@ -94,12 +94,12 @@ def cut(x: Mapping[str, Tensor], rank: int) -> Params:
 
 
 def nearest(product: Tensor, old_a: Tensor) -> Params:
-    """Return the factors B and A whose product is the best approximation of a matrix.
+    """Return factors B and A of rank r whose product is the best approximation of a matrix.
 
+    The rows of A have the norm 1. If the matrix has a rank k < r, the rows of A after the first k
+    are those of old_a, and the columns of B after the first k are 0.
     product: the matrix [outputs, inputs].
-    old_a: the old A [r, inputs], whose rank r the new factors have.
-    Each row of A has the norm 1. If the matrix has a lower rank than r, the remaining rows of A are
-    those of old_a. The remaining columns of B are then 0.
+    old_a: the matrix A before this call, [r, inputs].
     """
     u, values, v = torch.linalg.svd(product)
     a, b = old_a.clone(), torch.zeros(len(u), len(old_a), dtype=product.dtype)

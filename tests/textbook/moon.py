@@ -39,7 +39,7 @@ def represented(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Te
 def cosine(a: Tensor, b: Tensor) -> Tensor:
     """Return the cosine similarity of each row of a with the same row of b.
 
-    It is 0 if one of both rows is 0.
+    It is 0 if a row has only zeros.
     """
     return (F.normalize(a, dim=1) * F.normalize(b, dim=1)).sum(1)
 

@@ -32,8 +32,8 @@ class PolicySettings:
     batch: the number of samples in a step.
     rate: the learning rate.
     start, decay, floor: the temperature at version t is start decay^t, at least floor.
-    sampled: True: each layer is loaded with the policy's probability. False: each layer is loaded
-    if this probability is the larger one.
+    sampled: True: for each layer, draw one of the two models with the policy's probabilities.
+    False: take the more probable model.
     """
 
     steps: int

@@ -203,7 +203,7 @@ def cross_entropy(p: Params, step: int, x: Tensor, y: Tensor) -> Tensor:
 
 
 def train(world: World, job: Job, received: Params, loss: Loss = cross_entropy) -> Params:
-    """Return the trained model of a client, which minimises `loss` from the received model."""
+    """Train the received model on the batches of a job, and return the trained model."""
     p, sgd = copy_for_training(received), optimizer(world, job)
     for step, (x, y) in enumerate(job.batches):
         sgd.step(p, gradients(loss(p, step, x, y), p, trainable(p)))

@@ -20,9 +20,9 @@ from textbook.world import Book, World
 
 
 def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
-    """Add a vector to x, and compute each of its coordinates separately.
+    """Run rounds with a server rule that treats each coordinate of the updates separately.
 
-    rule(values): the coordinate, from the values that it has in all updates.
+    rule(values): the change of one coordinate of x, from this coordinate of all updates.
     """
     return run_server_rule(
         world,
@@ -38,7 +38,7 @@ def coordinate_median(world: World) -> Book:
 def trimmed_mean(world: World, share: float) -> Book:
     """Add the trimmed mean of the updates to x, coordinate by coordinate.
 
-    Of each coordinate, floor(share n) smallest and floor(share n) largest values are left out.
+    The mean leaves out the floor(share n) smallest and the floor(share n) largest values.
     """
 
     def rule(values: list[float]) -> float:

@@ -389,7 +389,10 @@ def _database() -> bytes:
 
 
 def carry_out(case: Case, seed: int) -> str:
-    """Return "same", "same, too late" if the run ended before its fault, or the problem."""
+    """Run a case; return "same" if its results are right, and otherwise a text about the problem.
+
+    The result is "same, too late" if the run ended before the fault.
+    """
     expected = undisturbed(case)
     rng, mark = random.Random(seed), uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="raysim-faults-") as text:

@@ -136,7 +136,10 @@ def _limited() -> Iterator[None]:
 
 
 def outcome(words: list[str]) -> str:
-    """Return "run", "refused" or "failed" for the end of a command, or the problem."""
+    """Run a command, and return how it ended: "run", "refused", "failed" or a text about a bug.
+
+    words: the arguments of `raysim`.
+    """
     out, err = io.StringIO(), io.StringIO()
     try:
         with _limited(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

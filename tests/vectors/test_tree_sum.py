@@ -23,9 +23,9 @@ def vectors(count: int) -> list[np.ndarray]:
 
 
 def tree(leaves: list[np.ndarray | None]) -> np.ndarray | None:
-    """Return the sum of the leaves, which adds neighbours in pairs, then their sums, and so on.
+    """Add neighbouring leaves in pairs, then these sums in pairs, and so on; return the last sum.
 
-    leaves: the values; None is a missing value, which is skipped. The sum of no values is None.
+    leaves: the values. A missing value is None, and is skipped. If all are missing, return None.
     """
     while len(leaves) > 1:
         pairs = [leaves[start : start + 2] for start in range(0, len(leaves), 2)]
