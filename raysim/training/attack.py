@@ -180,7 +180,10 @@ class Attackers(Method):
         )
 
     def flip_labels(self, labels: Tensor, classes: int) -> Tensor:
-        """Return the labels [n] of the data set, with the labels of attackers' samples flipped."""
+        """Replace the labels of attackers' samples; return the labels [n] of the data set.
+
+        A label y of an attacker's sample becomes `classes` - 1 - y.
+        """
         rows = torch.from_numpy(self.train.indices[np.isin(self.train.owners, self.clients)])
         flipped = labels.clone()
         flipped[rows] = classes - 1 - flipped[rows]

@@ -309,7 +309,7 @@ def declare_run(spec: RunSpec) -> Declarations:
 def share_frozen_weights(spec: RunSpec) -> RunSpec:
     """Return the spec with the frozen weights of its model, if the model has adapters.
 
-    They are built only here; all processes of a node then share them.
+    All processes of a node then share these weights.
     """
     if not spec.model.lora.rank and "peft" not in sys.modules:
         return spec  # no model has adapters

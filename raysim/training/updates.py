@@ -53,7 +53,7 @@ def sum_over_rows(losses: Tensor, rows: Sequence[int]) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _row_weights(rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the numbers of rows as a tensor [batches]; many jobs have the same batches."""
+    """Return the number of rows of each batch as a tensor [batches]."""
     return to_device(np.array(rows, np.int64), device).to(widest_float(device))
 
 

@@ -76,6 +76,9 @@ class WorkerStates:
         return ClientState(self.initial.personal, self.initial.counters, methods)
 
     def _stored_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in which a tensor is stored: the run's for floats, else the tensor's."""
+        """Return the dtype to store a tensor in: the run's dtype for tensors of floats.
+
+        Python numbers, whose names end in "#float", and all other tensors keep their dtype.
+        """
         is_number = name.endswith("#float")
         return self._dtype if tensor.is_floating_point() and not is_number else tensor.dtype

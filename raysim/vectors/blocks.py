@@ -80,11 +80,9 @@ def in_blocks(length: int, work: Callable[[slice], T], size: int = BLOCK) -> lis
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return True if all entries are finite.
-
-    If the sum of the entries is finite, so are all entries. The sum is computed first, so the check
-    usually needs one pass and no copy.
-    """
+    """Return True if all entries are finite."""
+    # If the sum of the entries is finite, so are all entries. Without overflow, this check needs
+    # one pass and no copy.
     return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 
