@@ -15,9 +15,9 @@ A round chooses clients in two ways:
 - Exploration draws clients that have not reported a loss. The probability of a client is in
   proportion to its number of samples times min(1, T / D)^penalty. Here D is the expected duration.
 
-If there are too few clients for one way, the round draws more clients in the second way. A rule
-called the pacer increases T if the utility of the chosen clients has fallen. It compares the sums
-over two successive windows of rounds.
+If one of the two ways has too few clients, the other way draws more. A rule called the pacer
+increases T if the utility of the chosen clients has fallen. It compares the sums over two
+successive windows of rounds.
 
 Differences from the paper:
 - The paper uses the root mean square of the losses of a client's samples. This module uses their

@@ -197,7 +197,7 @@ class Planner:
     is never dispatched.
     load: function that returns the `Load` of a client's next job. Its arguments are the client, the
     base version, the number of the client's earlier jobs, and how many of these were aggregated.
-    patience: the run fails if no client becomes available in this number of virtual seconds.
+    patience: the run fails if no client is available in the first `patience` virtual seconds.
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
     costs: adds up energy, money and CO2; None if the fleet has no costs.

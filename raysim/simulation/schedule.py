@@ -428,7 +428,7 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
     """Raise ValueError if a schedule does not fit the clients or the topology of a run.
 
     A schedule needs at least `concurrency` clients with samples. If each replica has a separate
-    schedule, each of them needs this number of clients, and pools are not allowed.
+    schedule, each replica needs this number of clients, and pools are not allowed.
 
     counts: int [clients], the number of training samples of each client.
     network: the replicas of the run, and the clients that each of them serves.

@@ -158,8 +158,8 @@ class SetScores:
     ) -> Row:
         """Return columns with the validation score of this round, and with the best round so far.
 
-        The validation score is a mean over the clients; the best round has the best one. Its
-        columns are its number and its score on the central test set.
+        The validation score is a mean over the clients. The best round is the round with the best
+        validation score. Two columns have its number and its score on the central test set.
 
         reports: the reports on the clients' validation samples.
         scoring: the scored clients and the scored version.

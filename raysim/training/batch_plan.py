@@ -89,7 +89,7 @@ def layer_needing_two_rows(declarations: Declarations) -> str:
 def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
     """Return the batch sizes for which steps are recorded if a worker has several lanes.
 
-    These are the full batch size, and the size of the last batch if most clients have the same.
+    These are the full batch size, and the size of the last batch if it is equal for most clients.
     counts: the number of samples of each client.
     batch: the full batch size.
     """

@@ -20,8 +20,8 @@ from raysim.vectors.layout import Vector
 class FrozenNetworks:
     """Named copies of a run's networks, in eval mode and without gradients, for methods.
 
-    A method chooses the name of a copy and the values that each job loads into it. An example are
-    the values of the received model.
+    A method chooses the name of a copy, and the values that each job loads into it, for example
+    those of the received model.
 
     vector: the vector of the networks that are trained.
     """

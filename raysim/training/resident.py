@@ -85,7 +85,7 @@ class ResidentStates:
     def get(self, client: int, job: int) -> ClientState[Tensor] | None:
         """Return the final client state of a job, on the device.
 
-        Return None if this worker does not have the client's state of this job.
+        Return None if this state is not on the worker.
         """
         handle = self._handles.get(client)
         if handle is None or handle.job != job:
