@@ -83,8 +83,8 @@ def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]
 def reserved_names(layout: Layout) -> set[str]:
     """Return the names that a method cannot give to client state, because they are in use.
 
-    They are the full names of the network tensors that stay on the client, such as
-    "model.bn1.weight". The names of the two flat buffers of `ClientState` are also in use.
+    They are the full names of the neural networks' tensors that stay on the client, such as
+    "model.bn1.weight", and the names of the two flat arrays of `ClientState`.
     """
     floating, integer = layout.personal_entries
     return {_PERSONAL, _COUNTERS, *(entry.name for entry in (*floating, *integer))}
@@ -93,7 +93,7 @@ def reserved_names(layout: Layout) -> set[str]:
 def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
     """Return the client state that `to_named_arrays` has turned into these arrays.
 
-    Raises ValueError if `arrays` lacks a network tensor that stays on the client.
+    Raises ValueError if `arrays` lacks a tensor of a neural network that stays on the client.
     """
     floating, integer = layout.personal_entries
     names = {entry.name for entry in (*floating, *integer)}
@@ -114,8 +114,8 @@ def to_flat_arrays(state: StoredState) -> dict[str, np.ndarray]:
     """Return the arrays of the state by name, for checksums and for files.
 
     `state.personal` has the name "personal", and `state.counters` has "personal.counters". Both
-    names are missing if no network tensor stays on the client. A tensor of a method has the name
-    "method.name".
+    names are missing if no tensor of a neural network stays on the client. A tensor of a method has
+    the name "method.name".
     """
     buffers: dict[str, np.ndarray] = {}
     if len(state.personal) or len(state.counters):
@@ -132,7 +132,7 @@ def from_flat_arrays(arrays: Mapping[str, np.ndarray]) -> StoredState:
 
 
 def _values_of(buffer: np.ndarray, entry: Entry, start: int) -> np.ndarray:
-    """Return one network tensor of a client as a view of the flat buffer that contains it.
+    """Return one tensor of a neural network as a view of the flat array that contains it.
 
     buffer: `ClientState.personal` or `ClientState.counters`.
     entry: the tensor's shape and its position in the layout.

@@ -88,7 +88,7 @@ class Declarations:
 
     @property
     def private_names(self) -> set[str]:
-        """The names of all network tensors that stay on the client."""
+        """The names of all tensors of the neural networks that stay on the client."""
         floating, integer = self.layout.personal_entries
         return {entry.name for entry in (*floating, *integer)}
 

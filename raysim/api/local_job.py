@@ -130,8 +130,8 @@ class LocalJob:
     def partition(self) -> CSR:
         """The positions of all clients' training samples in the data set.
 
-        `job.partition.rows(k)` returns those of client k, int64 [n]. Only a simulator can know
-        them: a real client does not see the samples of others.
+        `job.partition.rows(k)` returns the positions of client k's samples, int64 [n]. A real
+        client could not know the positions of other clients' samples.
         """
         return self.context.trainer.partition
 

@@ -73,8 +73,8 @@ class ScoredTask(Protocol):
 class Metric:
     """A metric that a user defines by a function.
 
-    function: a function of outputs [n, C] and labels. The labels are those that the loss gets. The
-    function returns a score for each sample [n], or one number for all n samples.
+    function: a function of outputs [n, C] and labels. It gets the same labels as the loss. It
+    returns a score for each sample [n], or one number for all n samples.
     name: the metric's name in columns of the history; None takes the function's name.
     higher: True if a higher score is better. None takes the function's attribute
     `higher_is_better`; without this attribute it means True.

@@ -24,8 +24,9 @@ def mean(values: np.ndarray) -> float:
 def mean_loss(losses: np.ndarray) -> float:
     """Return the mean of the losses in a `ScoringReport`.
 
-    losses: [n], a loss for each sample. Or [n, 2], the sum of the losses of a sample's labels and
-    the number of these labels. The mean is then over all labels, and nan if there are none.
+    losses: [n], a loss for each sample. If the shape is [n, 2], each row has the sum of the losses
+    of a sample's labels, and the number of these labels. The mean is then over all labels; it is
+    nan if no sample has labels.
     """
     return mean(losses) if losses.ndim == 1 else ratio_of_sums(losses)
 

@@ -159,9 +159,9 @@ class ServerView:
 
     @property
     def population(self) -> int:
-        """The number of clients of this replica, except unseen ones; papers call it N.
+        """The number of clients that this replica serves, except unseen ones; papers call it N.
 
-        If each client has its own replica, as with gossip, it is the number of all clients.
+        If each client stores its own replica, as with gossip, all clients are counted.
         """
         return self._server.population  # type: ignore[no-any-return]
 

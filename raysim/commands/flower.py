@@ -40,7 +40,7 @@ class FlowerRequest:
     clients: the number of clients; None takes the number in the Flower project.
     samples: the number of samples of each client; it decides how much virtual time a client's
     training takes.
-    run_config: the values that replace those in the app's own run config, by key.
+    run_config: values for the app's run config, by key. They replace the app's defaults.
     """
 
     project: Project

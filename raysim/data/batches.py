@@ -64,7 +64,7 @@ class Pipeline:
     def augment_images(self, images: Tensor, rng: np.random.Generator) -> Tensor:
         """Augment each image independently; images and result are uint8 [B, c, h, w].
 
-        The augmentations in `augment` are applied in this order. The others draw no random numbers.
+        The augmentations in `augment` are applied in this order. Only these draw random numbers.
         - resized_crop: four numbers in [0, 1) for each of `TRIES` rectangles, see `crop_boxes`.
         - crop: a vertical and a horizontal offset, each from 0 to 2 * `crop_padding` pixels.
         - flip: an image is mirrored with probability 1/2.
@@ -96,7 +96,7 @@ class Pipeline:
         return images
 
     def _move_pixels(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Crop, flip and rotate images at random; leave out what is not in `augment`."""
+        """Crop, flip and rotate images at random, if `augment` lists these augmentations."""
         batch, channels, height, width = images.shape
         padding = self.crop_padding if "crop" in self.augment else 0
         rows = np.broadcast_to(np.arange(height), (batch, height))

@@ -27,7 +27,7 @@ NO_ANGLE = -1  # the angle number of an image that no client has
 
 
 def corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> Dataset:
-    """Return the data set with the source's corruptions; the clean one if there are none.
+    """Return the data set with the source's corruptions, or `clean` if the source has none.
 
     The corruptions are applied in this order:
     - Some training labels of each client become wrong (`data.label_noise`).
@@ -141,7 +141,7 @@ def _draw_angles(
 
 
 def _rotate_and_pool(source: Source, clean: Dataset, rows: Ints, angles: Floats) -> Inputs:
-    """Return the inputs of `rows`: images are rotated and then pooled, others stay as they are.
+    """Return the inputs of `rows`: images are rotated and then pooled, other inputs are unchanged.
 
     clean: the data without rotation.
     rows: [n], rows of `clean`.

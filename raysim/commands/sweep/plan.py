@@ -154,7 +154,7 @@ class SweepPlan:
         return str(self._first_draft()["out"] or "")
 
     def setting(self, point: Mapping[str, object]) -> Point:
-        """Return a trial's values of those searched keys that its configuration has.
+        """Return a trial's values of the searched keys that exist in its configuration.
 
         For example, with method=fedavg the key method.fedprox.mu is left out.
         point: a value for each searched key.
