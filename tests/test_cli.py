@@ -417,7 +417,7 @@ class TestResume:
         run("out=a", "resume=latest", "rounds=6", "runtime.lanes=2", status=2)
         run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
 
-    def test_error_of_resuming_a_run_without_a_key_contains_the_version(
+    def test_resume_of_a_run_that_lacks_a_key_mentions_key_and_raysim_version(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a")

@@ -64,7 +64,9 @@ def every_case() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "case"), every_case())
-def test_function_returns_the_values_of_a_stored_test_case(name: str, case: dict[str, Any]) -> None:
+def test_function_returns_the_expected_value_of_each_stored_case(
+    name: str, case: dict[str, Any]
+) -> None:
     assert RULES is not None
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)

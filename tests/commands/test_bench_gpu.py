@@ -62,7 +62,7 @@ def test_page_of_gpu_speeds_matches_its_stored_results(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == names - {gpu.RESULTS}
 
 
-def test_the_check_for_gpus_includes_every_method() -> None:
+def test_gpu_check_lists_all_methods_of_raysim() -> None:
     names = gpu.every_method().keys()
     assert {"fedbr", "fraug", "scaffold", "fedld_principal", "krum"} <= names
     assert len(names) > 45

@@ -284,7 +284,7 @@ def test_study_warning_lists_its_runs_unless_every_run_has_the_warning() -> None
 @pytest.mark.parametrize(
     ("parallel", "left"), [(1, ["1 min 30 s", "4 s", "2 s"]), (2, ["45 s", "2 s", "1 s"])]
 )
-def test_remaining_time_of_study_ignores_its_first_run(
+def test_estimate_of_remaining_study_time_ignores_the_first_run(
     parallel: int, left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter([30.0, 2.0, 2.0, 4.0])

@@ -78,7 +78,7 @@ class Broken(Method):
 # --- the package --------------------------------------------------------------------------------
 class TestPackage:
     @pytest.mark.slow
-    def test_packed_raysim_runs_without_the_checkout(self, tmp_path: Path) -> None:
+    def test_copy_of_raysim_in_a_job_runs_without_the_git_checkout(self, tmp_path: Path) -> None:
         pack(find_files(), tmp_path)
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["LICENSE", "README.md", "conf", "pyproject.toml", "raysim"]
@@ -267,7 +267,7 @@ class TestCommand:
             with pytest.raises(RefusedError, match=f"--runtime-env {path}"):
                 read_runtime_env(str(path))
 
-    def test_runtime_environment_has_the_commit_of_packed_raysim(self) -> None:
+    def test_runtime_environment_of_a_job_contains_the_commit_of_raysim(self) -> None:
         environment = {"pip": ["x"], "env_vars": {"A": "1"}}
         source = {"RAYSIM_SOURCE": json.dumps(source_commit())}
         assert with_source(environment) == {"pip": ["x"], "env_vars": {**source, "A": "1"}}
@@ -728,7 +728,7 @@ def test_submitted_run_that_fails_exits_with_1(cluster: Cluster, tmp_path: Path)
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_error_mentions_the_wrong_token_file_or_the_address_without_token(
+def test_connection_error_mentions_the_wrong_token_file_or_missing_token(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     wrong = tmp_path / "wrong"

@@ -177,7 +177,7 @@ class TestPlan:
         option.unlink()
         assert sweep_plan.node({"local.lr": 0.1})["method"]["mine"]["mu"] == 0.5
 
-    def test_error_for_raysim_run_with_a_sweep_option_suggests_raysim_sweep(
+    def test_raysim_run_with_a_sweep_option_suggests_raysim_sweep(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.call(["run", "sweep=fedbr"]) == 2
@@ -216,7 +216,7 @@ class TestPlan:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 
-    def test_sweep_option_methods_has_ten_points(self) -> None:
+    def test_search_space_of_sweep_option_methods_has_ten_points(self) -> None:
         assert len(plan(["sweep=methods"]).points()) == 10
 
     @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ class TestPlan:
             (["partition.validation_fraction=0.2", "sweep.metric=accuracy"], "accuracy", False),
         ],
     )
-    def test_sweep_maximises_the_validation_score_or_else_prints_advice(
+    def test_sweep_prints_advice_if_it_has_no_validation_score_to_maximise(
         self, overrides: list[str], metric: str, is_test_score: bool
     ) -> None:
         from raysim.commands.sweep import session
@@ -694,7 +694,7 @@ class TestContinue:
         assert cli.call(["sweep", "out=elsewhere", "resume=latest"]) == 2
         assert "out=elsewhere" in capsys.readouterr().err
 
-    def test_resume_latest_starts_sweep_in_missing_folder(self) -> None:
+    def test_sweep_with_resume_latest_accepts_a_missing_folder(self) -> None:
         request = read_request(["out=s", "resume=latest", LRS])
         assert request.folder == Path("s") and not request.is_new
 

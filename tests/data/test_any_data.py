@@ -82,7 +82,7 @@ def test_image_settings_are_rejected_for_data_that_are_not_images() -> None:
 
 
 # ---- tables --------------------------------------------------------------------------------------
-def test_tabular_inputs_are_standardised_by_training_rows() -> None:
+def test_tabular_inputs_are_standardised_by_mean_and_std_of_training_rows() -> None:
     wine, diabetes = Tabular("wine").build(), Tabular("diabetes").build()
     assert wine.shape == (13,) and wine.class_names == ["class_0", "class_1", "class_2"]
     for values in (wine.inputs, diabetes.inputs, diabetes.labels):
@@ -397,7 +397,7 @@ def test_leaf_rejects_inputs_and_labels_that_it_cannot_read(
         Leaf(str(root), **settings).build()
 
 
-def test_markov_sequences_follow_their_chains() -> None:
+def test_markov_labels_follow_the_transition_chain_of_their_user() -> None:
     source = Markov(users=3, samples=400, test_samples=0, vocabulary=4, skew=1.0, shortest=16)
     data = federate(source, Natural(test_fraction=0.0), 0)
     dataset = data.open()

@@ -69,7 +69,7 @@ def test_packed_rows_contain_each_token_exactly_once_as_a_label() -> None:
     assert raw.kind == "causal" and raw.tokens == Tokens(100, 0)
 
 
-def test_packed_rows_never_mix_users_or_test_text() -> None:
+def test_packed_rows_never_mix_users_or_training_and_test_text() -> None:
     documents = [
         Document(np.array([1, 2]), "b", is_test=True),
         Document(np.array([3]), "b"),
@@ -265,7 +265,7 @@ def test_instructions_have_labels_for_the_answer_only(tmp_path: Path) -> None:
     assert len(packed_rows.labels) == 3 and packed_rows.labels.shape == (3, 6)
 
 
-def test_vocabulary_of_instructions_contains_only_their_own_characters(tmp_path: Path) -> None:
+def test_vocabulary_has_only_characters_of_the_prompts_and_answers(tmp_path: Path) -> None:
     root = json_lines(tmp_path / "t.jsonl", QUESTIONS)
     source = JsonLines(
         root=root, kind="causal", prompt="question", columns=["answer"], tokenizer="characters"

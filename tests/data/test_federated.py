@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_data_without_corruption_are_stored_in_one_file_of_the_source(cache: Path) -> None:
+def test_uncorrupted_data_use_the_file_of_their_source_without_a_copy(cache: Path) -> None:
     data = federate(SOURCE, IID(5), 0)
     assert data.dataset_path == SOURCE.build().path and len(list(cache.glob("*.arrow"))) == 1
     assert data.central.tolist() == list(range(300, 320))
@@ -161,7 +161,7 @@ def test_data_settings_that_do_not_fit_images_or_classes_are_rejected(
         federate(replace(SOURCE, **settings), IID(5), 0)
 
 
-def test_validation_samples_are_rotated_like_the_others_of_their_client() -> None:
+def test_validation_images_are_rotated_by_the_angle_of_their_client() -> None:
     source = replace(SOURCE, rotation=Rotation(per="client"), label_noise=1.0)
     without, having = (
         federate(source, IID(5, validation_fraction=share), 0) for share in (0.0, 0.1)

@@ -187,7 +187,7 @@ def test_dirichlet_client_draws_other_classes_if_its_classes_are_used_up() -> No
 
 
 @pytest.mark.parametrize(("shares", "label"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
-def test_dirichlet_client_with_draw_of_1_gets_its_last_possible_class(
+def test_random_number_1_draws_the_last_class_whose_share_is_above_zero(
     shares: list[float], label: int
 ) -> None:
     arguments = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
@@ -357,7 +357,7 @@ def test_error_of_impossible_split_mentions_key_and_value(make, key: str) -> Non
 
 
 @pytest.mark.parametrize(("proportions", "attempts"), [(5_000, 50), (1_000, 20)])
-def test_impossible_split_of_many_clients_is_refused_after_fewer_attempts(
+def test_impossible_split_draws_at_most_a_limited_number_of_proportions(
     proportions: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partition_module, "MAX_PROPORTIONS", proportions)
@@ -412,7 +412,7 @@ def test_listed_partition_rejects_missing_file() -> None:
             partition.split(labels, labels, 1, 0)
 
 
-def test_draw_classes_skips_empty_class() -> None:
+def test_draw_classes_never_draws_a_class_without_samples() -> None:
     shares, turns, uniforms = (
         np.array([[0.5, 0.5]]),
         np.zeros(3, np.int64),
@@ -448,7 +448,7 @@ def test_partition_by_class_refuses_data_without_classes(partitioner: Partitione
         federate(Tabular("diabetes"), partitioner, 0)
 
 
-def test_counts_of_shares_that_sum_below_one_give_the_rest_to_the_last() -> None:
+def test_last_count_includes_the_rest_if_shares_sum_below_one() -> None:
     assert share_counts(10, np.array([0.5, 0.4])).tolist() == [5, 5]
 
 

@@ -292,7 +292,7 @@ def write_usps(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("inner", ["", "USPS"])
-def test_usps_is_read_from_root_or_its_folder(inner: str, tmp_path: Path) -> None:
+def test_usps_is_found_in_data_root_or_in_its_subfolder_usps(inner: str, tmp_path: Path) -> None:
     write_usps(tmp_path / inner)
     built = Usps(root=str(tmp_path), download=False).build()
     assert (
@@ -372,7 +372,7 @@ def test_error_of_impossible_setting_of_synthetic_data_mentions_its_key(
         Synthetic(**settings)
 
 
-def test_arrays_are_resized_like_pictures() -> None:
+def test_resized_synthetic_images_equal_those_resized_by_pillow() -> None:
     plain, large = (
         Synthetic(samples=5, test_samples=0).build(),
         Synthetic(samples=5, test_samples=0, size=12, channels=3).build(),

@@ -138,7 +138,7 @@ NOT_DOMAINS = [*NOT_LABELS, ({"a": 1}, "struct<"), ([1, 2], "list<"), (1.5, "dou
     ("column", "value", "kind"),
     [("label", *case) for case in NOT_LABELS] + [("domain", *case) for case in NOT_DOMAINS],
 )
-def test_parquet_rejects_other_types_of_labels(
+def test_parquet_rejects_label_and_domain_columns_of_wrong_types(
     column: str, value: object, kind: str, tmp_path: Path
 ) -> None:
     for split in ("train", "test"):
@@ -148,7 +148,7 @@ def test_parquet_rejects_other_types_of_labels(
         Parquet(root=str(tmp_path)).build()
 
 
-def test_parquet_labels_have_one_type_in_all_files(tmp_path: Path) -> None:
+def test_parquet_rejects_labels_of_different_types_in_two_files(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", [picture(), picture()], ["0", "1"])
     write_parquet(tmp_path / "test.parquet", [picture()], [1])
     with pytest.raises(
@@ -259,7 +259,7 @@ def test_error_of_broken_picture_in_parquet_mentions_its_row(tmp_path: Path) -> 
         Parquet(root=str(tmp_path)).build()
 
 
-def test_parquet_test_fraction_holds_for_each_class_and_domain(
+def test_parquet_takes_the_test_fraction_from_each_class_and_domain(
     tmp_path: Path,
 ) -> None:
     pixels = [picture() for _ in range(16)]
@@ -317,7 +317,7 @@ INTS, FLOATS, TEXTS = [0, 1], [0.0, 1.0], ["a", "b"]
 
 
 @pytest.mark.parametrize("label", [6, 10**6, 10**12, 2**63 - 1])
-def test_label_in_list_above_number_of_rows_is_rejected(label: int, tmp_path: Path) -> None:
+def test_list_with_a_label_above_the_number_of_rows_is_rejected(label: int, tmp_path: Path) -> None:
     source = write_labels(tmp_path, SETS[:3], [*SETS[:2], [1, label]])
     with pytest.raises(
         ValueError,
@@ -475,7 +475,7 @@ def test_regression_labels_may_be_integers_in_one_of_two_files(tmp_path: Path) -
 
 
 # ---- folders of pictures -------------------------------------------------------------------------
-def test_image_folder_test_fraction_holds_for_each_class(tmp_path: Path) -> None:
+def test_image_folder_takes_the_test_fraction_from_each_class(tmp_path: Path) -> None:
     for domain in ("photo", "sketch"):
         for name in ("dog", "cat"):
             for number in range(5):
@@ -516,7 +516,7 @@ def test_split_file_of_an_image_folder_lists_the_test_images(tmp_path: Path) -> 
         ImageFolder(root=str(tmp_path)).build()
 
 
-def test_image_folder_reads_only_train_and_test_folders(tmp_path: Path) -> None:
+def test_image_folder_ignores_folders_other_than_train_and_test(tmp_path: Path) -> None:
     for split, count in (("train", 3), ("test", 2), ("val", 5)):
         for name in ("normal", "ill"):
             for number in range(count):
@@ -526,7 +526,7 @@ def test_image_folder_reads_only_train_and_test_folders(tmp_path: Path) -> None:
     assert built.class_names == ["ill", "normal"] and built.domain_names == ["fundus"]
 
 
-def test_image_folder_domains_may_share_test_set(
+def test_domains_of_an_image_folder_may_have_a_common_test_set(
     tmp_path: Path,
 ) -> None:
     for hospital in ("zurich", "basel"):

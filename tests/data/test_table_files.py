@@ -127,7 +127,7 @@ def test_table_leaves_out_row_numbers(write: Writer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_table_reads_thirty_columns(write: Writer, tmp_path: Path) -> None:
+def test_table_with_thirty_input_columns_is_read(write: Writer, tmp_path: Path) -> None:
     columns = {f"f{number}": COLUMNS["score"] for number in range(30)} | {"label": COLUMNS["label"]}
     dataset = write(tmp_path, columns).build()
     assert (
@@ -243,7 +243,7 @@ def test_the_test_file_of_a_table_becomes_its_test_samples(write: Writer, tmp_pa
         source.build()
 
 
-def test_table_test_fraction_holds_for_each_class_and_user(
+def test_table_takes_the_test_fraction_from_each_class_and_user(
     tmp_path: Path,
 ) -> None:
     source = replace(write_csv(tmp_path, COLUMNS), test_fraction=0.5)  # type: ignore[type-var]
@@ -255,7 +255,7 @@ def test_table_test_fraction_holds_for_each_class_and_user(
 
 
 # ---- CSV -----------------------------------------------------------------------------------------
-def test_csv_root_can_be_a_single_file(tmp_path: Path) -> None:
+def test_csv_source_accepts_a_single_file_as_data_root(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text(csv_text(COLUMNS, ";"))
     assert Csv(str(path), delimiter=";").build().shape == (3,)
@@ -278,7 +278,7 @@ def test_csv_types_are_inferred_from_whole_file(tmp_path: Path) -> None:
     assert dataset.inputs[-1, 0] == 0.5
 
 
-def test_csv_reads_quoted_na_as_text(tmp_path: Path) -> None:
+def test_csv_source_reads_quoted_na_as_text_not_as_missing_value(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text('a,label\n1,"NA"\n2,b\n3,"NA"\n4,b\n')
     assert Csv(str(tmp_path)).build().class_names == ["NA", "b"]
     (tmp_path / "train.csv").write_text("a,label\n1,NA\n2,b\n3,c\n4,b\n")
@@ -407,7 +407,7 @@ def test_npz_test_archive_of_a_client_contains_its_test_samples(tmp_path: Path) 
         assert len(data.partition.test.rows(client)) == 2
 
 
-def test_npz_test_fraction_holds_for_each_client(tmp_path: Path) -> None:
+def test_npz_source_takes_the_test_fraction_from_each_client(tmp_path: Path) -> None:
     write_clients(tmp_path, "train", [4, 0, 8])
     dataset = Npz(str(tmp_path), test_fraction=0.5).build()
     assert dataset.train_rows == 6 and np.bincount(dataset.domains[6:]).tolist() == [2, 4]

@@ -652,7 +652,7 @@ def test_resumed_run_uses_the_stored_settings(
     assert other["method"] == {} and other["local"] == to_dict(stored)["local"]
 
 
-def test_resumed_run_uses_stored_runtime_settings_unless_runtime_changes(tmp_path: Path) -> None:
+def test_resumed_run_uses_stored_runtime_settings_unless_overridden(tmp_path: Path) -> None:
     stored = compose(["runtime=cluster", "runtime.workers=7", "runtime.threads=2"])
     (tmp_path / "config.yaml").write_text(to_yaml(to_dict(stored)))
     resumed = [f"out={tmp_path}", "resume=latest"]

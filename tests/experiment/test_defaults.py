@@ -167,7 +167,7 @@ def test_hydra_composes_a_shipped_option_from_the_files_alone(option: str) -> No
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_option_values_equal_the_defaults_of_the_class_in_every_file(group: str) -> None:
+def test_each_object_in_a_configuration_file_has_the_defaults_of_its_class(group: str) -> None:
     for path in sorted((conf_folder() / group).glob("*.yaml")):
         for node in objects(values(path)):
             check_node(node, path)

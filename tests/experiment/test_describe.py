@@ -38,7 +38,7 @@ def lines(*words: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("budget", ["local.epochs=5", "local.steps=7"])
-def test_overview_describes_centralized_training(
+def test_printed_plan_has_the_steps_and_one_client_of_a_centralized_run(
     budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -57,7 +57,7 @@ def test_overview_describes_centralized_training(
     assert "1 round of Synchronous(cohort=1)" in text and "clients   1 with" in text
 
 
-def test_overview_shows_local_epochs_and_folder() -> None:
+def test_printed_plan_shows_local_epochs_and_the_run_folder() -> None:
     found = lines("local.epochs=5", "local.batch=10", "local.lr=0.3")
     assert (
         found["rounds"].endswith("5 epochs of batch 10, sgd lr 0.3")
@@ -65,7 +65,7 @@ def test_overview_shows_local_epochs_and_folder() -> None:
     )
 
 
-def test_overview_adds_floats_that_methods_send_besides_the_model() -> None:
+def test_printed_plan_counts_floats_that_methods_send_besides_the_model() -> None:
     plain = lines("model=mlp")["model"]
     assert plain.endswith("floats travel in each direction")
     floats = plain.split()[1]
@@ -75,7 +75,7 @@ def test_overview_adds_floats_that_methods_send_besides_the_model() -> None:
     )
 
 
-def test_overview_has_heterogeneity_of_the_split() -> None:
+def test_printed_plan_shows_the_heterogeneity_of_the_split() -> None:
     text = lines("partition=shards", "partition.clients=10", "partition.shards_per_client=1")[
         "split"
     ]
@@ -85,14 +85,14 @@ def test_overview_has_heterogeneity_of_the_split() -> None:
     )
 
 
-def test_overview_has_input_shape() -> None:
+def test_printed_plan_shows_the_shape_of_the_inputs() -> None:
     assert lines("data=synthetic")["data"].endswith("; inputs of shape [1, 8, 8]")
     assert lines("data=markov", "model=gru", "partition=natural")["data"].endswith(
         "; inputs of shape [16], token numbers"
     )
 
 
-def test_overview_shows_inputs_and_labels() -> None:
+def test_printed_plan_shows_the_kinds_of_inputs_and_labels() -> None:
     assert (
         lines("data=synthetic")["columns"]
         == "inputs: images; labels: 10 classes (data.kind=classification)"
@@ -101,7 +101,7 @@ def test_overview_shows_inputs_and_labels() -> None:
     assert lines(*words)["columns"] == "inputs: numbers; labels: 1 value (data.kind=regression)"
 
 
-def test_overview_of_data_without_classes_has_no_line_about_the_split(
+def test_printed_plan_of_data_without_classes_has_no_line_about_the_split(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["data=diabetes", "partition=iid", "partition.clients=5"]
@@ -110,7 +110,7 @@ def test_overview_of_data_without_classes_has_no_line_about_the_split(
     assert "classes" not in capsys.readouterr().out
 
 
-def test_overview_shows_forecast_of_the_schedule() -> None:
+def test_printed_plan_shows_the_forecast_of_the_schedule() -> None:
     stale = [
         "schedule=buffered",
         "schedule.concurrency=20",
@@ -145,7 +145,7 @@ def test_overview_shows_forecast_of_the_schedule() -> None:
         ),  # each round two of three equal jobs, and then one
     ],
 )
-def test_overview_shows_how_many_workers_are_busy(workers: str, cohort: int, said: str) -> None:
+def test_printed_plan_shows_how_many_workers_are_busy(workers: str, cohort: int, said: str) -> None:
     found = lines("runtime=local", f"runtime.workers={workers}", f"schedule.cohort={cohort}")
     assert found["schedule"].endswith(said)
 
@@ -178,7 +178,7 @@ def test_raysim_version_is_recorded_if_the_package_is_not_installed(
         (["method=fedprox"], ""),
     ],
 )
-def test_overview_says_why_workers_do_not_add_up_updates(words: list[str], reason: str) -> None:
+def test_printed_plan_says_why_workers_do_not_add_up_updates(words: list[str], reason: str) -> None:
     lines = [
         overview(build([*SMALL, *words, runtime]), Path("somewhere")).splitlines()
         for runtime in ("runtime=local", "runtime=inprocess")

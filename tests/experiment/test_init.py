@@ -118,7 +118,7 @@ def test_adapters_are_refused_without_their_frozen_weights(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("base", "kind"), [("bfloat16", HalfWeight), ("nf4", FourBitWeight)])
-def test_lora_base_stored_in_few_bits_trains_like_one_with_rounded_values(
+def test_training_with_lora_base_in_few_bits_equals_that_with_rounded_one(
     base: str, kind: type[HalfWeight | FourBitWeight], trained: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
@@ -362,7 +362,7 @@ def test_pickle_of_initial_weights_runs_no_code(tmp_path: Path) -> None:
 
 
 # --- identity -------------------------------------------------------------------------------------
-def test_run_from_initial_weights_has_equal_bits_if_it_is_interrupted(
+def test_interrupted_run_from_initial_weights_resumes_to_the_same_bits(
     trained: Path, tmp_path: Path
 ) -> None:
     words = [*MLP, "method=fedbn", "checkpoint.every=1", f"init={trained / 'model.safetensors'}"]
@@ -429,7 +429,7 @@ def test_run_can_start_from_the_best_model_of_another_run(trained: Path) -> None
 # --- every method ---------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("method", find_groups().files["method"])
-def test_every_method_starts_from_a_model_file_or_its_extractor(
+def test_every_method_can_start_from_a_stored_model_or_only_its_extractor(
     method: str, tmp_path: Path
 ) -> None:
     words = [*WORDS, "model=small_cnn", f"method={method}"]

@@ -95,7 +95,7 @@ def test_option_and_object_of_a_learner_give_equal_runs() -> None:
     }
 
 
-def test_run_of_a_learner_has_equal_bits_if_it_is_interrupted() -> None:
+def test_interrupted_run_of_a_learner_resumes_to_the_same_bits() -> None:
     words = f"{QUICK} learner=sklearn_linear learner.options.alpha=0.01 method=fedavgm"
     straight = raysim.run(f"{words} rounds=3", quiet=True, out="straight")
     raysim.run(f"{words} rounds=1", quiet=True, out="resumed")
@@ -152,7 +152,7 @@ def test_learner_error_mentions_the_key(words: str, key: str) -> None:
         raysim.build(f"{QUICK} {words}")
 
 
-def test_argument_learner_accepts_only_learners_and_methods_accepts_none() -> None:
+def test_argument_learner_refuses_observers_and_methods_refuses_learners() -> None:
     with pytest.raises(RefusedError, match="learner"):
         raysim.build(QUICK, learner=raysim.Observer())  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="sklearn_linear"):

@@ -232,7 +232,7 @@ def played(count: int, lasts: bool = True) -> Iterator[Event]:
     yield Finished("m", "s", 1)
 
 
-def test_observers_are_called_in_order(tmp_path: Path) -> None:
+def test_observers_are_called_in_the_order_of_their_list(tmp_path: Path) -> None:
     pages: list[str] = []
     follower = Follower(
         CurrentRun(tmp_path, 2), played(2), [Diary(pages=pages, name=name) for name in ("a ", "b ")]

@@ -169,7 +169,7 @@ def test_evaluate_lower_setting_refuses_an_unknown_metric() -> None:
 
 
 # --- the main metric ----------------------------------------------------------------------
-def test_main_metric_decides_the_best_model_and_rounds_to_a_threshold() -> None:
+def test_main_metric_decides_the_best_model_and_the_rounds_to_a_threshold() -> None:
     settings = {**SMALL, "rounds": 4, "thresholds": [1.5, 0.0], "evaluate.metric": "brier"}
     result = raysim.run(**settings, metrics=["accuracy", LOWER])
     assert result.summary["metric"] == "brier"

@@ -134,7 +134,7 @@ def test_missing_or_single_file_package_has_no_options(package: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["method=quiet", "method=fedprox+quiet", "method=quiet,fedprox"])
-def test_unknown_option_error_mentions_package_in_the_working_folder(
+def test_error_of_unknown_option_suggests_package_in_the_working_folder(
     words: str, package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.call(["study" if "," in words else "run", words]) == 2
@@ -241,7 +241,7 @@ def test_option_class_needs_installed_or_allowed_package(package: Path) -> None:
 
 
 # --- observers ------------------------------------------------------------------------------------
-def test_observer_option_is_stored_and_resumed(
+def test_observer_chosen_as_an_option_is_also_used_after_resume(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (package / "conf" / "observer").mkdir()

@@ -202,7 +202,7 @@ def test_object_that_cannot_be_stored_must_be_passed_again_to_resume(
     assert raysim.load("a", model=model).predictions().classes.shape == (12,)
 
 
-def test_load_requires_methods_that_could_not_be_stored() -> None:
+def test_methods_that_could_not_be_stored_must_be_passed_to_load() -> None:
     result = ran(methods=[FedBN(), Twice(0.1)], model=NormedMlp())
     with pytest.raises(
         RefusedError, match=r"method\.fedprox: .*an object from Python \(.*Twice\).*methods=\.\.\."

@@ -84,7 +84,7 @@ def test_fedbuff_with_groupdro_warns_unless_its_normalization_is_weights(
     assert warnings("method=[fedbuff]", *BUFFER) == ()
 
 
-def test_setup_of_a_method_is_told_about_all_methods_and_the_schedule(
+def test_hook_setup_receives_all_methods_and_facts_of_the_schedule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.methods.fedprox import FedProx

@@ -45,7 +45,7 @@ def test_asynchrony_page_shows_the_stored_runs(study: ModuleType) -> None:
             )
 
 
-def test_mean_shows_how_many_runs_have_a_value_if_some_have_none(study: ModuleType) -> None:
+def test_mean_is_shown_with_the_number_of_runs_that_have_a_value(study: ModuleType) -> None:
     assert study.mean([None, None], "{:.0f}") == "never"
     assert study.mean([1.0, None, 3.0], "{:.0f}") == "2 ± 1 (2 of 3)"
     assert study.mean([2.0], "{:.1f}") == "2.0"

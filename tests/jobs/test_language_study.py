@@ -73,7 +73,7 @@ def test_language_study_stores_only_runs_at_the_best_learning_rate(
     assert "that of DiLoCo (0.0003) the best one of 0.0001, 0.0003, 0.001" in sentence
 
 
-def test_language_study_refuses_runs_with_another_unchanged_base_model(
+def test_language_study_refuses_runs_that_start_from_another_base_model(
     store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "SEEDS", range(1))

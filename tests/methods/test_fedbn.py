@@ -90,7 +90,7 @@ def test_fedbn_with_layers_all_makes_every_normalisation_layer_personal() -> Non
     assert more == wanted
 
 
-def test_fedbn_finds_layers_by_name_like_the_released_code() -> None:
+def test_fedbn_name_rule_makes_tensors_with_bn_in_their_names_personal() -> None:
     model, method = Trap(), FedBN(name_rule="bn")
     in_order = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     assert private_names(method, model) == [name for name in in_order if "bn" in name]

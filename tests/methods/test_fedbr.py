@@ -196,7 +196,7 @@ def test_fedbr_refuses_mixture_without_a_proxy_set(proxy: Source | None) -> None
     [{"pseudo_refresh": "once"}, {"pseudo": "mixture", "proxy": PROXY}],
     ids=["once", "mixture"],
 )
-def test_fedbr_setting_fresh_excludes_refresh_once_and_mixture_data(
+def test_fedbr_refuses_fresh_pseudo_data_with_refresh_once_or_mixture(
     settings: dict[str, Any],
 ) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.fresh=true"):

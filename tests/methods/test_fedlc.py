@@ -196,6 +196,6 @@ def test_fedlc_settings_out_of_range_are_refused(settings: dict[str, Any]) -> No
         FedLC(**settings)
 
 
-def test_fedlc_tiny_floor_bounds_the_margin() -> None:
+def test_fedlc_margin_with_a_tiny_count_floor_is_large_but_finite() -> None:
     margins = fedlc.calibration_margins(class_counts=torch.tensor([0]), tau=1.0, count_floor=1e-299)
     assert margins.item() == pytest.approx(10**74.75)

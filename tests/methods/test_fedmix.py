@@ -222,7 +222,7 @@ def test_fedmix_differentiates_attention_twice() -> None:
     assert not ended.failures
 
 
-def test_fedmix_costs_another_pass_unless_it_is_naive_or_lam_is_zero() -> None:
+def test_fedmix_costs_another_pass_unless_naive_is_true_or_lam_is_zero() -> None:
     assert FedMix().cost(participation_facts(None, 5, 20.0)) == 20
     assert FedMix(naive=True).cost(participation_facts(None, 5, 20.0)) == 0
     assert FedMix(0.0).cost(participation_facts(None, 5, 20.0)) == 0

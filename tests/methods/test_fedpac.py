@@ -601,7 +601,7 @@ def test_fedpac_refuses_method_local() -> None:
 
 
 @pytest.mark.parametrize("seed", [2235, 2447, 3417])
-def test_fedpac_weights_are_a_minimum_for_extreme_variances(
+def test_fedpac_weights_minimise_their_objective_at_extreme_variances(
     seed: int,
 ) -> None:
     draw = np.random.default_rng(seed)

@@ -151,7 +151,7 @@ def test_fraug_has_the_same_bits_with_and_without_fedbn_in_the_list(order: int) 
 
 
 @pytest.mark.parametrize("norm", ["shared", "local"])
-def test_fraug_sends_classifier_and_generator_with_its_norm_only_if_shared(norm: Any) -> None:
+def test_fraug_sends_norm_layers_of_the_generator_only_if_they_are_shared(norm: Any) -> None:
     features, noise, classes = 12, 6, 5
     result = run(run_spec(small(generator_norm=norm), model=NORMED_MLP), ROUNDS, rounds=1)
     classifier = 64 * features + features + features * classes + classes
@@ -185,7 +185,7 @@ class Count(Method):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_keep_optimizer_continues_the_step_count_of_stored_optimizers(keep: bool) -> None:
+def test_setting_keep_optimizer_continues_step_counts_in_the_next_job(keep: bool) -> None:
     count = Count()
     local = replace(LOCAL, epochs=None, steps=4, keep_optimizer=keep)
     result = run(run_spec(count, local=local), Synchronous(6), rounds=3)
@@ -194,7 +194,7 @@ def test_keep_optimizer_continues_the_step_count_of_stored_optimizers(keep: bool
     assert result.coordinator.client_states.stateful is keep
 
 
-def test_fraug_setting_keep_optimizer_equals_that_of_group_local() -> None:
+def test_keep_optimizer_of_fraug_acts_as_that_of_group_local() -> None:
     by_run, by_method, by_both, fresh = (
         run(
             run_spec(

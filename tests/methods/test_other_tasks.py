@@ -81,7 +81,9 @@ def data(kind: str) -> FederatedData:
 
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("name", TABLE)
-def test_method_trains_on_every_kind_of_task_or_the_error_mentions_it(name: str, kind: str) -> None:
+def test_method_trains_on_each_kind_of_task_or_error_mentions_the_method(
+    name: str, kind: str
+) -> None:
     method = TABLE[name].make()
     lacks = LACKS[kind]
     model = MODELS[kind]
@@ -128,7 +130,7 @@ def test_adapters_are_sent_without_the_base_model() -> None:
     assert ended.rows[-1]["loss_global"] < ended.rows[0]["loss_global"]  # type: ignore[operator]
 
 
-def test_clients_are_scored_on_their_own_sequences() -> None:
+def test_history_has_the_accuracy_of_each_user_for_token_data() -> None:
     spec: RunSpec = run_spec(model=GRU, data=data("tokens"), local=LOCAL)
     row = run(spec).rows[-1]
     assert {

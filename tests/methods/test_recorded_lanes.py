@@ -162,13 +162,13 @@ class TestNumbers:
     def test_frozen_network_in_a_recording_has_the_clients_personal_layers(self) -> None:
         assert_as_in_loop(study(FedBN(), TABLE["fedntd"].make()), rounds=3)
 
-    def test_recorded_training_is_correct_if_lanes_start_differently(self) -> None:
+    def test_recorded_training_is_correct_if_lanes_start_from_different_models(self) -> None:
         assert_as_in_loop(
             study(TABLE["partialfed"].make(), FedProx(0.5), model=TABLE["partialfed"].model),
             rounds=3,
         )
 
-    def test_recorded_training_is_correct_if_lanes_receive_other_tensors(self) -> None:
+    def test_recorded_training_can_use_a_different_received_tensor_per_lane(self) -> None:
         assert_as_in_loop(study(Leaning(), model=MLP), rounds=3)
 
     @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ class TestBits:
         computed = run(study(name), rounds=3)
         assert not loop_of(computed).recordings and computed.bits == replayed.bits
 
-    def test_training_with_at_most_one_recording_has_the_same_bits(
+    def test_limit_of_one_recording_does_not_change_the_bits_of_training(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         complete = run(study("moon"), rounds=3)

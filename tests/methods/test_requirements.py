@@ -139,7 +139,7 @@ def options_of_methods() -> list[tuple[type[Method], str]]:
 
 
 @pytest.mark.parametrize(("method", "argument"), options_of_methods())
-def test_error_of_an_unknown_method_option_contains_its_setting(
+def test_error_of_an_unknown_choice_contains_the_argument_of_the_method(
     method: type[Method], argument: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"{argument}.*'unknown'|{argument}=unknown"):

@@ -99,7 +99,7 @@ def test_tensorboard_of_a_resumed_run_is_continued(tmp_path: Path) -> None:
     assert [step for step, _ in scalars(tmp_path / "run/tensorboard")["accuracy"]] == [1, 2]
 
 
-def test_tensorboard_can_write_to_another_folder(tmp_path: Path) -> None:
+def test_tensorboard_can_write_outside_the_run_folder(tmp_path: Path) -> None:
     observer = TensorBoard(str(tmp_path / "all"))
     observer.on_stop(follow(observer, tmp_path / "run", 1, 1), ValueError("x"))
     assert (tmp_path / "all/run").is_dir() and not (tmp_path / "run/tensorboard").exists()

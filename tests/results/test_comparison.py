@@ -180,7 +180,7 @@ def test_best_cost_is_marked_among_settings_with_the_same_data(tmp_path: Path) -
     assert [re.findall(r"fedprox, alpha=([\d.]+)", line) for line in best] == [["1.0"], ["0.1"]]
 
 
-def test_order_lists_settings_with_the_same_data_together(tmp_path: Path) -> None:
+def test_settings_with_the_same_data_stay_together_in_a_chosen_order(tmp_path: Path) -> None:
     for method in ("fedavgm", "fedprox", "moon"):
         for alpha in (0.1, 1.0):
             folder = save(tmp_path / f"{method}-{alpha}", method, 0, 0.5 + alpha / 10)

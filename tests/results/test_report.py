@@ -301,7 +301,7 @@ ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
 
 
 @pytest.mark.parametrize("odd", range(len(ODD)))
-def test_wrong_value_in_a_summary_raises_no_error_but_value_error(odd: int, tmp_path: Path) -> None:
+def test_wrong_value_in_a_summary_can_raise_only_a_value_error(odd: int, tmp_path: Path) -> None:
     make(tmp_path / "one", [0.5, 0.75])
     good = json.loads((tmp_path / "one/summary.json").read_text())
     for key in good:
@@ -430,7 +430,7 @@ def test_table_says_which_metric_and_test_set_its_scores_have(tmp_path: Path) ->
     assert report.describe_scores([both]) in table([both]).splitlines()
 
 
-def test_second_run_with_the_same_seed_is_another_row(tmp_path: Path) -> None:
+def test_second_run_with_the_same_seed_gets_a_separate_row(tmp_path: Path) -> None:
     runs = [make(tmp_path / place / "run", [0.5], "{method: {}, seed: 3}") for place in "ab"]
     groups = report.group_by_setting(runs)
     assert [len(group.runs) for group in groups] == [1, 1]

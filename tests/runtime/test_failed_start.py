@@ -107,7 +107,7 @@ def test_error_of_a_failed_ray_start_contains_its_key_and_advice(
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_error_of_failed_joining_contains_the_address_and_advice(
+def test_error_of_failing_to_join_a_cluster_contains_address_and_advice(
     error: Exception, advice: str
 ) -> None:
     text = describe_failed_start("10.0.0.1:6379", error)
@@ -133,7 +133,7 @@ for variables in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow
-def test_error_shows_the_cause_if_ray_cannot_start(tmp_path: Path) -> None:
+def test_error_of_a_wrong_temporary_folder_of_ray_contains_its_variable(tmp_path: Path) -> None:
     long = tmp_path / ("x" * max(1, 90 - len(str(tmp_path))))
     long.mkdir()
     file = tmp_path / "file"

@@ -52,7 +52,7 @@ def test_open_port_that_does_not_answer_counts_as_a_silent_node(server: socket.s
     thread.join()
 
 
-def test_probe_of_closed_port_has_no_answer(server: socket.socket) -> None:
+def test_node_with_a_closed_port_counts_as_not_answering(server: socket.socket) -> None:
     port = port_of(server)
     server.close()
     assert probe([entry(port)], timeout_s=5.0) == [False]

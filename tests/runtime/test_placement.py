@@ -247,7 +247,7 @@ def test_preflight_measures_memory_with_the_largest_client_only() -> None:
     assert measure(run_spec()).job > 10 * 2**20, "the resident memory of this process"
 
 
-def test_restrict_data_keeps_samples_of_the_chosen_client_only() -> None:
+def test_function_restrict_data_returns_training_data_of_one_client() -> None:
     data = restrict_data(tiny_data(), [2], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [2]
     assert data.partition.train.rows(2).tolist() == tiny_data().partition.train.rows(2).tolist()

@@ -490,7 +490,9 @@ def test_checkpoint_whose_manifest_lacks_an_entry_is_damaged(entry: str, tmp_pat
 
 
 @pytest.mark.parametrize("file", ["run.json", "manifest.json"])
-def test_named_pipe_in_place_of_a_checkpoint_file_is_reported(file: str, tmp_path: Path) -> None:
+def test_damage_check_finds_a_named_pipe_in_place_of_a_checkpoint_file(
+    file: str, tmp_path: Path
+) -> None:
     path = write(tmp_path, 1, snapshot())
     (path / file).unlink()
     os.mkfifo(path / file)

@@ -754,7 +754,7 @@ def test_run_waits_until_ray_reports_the_lost_node(
     assert waited == [1] * 30 * looks
 
 
-def test_joined_worker_that_died_restarts_at_the_same_place(
+def test_worker_that_joined_and_died_restarts_on_the_same_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.runtime import ray as on_ray

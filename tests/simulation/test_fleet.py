@@ -175,7 +175,7 @@ def test_job_duration_is_within_the_delay_bounds_of_its_client() -> None:
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_numbers_of_clients_per_delay_kind_are_drawn_from_a_dirichlet() -> None:
+def test_share_of_clients_of_each_delay_kind_is_drawn_from_a_dirichlet() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}

@@ -502,7 +502,7 @@ class Cities(Topology):
 
 
 class TestOwnTopology:
-    def test_run_of_a_user_topology_equals_a_computation_by_hand(self) -> None:
+    def test_run_of_a_custom_topology_equals_a_computation_by_hand(self) -> None:
         spy, result = spied(Cities(), Synchronous(5), rounds=5)
         delta_of = {update.job: update.delta for update in spy.updates}
         counts = result.coordinator.counts
@@ -518,7 +518,7 @@ class TestOwnTopology:
                 models = np.array([[0.8, 0.2], [0.2, 0.8]]) @ models
         np.testing.assert_allclose(vectors(result), models, atol=1e-5)
 
-    def test_user_topology_has_same_bits_on_several_workers_and_after_resume(self) -> None:
+    def test_custom_topology_has_same_bits_on_several_workers_and_after_resume(self) -> None:
         def make() -> Any:
             return spec(Cities(), Scaffold(), FedBN())
 

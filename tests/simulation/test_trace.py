@@ -187,7 +187,7 @@ def test_availability_setting_replaces_availability_of_a_trace(tmp_path: Path) -
 
 
 # --- who is which row -----------------------------------------------------------------------------
-def test_each_client_gets_one_trace_row_if_there_are_equally_many() -> None:
+def test_as_many_trace_rows_as_clients_give_each_client_one_row() -> None:
     assert rows_of(5, 4, 4).tolist() == [0, 1, 2, 3]
 
 
@@ -282,7 +282,7 @@ def test_wrong_trace_is_refused_when_a_run_is_built(
         raysim.build([*QUICK, "runtime=local", "fleet=trace", f"fleet.file={file}"])
 
 
-def test_file_that_is_no_trace_is_refused_before_writing(tmp_path: Path) -> None:
+def test_unreadable_or_empty_trace_file_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("client,start")
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "empty.parquet")
     write(tmp_path / "late.parquet", [row(start=[1e6], end=[2e6], period=3e6)])

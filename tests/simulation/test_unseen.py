@@ -253,7 +253,7 @@ def test_population_that_methods_see_excludes_unseen_clients(method: Any) -> Non
         (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
     ],
 )
-def test_limits_on_fedbr_and_fedmix_means_do_not_count_unseen_clients(
+def test_means_that_limit_fedbr_and_fedmix_batches_exclude_unseen_clients(
     words: list[str], key: str
 ) -> None:
     words = [*COMMON, *words]

@@ -65,7 +65,7 @@ def test_clients_choose_the_models_of_a_textbook_ifca(clusters: int, study: dict
 
 
 @pytest.mark.parametrize("gamma, most", [(0.0, 4), (0.5, 3)])
-def test_clusters_are_split_like_those_of_a_textbook_cfl(gamma: float, most: int) -> None:
+def test_clusters_equal_those_of_a_textbook_cfl(gamma: float, most: int) -> None:
     topology = Clustered("updates", 4, mean_norm=0.6, max_norm=0.5, gamma=gamma, start=0)
     local = Local(lr=0.05, batch=8, epochs=2)
     run = recorded(topology, 6, 8, local=local)

@@ -81,7 +81,7 @@ class TestBits:
         assert len(words) == words_of_positions(count, length)
         assert (unpack_positions(words, count, length) == places).all()
 
-    def test_positions_of_one_percent_need_below_nine_bits_each(self) -> None:
+    def test_stored_positions_of_one_percent_of_entries_need_below_9_bits_each(self) -> None:
         assert 8 * 10_000 < 32 * words_of_positions(10_000, 1_000_000) < 9 * 10_000
 
 
@@ -377,7 +377,7 @@ class TestFeedback:
         ids=str,
     )
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_fast_compressor_exchange_has_the_bits_of_the_default_one(
+    def test_fast_exchange_of_a_compressor_equals_the_base_class_bit_for_bit(
         self, compressor: Compressor, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(compressor, "feedback", kind)

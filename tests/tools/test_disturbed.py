@@ -35,5 +35,7 @@ def test_tests_cover_every_signal_and_every_disk_or_database_fault() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=[case.fault for case in CASES])
-def test_run_disturbed_by_a_fault_has_the_same_results(number: int, case: Case) -> None:
+def test_run_disturbed_by_a_fault_has_the_results_of_an_undisturbed_run(
+    number: int, case: Case
+) -> None:
     assert carry_out(case, number).startswith("same")

@@ -34,7 +34,7 @@ def gradients(found: Tensor, *leaves: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("stride", [(1, 1), (2, 1)])
 @pytest.mark.parametrize("padding", [(0, 0), (1, 2)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_convolution_computed_as_matrix_product_has_equal_results(
+def test_convolution_computed_as_matrix_product_equals_conv2d_of_pytorch(
     stride: tuple[int, int], padding: tuple[int, int], bias: bool
 ) -> None:
     x, w, b = drawn(2, 3, 7, 6), drawn(4, 3, 3, 2), drawn(4)
@@ -61,7 +61,7 @@ def test_convolution_computed_as_matrix_product_has_equal_results(
     ],
     ids=["few", "usual", "groups", "dilation", "same", "circular"],
 )
-def test_convolution_with_channels_last_has_equal_results(
+def test_convolution_with_channels_last_equals_the_usual_convolution(
     layer: nn.Conv2d, other: nn.Module
 ) -> None:
     layer = layer.double()

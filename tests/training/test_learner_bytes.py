@@ -308,7 +308,7 @@ def test_message_that_varies_in_size_cannot_be_sent_only_once() -> None:
         run(run_spec(Once()), rounds=1)
 
 
-def test_learners_with_an_evaluate_function_have_the_usual_scores() -> None:
+def test_learner_with_an_evaluate_function_has_usual_and_custom_scores() -> None:
     usual, own = run(run_spec(Means()), rounds=2), run(run_spec(Scored()), rounds=2)
     for name in ("accuracy", "accuracy_worst", "accuracy_global"):
         assert [row[name] for row in own.rows] == pytest.approx([row[name] for row in usual.rows])

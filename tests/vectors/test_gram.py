@@ -129,7 +129,7 @@ def test_combining_updates_with_unchanged_weights_gives_weighted_mean() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_weighted_sum_computed_in_blocks_has_the_same_bits(
+def test_weighted_sum_computed_in_blocks_equals_a_pairwise_sum_exactly(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, weights = normal(7, 600_001).unbind(), [0.1, 3.0, 1 / 3, 7.0, 0.7, 1.0, -2.0]

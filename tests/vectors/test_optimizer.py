@@ -108,7 +108,7 @@ def test_optimizer_for_recorded_steps_equals_the_usual_one(settings: OptimizerSe
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_optimizers_restored_from_saved_state_make_the_same_step(
+def test_restored_optimizer_makes_the_same_step_as_the_saved_one(
     settings: OptimizerSettings,
 ) -> None:
     row, single = stepped(settings)

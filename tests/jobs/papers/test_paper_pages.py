@@ -214,7 +214,7 @@ def test_run_with_changed_method_settings_is_a_marked_row_with_a_footnote(
     assert "[a] method.fedbr.samples_per_mean=5 instead of 10" in text
 
 
-def test_run_on_other_data_appears_only_without_difference_from_the_paper(
+def test_paper_table_gives_no_difference_for_a_run_on_other_data(
     tmp_path: Path, store: Path
 ) -> None:
     shift = [
@@ -466,7 +466,7 @@ def test_gains_table_shows_rank_correlation_of_gain_and_entropy() -> None:
     )
 
 
-def test_gains_table_has_no_rank_correlation_of_equal_splits() -> None:
+def test_gains_table_has_no_rank_correlation_if_all_splits_are_equal() -> None:
     runs = [
         stored(method, seed, 0.5 + 0.1 * seed * seed)
         for method in ("fedavg", "fedbr")

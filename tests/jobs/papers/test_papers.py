@@ -121,7 +121,7 @@ def test_paper_table_averages_runs_over_their_seeds(tmp_path: Path) -> None:
     assert "seed=" not in text
 
 
-def test_threshold_that_one_seed_missed_has_no_mean(tmp_path: Path) -> None:
+def test_paper_table_has_no_mean_of_rounds_if_a_seed_misses_the_threshold(tmp_path: Path) -> None:
     runs = [
         make(tmp_path / str(score), [*MNIST, "method=[]"], rows([score])) for score in (0.79, 0.81)
     ]
@@ -187,7 +187,7 @@ def test_paper_table_puts_ablation_runs_in_their_own_rows(tmp_path: Path) -> Non
     assert f"{first.folder} belongs to no row of this table" in compare("fedbr/table1", [first])
 
 
-def test_paper_table_omits_other_runs_and_says_so(tmp_path: Path) -> None:
+def test_paper_table_says_that_a_run_belongs_to_none_of_its_rows(tmp_path: Path) -> None:
     run = make(tmp_path / "digits", ["method=[fedprox]"], rows([0.9]))
     text = compare("fedbr/table1", [run])
     assert (
