@@ -28,10 +28,10 @@ Refused = RefusedError  # the name in version 0.1
 
 @contextmanager
 def errors_as_refusals() -> Iterator[None]:
-    """Raise `RefusedError` in place of an error inside `with` that a wrong setting can cause.
+    """Inside `with`, replace errors that a wrong setting can cause by `RefusedError`.
 
-    The replaced errors are `ValueError`, `OSError`, `OverflowError` and errors about missing
-    memory. Other errors pass unchanged.
+    The replaced errors are `ValueError`, `OSError`, `OverflowError`, and errors because memory is
+    used up. Other errors pass unchanged.
     """
     try:
         yield

@@ -48,7 +48,7 @@ def draft_file(path: Path) -> Iterator[Path]:
 
 
 def abandoned_drafts(folder: Path) -> list[Path]:
-    """Return the drafts in a folder, and in its subfolders, whose processes were killed.
+    """Return the drafts that killed processes have left in a folder and its subfolders.
 
     Call it only while no other process writes there (`lock_folder`).
     """
@@ -79,9 +79,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def report_full_disk(path: Path, needed_bytes: int) -> Iterator[None]:
-    """Replace an error inside `with` that means a full disk by a more precise `OSError`.
+    """If the disk becomes full inside `with`, raise an `OSError` that says how much is missing.
 
-    The new error names the path, the needed bytes and the free bytes. Other errors pass unchanged.
+    The error names the path, the needed bytes and the free bytes. Other errors pass unchanged.
     path: the file that is written inside `with`.
     needed_bytes: the size that the file will have.
     """
@@ -143,7 +143,10 @@ def user_path(text: str | Path) -> Path:
 
 
 def make_folder(path: Path) -> Path:
-    """Return the folder at a path, after making it if it is missing, or raise `RefusedError`."""
+    """Return the folder at a path; create it if it is missing.
+
+    Raise `RefusedError` if the path is a file.
+    """
     if path.exists() and not path.is_dir():
         raise RefusedError(f"{path} is not a folder. Choose another path.")
     path.mkdir(parents=True, exist_ok=True)
@@ -159,7 +162,7 @@ _SECRET = re.compile(
 
 
 def without_password(text: str) -> str:
-    """Return a text with users, passwords and tokens removed from all addresses in it."""
+    """Return a text without the user names, passwords and tokens in its addresses."""
     bare = _USER.sub("://", text)
     return _SECRET.sub(r"\1", bare)
 

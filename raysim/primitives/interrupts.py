@@ -14,12 +14,12 @@ _interrupted = threading.Event()
 
 
 def notice_interrupts() -> None:
-    """Change this process so that no Ctrl-C is lost; it still raises `KeyboardInterrupt`.
+    """Make sure that Ctrl-C raises `KeyboardInterrupt` in this process.
 
-    The process also remembers that Ctrl-C was pressed, for `keep_interrupts`. Some code cannot
-    raise errors, for example the callback of a weak reference. If Ctrl-C is pressed in such code,
-    the error is raised a moment later. A process that ignores Ctrl-C, as background commands of a
-    shell do, continues to ignore it.
+    Some code cannot raise errors, for example the callback of a weak reference. After Ctrl-C in
+    such code, the error is raised a moment later. A process that ignores Ctrl-C, as background
+    commands of a shell do, continues to ignore it.
+    Call this function before `keep_interrupts` is used.
     """
     sys.unraisablehook = _repeat_interrupt(sys.unraisablehook)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -36,7 +36,8 @@ FLOAT_BYTES = 4  # size of a parameter in messages between server and clients
 class InputField(NamedTuple):
     """One of several inputs of a sample.
 
-    name: the argument of the model; "" if the model takes its inputs by position.
+    name: the name of the model's argument that gets this input; "" if the model takes its inputs by
+    position.
     shape: the shape of this input in one sample.
     has_tokens: True for token numbers, which the model gets as int64; other inputs are floats.
     """

@@ -1,4 +1,4 @@
-"""Find the terminal's width, and write text to streams that lack some characters (ASCII)."""
+"""Find the terminal's width, and write text to streams that cannot show all characters."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
 
 
 def remove_empty_file(path: Path) -> None:
-    """Remove a file of the folder `stacks` if it is empty, and then the folder if it is empty."""
+    """Remove a file of call stacks if it has no text, and then its folder if that is empty."""
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_size:
             return

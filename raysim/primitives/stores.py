@@ -213,7 +213,8 @@ def is_url(address: str | Path) -> bool:
 def fetch_files(store: Store, folder: Path, is_needed: Callable[[str], bool]) -> list[str]:
     """Copy files of a store into a folder on this machine; return their names, sorted.
 
-    is_needed: a function from a file's name ("folder/file") to True if it is to be copied.
+    is_needed: function that returns True if a file is needed. Its argument is the file's name in
+    the store, such as "folder/file".
     """
     names = list(filter(is_needed, store.files()))
     for name in names:
@@ -230,7 +231,8 @@ def temporary_copy(url: str, is_needed: Callable[[str], bool]) -> Path:
     The folder has the name of the last part of the URL, "mine" for s3://bucket/mine. It is removed
     when this process ends. If the URL is a folder on this machine, nothing is copied, and that
     folder is returned.
-    is_needed: a function from a file's name ("folder/file") to True if it is to be copied.
+    is_needed: function that returns True if a file is needed. Its argument is the file's name in
+    the store, such as "folder/file".
     """
     store = open_store(url)
     if isinstance(store, LocalStore):

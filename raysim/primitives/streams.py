@@ -27,7 +27,7 @@ def _words(number: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _first_words(seed: int, purpose: str) -> tuple[int, ...]:
-    """Return the 32-bit words of a run's seed and a purpose, with which a stream's seed begins."""
+    """Return the first words of a stream's seed: the 32-bit words of a run's seed and a purpose."""
     return (*_words(seed), *_words(_purpose_code(purpose)))
 
 
@@ -60,7 +60,7 @@ def torch_seed(seed: int, purpose: str, *keys: int) -> int:
 
 # --- random numbers by key, independent of the order of the calls ---------------------------------
 def stream_key(seed: int, purpose: str) -> int:
-    """Return the key that `uniform` needs for a purpose, from 0 to 2^63 - 1.
+    """Return the key that `uniform` needs for a purpose: a number from 0 to 2^63 - 1.
 
     seed: the run's seed.
     """
@@ -70,12 +70,11 @@ def stream_key(seed: int, purpose: str) -> int:
 def uniform(key: int, *numbers: int) -> float:
     """Return a random number in [0, 1) that depends only on the arguments.
 
-    The virtual clock needs a million such numbers, and making a generator (`stream`) for each would
-    take ten times as long. Each of `numbers` goes through the finaliser of SplitMix64 (Steele, Lea
-    and Flood, OOPSLA 2014).
+    A call takes a tenth of the time that making a generator (`stream`) takes.
     key: the key of the purpose, from `stream_key`.
-    numbers: what distinguishes the draws of one purpose, such as a client and a job.
+    numbers: the numbers that distinguish the draws of one purpose, such as a client and a job.
     """
+    # Each number goes through the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     for number in numbers:
         key = (key + 0x9E3779B97F4A7C15 * (number + 1)) & _MASK_64
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64

@@ -4,9 +4,9 @@ split.parquet has a row for each client and each class of its training samples. 
 client, label (the number of the class) and samples (the number of samples).
 
 clients.parquet has a row for each client. The columns are the number of training samples, the
-number of test samples, and the accuracies in the last evaluation. The column `unseen` is true for
-clients that are never trained (`evaluate.unseen`). If the run has them, the name of the client's
-user and the number of the server's model (replica) are stored, too.
+number of test samples, and the scores in the last evaluation. The column `unseen` is true for
+clients that are never trained (`evaluate.unseen`). Some runs also have the columns `user`, the name
+of the client's user, and `replica`, the number of the client's replica.
 
 client_scores.parquet is a folder of Parquet files. They have a row for each round and each client
 that was scored in this round.

@@ -155,8 +155,8 @@ class Report:
     def write(self, folder: str | Path, formats: Sequence[str] = ()) -> list[Path]:
         """Write the HTML page, tables for LaTeX and figures; return their paths, the page first.
 
-        formats: the file types in which each figure is also written as a file of its own: any of
-        "pdf", "svg" and "png"; () writes no such files.
+        formats: each figure is also written as a separate file of each of these types: "pdf", "svg"
+        or "png". () writes no such files.
         """
         from raysim.results.page import write_report
 
@@ -199,9 +199,9 @@ def report(
     runs: folders of runs, studies and sweeps.
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual ones.
     labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
-    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". Settings that
-    are not named are added behind settings with the same data and split. Of the settings with the
-    same data and split, tests compare the first one with all others.
+    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". A setting
+    that is not named comes after the settings with the same data and split; if there are none, it
+    comes last. Tests compare each setting with the first one that has the same data and split.
     percent: True shows shares in percent.
     thresholds: scores between 0 and 1 for the table of costs. () takes them from `rounds_to` in the
     runs' summaries: up to four, the highest ones that any run reached.

@@ -63,9 +63,9 @@ class Axis(NamedTuple):
 class Curve:
     """One line of a plot.
 
-    label: its name in the legend.
-    points: pairs (row, y) for the rounds in which y was measured. The axis reads x from the row of
-    the history.
+    label: the name of the curve in the legend.
+    points: pairs (row, y) for the rounds in which y was measured. `row` is the row of the history,
+    which also contains x.
     colour, dash: positions in the lists of colours and dashes.
     deviations: the deviation over seeds at each point; empty if there are too few seeds.
     """
@@ -312,7 +312,7 @@ def _overlap(one: dict[float, float], other: dict[float, float], tolerance: floa
 
 
 def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
-    """Return True if the curves are losses and the largest is over 50 times the smallest.
+    """Return True for curves of losses whose largest value is over 50 times the smallest.
 
     ylabel: the label of the vertical axis; curves of losses have the word "loss" in it.
     """
@@ -325,8 +325,8 @@ def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
 def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
     """Return True if a plot against this axis shows more than the plot against the rounds.
 
-    For traffic, for example, this is so if curves have different traffic in the same round. For
-    wall time the result is False, because wall time depends on the machine.
+    A plot against traffic, for example, shows more if the curves have different traffic in the same
+    round. For wall time the result is False, because wall time depends on the machine.
     """
     if axis.title in ("round", "wall time"):
         return axis.title == "round"
@@ -442,7 +442,8 @@ def draw_run(
     """Draw one run: write METRIC.png for each metric, and loss.png; return their paths.
 
     rows: the history.
-    only_rounds: True draws the curves against the rounds alone, in a quarter of the time.
+    only_rounds: True draws the curves only against the rounds, which takes a quarter of the time.
+    False also draws them against other quantities, such as traffic.
     """
     labels_by_picture: dict[str, dict[str, str]] = {}
     for metric in metrics_of(rows) or [metric_of(rows)]:

@@ -211,10 +211,11 @@ def _draw_by_model(ax: Axes, points_MBD: Floats, names: Sequence[str]) -> None:
 
 # --- outputs --------------------------------------------------------------------------------------
 def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write a picture of local models' outputs on samples of classes that their client lacks.
+    """Write a picture of local models' outputs on classes of which the client has no samples.
 
-    It has a panel for each of up to 6 clients. A bar is the mean probability that the client's
-    model gives to a class.
+    The picture has a panel for each of up to 6 clients. A bar is the mean probability that the
+    client's model gives to a class. The mean is over test samples whose classes do not occur in the
+    client's training samples.
     """
     outputs = []
     for probe in probes:
@@ -282,9 +283,9 @@ _PROBE_COLUMNS = (
 def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write a picture of the effects of local training, in three panels over the rounds.
 
-    The first panel shows the accuracy of the local models. The second shows how far their features
-    are from the features of the received model. The third shows their outputs on samples of classes
-    that the client lacks.
+    The first panel shows the accuracy of the local models. The second panel compares the features
+    of local models with the features of the received model. The third panel shows outputs of local
+    models on samples of classes of which the client has no training samples.
 
     Returns False, and writes nothing, if the history has no probes.
     """

@@ -160,9 +160,9 @@ def metric_of(rows: Sequence[Row]) -> str:
 
 
 def best_mean(values: Values, k: int = 5, higher: bool = True) -> float | None:
-    """Return the mean of the k best values; with fewer values, the mean of all.
+    """Return the mean of the k best values, or of all values if there are fewer.
 
-    Return None without values.
+    Return None if there are no values.
     higher: True if a higher value is better.
     """
     best = sorted(finite_values(values), reverse=higher)[:k]
@@ -221,12 +221,13 @@ def summarise(
     lower: Collection[str] = LOWER_IS_BETTER,
     **facts: object,
 ) -> dict[str, object]:
-    """Return the content of `summary.json`: last value of each column, scores, and `facts`.
+    """Return the content of `summary.json`.
 
-    The scores ("best5_mean", "last10_mean", ...) are computed from the column of the main metric,
-    such as `accuracy`. This column has the scores on the clients' test sets. The column
-    `accuracy_global` has the scores on the central test set. If both columns have values, the
-    scores from `accuracy_global` get the suffix `_global`.
+    It has the last value of each column, scores over several rounds such as "best5_mean", and
+    `facts`. The scores are computed from the main metric on the clients' test sets, for example the
+    column `accuracy`. If there are none, they are computed from the column of the central test set,
+    such as `accuracy_global`. If the history has values in both columns, the scores of the central
+    test set are added with the suffix `_global`.
 
     thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     lower: the metrics for which a lower score is better.

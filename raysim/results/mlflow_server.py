@@ -178,10 +178,10 @@ class Mlflow:
         return run if run is not None and run.info.lifecycle_stage == "active" else None
 
     def _find_id(self, record: Record) -> str:
-        """Look up MLflow's id of a run, and return it; "" if MLflow has no such run.
+        """Return MLflow's id of a run that `raysim ui` sends; "" for other runs.
 
-        The run is found by raysim's own id of the run, which is a tag in MLflow. For a run that
-        sends itself to MLflow the result is "", because its record has MLflow's id.
+        The run is found by raysim's own id of the run, which is a tag in MLflow. Return "" if
+        MLflow has no such run.
         record: the content of the run's tracking.json.
         """
         if record.get("sent_by") != UI:

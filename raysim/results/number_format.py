@@ -69,8 +69,8 @@ class UnitFormat:
 
         like: if `value` is a standard deviation, the mean to which it belongs. The text then has
         the mean's prefix and decimals. None if `value` is no deviation.
-        unit_of: a number whose prefix the text gets, such as 1000000 for M. None uses the prefix of
-        `like`, or that of `value` if `like` is None.
+        unit_of: the number that decides the prefix, such as 1000000 for M. If it is None, `like`
+        decides the prefix; if `like` is None, too, `value` decides.
         """
         text = format_count(value, like=like, unit_of=unit_of)
         if text == MISSING:
@@ -90,8 +90,8 @@ def format_count(
 
     like: if `value` is a standard deviation, the mean to which it belongs. The text then has the
     mean's prefix and decimals. None if `value` is no deviation.
-    unit_of: a number whose prefix the text gets, such as 1000000 for M. None uses the prefix of
-    `like`, or that of `value` if `like` is None.
+    unit_of: the number that decides the prefix, such as 1000000 for M. If it is None, `like`
+    decides the prefix; if `like` is None, too, `value` decides.
     """
     if value is None:
         return MISSING
@@ -104,8 +104,8 @@ def format_count(
 def format_rounds(value: float | None, *, like: float | None = None) -> str:
     """Return a number of rounds as text: 12.0 becomes "12", and 12.5 becomes "12.5".
 
-    like: the mean, if `value` is a standard deviation, which always gets one decimal. None if
-    `value` is no deviation.
+    like: if `value` is a standard deviation, the mean to which it belongs. The text then has one
+    decimal. None if `value` is no deviation.
     """
     if value is None:
         return MISSING
@@ -120,8 +120,8 @@ def format_seconds(
     value: the time in seconds.
     like: if `value` is a standard deviation, the mean to which it belongs, in seconds. The text
     then has the mean's unit and decimals. None if `value` is no deviation.
-    unit_of: a time in seconds whose unit the text gets, such as 7200 for hours. None uses the unit
-    of `like`, or that of `value` if `like` is None.
+    unit_of: the time in seconds that decides the unit, such as 7200 for hours. If it is None,
+    `like` decides the unit; if `like` is None, too, `value` decides.
     """
     if value is None:
         return MISSING
@@ -145,9 +145,8 @@ def _first(*numbers: float | None) -> float:
 def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> FormatNumber:
     """Return a function that formats all numbers of a column with the same unit.
 
-    The unit is the one in which `show` writes the smallest number (sign ignored). If the largest
-    number is more than `MAX_UNIT_RATIO` times the smallest, each number gets its own unit: the
-    result is `show`.
+    This is the unit that fits the smallest number; signs are ignored. If the largest number is more
+    than `MAX_UNIT_RATIO` times the smallest, return `show`, which chooses a unit for each number.
     show: function that formats one number.
     values: the numbers of the column; None, nan and 0 are ignored.
     """

@@ -367,7 +367,7 @@ class AbsentClients(Observer):
 
 
 class IdleWorkers(Observer):
-    """An observer that prints at the end for which share of the time workers were busy.
+    """An observer that prints, at the end, the share of time in which workers were busy.
 
     It is used only for runs in which workers may have to wait for the next plan.
     say: function that prints a line.
@@ -440,7 +440,7 @@ class HistoryFile(Observer):
         self._written_rows = 0
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Write the history, unless the run is long and has grown little."""
+        """Write the history. In a long run, write it only if it has grown by a tenth."""
         rows = len(run.rows)
         if rows <= self.LONG_RUN_ROUNDS or rows >= 1.1 * self._written_rows:
             write_history(run.rows, run.folder / HISTORY)

@@ -481,9 +481,9 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
 
 
 def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
-    """Return a list with a table of the clients with the lowest scores and their users' names.
+    """Return a list with one table of the clients with the lowest scores, and their users' names.
 
-    A user is the person whose data a client has. From each setting, the table shows up to
+    A user is the person whose data a client has. For each setting, the table has up to
     `LOWEST_USERS` clients of the run with the first seed. If no run stores the names of users,
     return [].
     factor: scores are multiplied by this: 100 for scores in percent, else 1.

@@ -108,10 +108,11 @@ def share_factor(runs: Sequence[Run], percent: bool) -> float:
 
 
 def _rank(runs: Sequence[Run]) -> float:
-    """Return a number by which settings are sorted: the best setting has the smallest one.
+    """Return a number by which settings are sorted: the best setting has the smallest number.
 
-    It is the runs' mean of `best5_mean`, the mean score of a run's five best rounds. If a higher
-    score is better, it is multiplied by -1. Without scores, return infinity.
+    The number is the mean over the runs of `best5_mean`, the mean score of a run's five best
+    rounds. If a higher score is better, the number is multiplied by -1. If no run has scores,
+    return infinity.
     runs: the runs of one setting, which differ in their seeds.
     """
     scores = finite_values([_number(run, "best5_mean") for run in runs])
@@ -513,8 +514,8 @@ def arrange_groups(
     """Return settings with new labels and in a new order.
 
     labels: a dict from old to new labels; a setting that is not in it keeps its label.
-    order: labels of settings, old or new, in the wanted order. Settings that are not named are
-    added behind settings with the same data and split.
+    order: labels of settings, old or new, in the wanted order. A setting that is not named comes
+    after the settings with the same data and split; if there are none, it comes last.
     Raises `ValueError` for a label of a setting that does not exist.
     """
     known = [group.label for group in groups]
@@ -616,12 +617,14 @@ def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
 def _compare_with_first(
     by_seed: Sequence[Mapping[str, float | None]], blocks: Sequence[object]
 ) -> list[Difference | None]:
-    """Compare each row with the first row of the same block, by the seeds that both rows have.
+    """Compare each row with the first row that has the same data, by the seeds of both rows.
 
-    Return a `Difference` for each row. It is None for the first row of a block, and for a row
-    without such seeds. Holm's correction is for the number of all comparisons.
+    Return a `Difference` for each row. It is None for a row that is itself the first one with its
+    data. It is also None if the two rows have no seed in common. Holm's correction is for the
+    number of all comparisons.
     by_seed: for each row, a dict from seed to score.
-    blocks: for each row, a value that is equal in all rows of a block: the data of the runs.
+    blocks: for each row, a value that describes the data; rows with equal values have the same
+    data.
     """
     tests: list[Difference | None] = []
     for row, (scores, block) in enumerate(zip(by_seed, blocks, strict=True)):
@@ -645,7 +648,7 @@ def _compare_with_first(
 
 
 def describe_tests(columns: Sequence[Column], groups: Sequence[RunGroup]) -> str:
-    """Explain a table's marks for significant differences in one line, or why it has none.
+    """Explain in one line a table's marks for significant differences, or why there are none.
 
     Return "" if there is nothing to compare, for example because there is only one setting.
     """

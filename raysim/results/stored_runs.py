@@ -202,8 +202,7 @@ def chosen_option(config: Mapping[str, object], group: str) -> str:
 def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Return every value of a config, as text, by its dotted key.
 
-    Leave out the keys in `OMITTED_KEYS` at every level: paths, tracking and others that are no
-    settings.
+    Leave out the keys in `OMITTED_KEYS` at every level, because they are no settings.
     prefix: the beginning of all keys.
     """
     flat: dict[str, str] = {}
@@ -245,11 +244,11 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the settings that differ between runs, and how many such settings are left out.
+    """Return the settings that differ between runs, and how many of them are left out.
 
     The settings are a dict from a key, such as "local.lr", to the values of all runs. A key is left
-    out if only some runs have it, and all with its default value. An example is `partition.alpha`,
-    which exists only with `partition=dirichlet`.
+    out if some runs do not have it, and all other runs have its default value. An example is
+    `partition.alpha`, which exists only with `partition=dirichlet`.
     """
     differing = differing_settings(runs)
     shown = {}
@@ -318,7 +317,7 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Leave out settings that have the same value in all runs of the same methods.
+    """Leave out settings whose value depends only on the methods of a run.
 
     settings: the values of all runs, by key; the key "method" has the methods of each run.
     """
@@ -334,7 +333,7 @@ def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequenc
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """Return a short name for each key: its last parts, as many as make the names different.
+    """Return a short name for each key: the shortest end of the key that no other key has.
 
     "method.fedbr.lam" becomes "lam" if no other key ends in "lam".
     """

@@ -320,9 +320,8 @@ def to_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def to_frame(columns: Sequence[Column]) -> pd.DataFrame:
     """Return a DataFrame with the numbers of a table; the columns are named by their keys.
 
-    A column of scores may be followed by a column of deviations, such as "final_std", and by a
-    column of marks, such as "final_mark". These are left out if the scores have no deviations, or
-    were not tested.
+    If the scores of a column have deviations, a column such as "final_std" follows it. If the
+    scores were tested, a column of marks such as "final_mark" follows.
     """
     import pandas as pd
 
@@ -340,7 +339,8 @@ def to_frame(columns: Sequence[Column]) -> pd.DataFrame:
 def to_csv(rows: Sequence[Mapping[str, object]]) -> str:
     """Return CSV: a head with all keys, and a line for each row.
 
-    A missing value, None or nan is empty.
+    A key that is missing in a row has an empty cell there. None and nan are also written as empty
+    cells.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()

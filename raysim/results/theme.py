@@ -99,11 +99,11 @@ def page_theme(dark: bool) -> dict[Any, object]:
 def set_log_scale(ax: Axes, which: Literal["x", "y"] = "y") -> None:
     """Make an axis logarithmic, with plain numbers at its ticks.
 
-    which: "x" or "y". Matplotlib would write powers as formulas. Formulas are switched off in our
-    figures, because names may contain `$`.
+    which: the axis, "x" or "y".
     """
     ax.set(**{f"{which}scale": "log"})
     axis = ax.xaxis if which == "x" else ax.yaxis
+    # Matplotlib would write powers as formulas, which are switched off: names may contain `$`.
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(lambda _, place: "")
 

@@ -37,8 +37,9 @@ class RayOptions:
     address: "local" or None starts a cluster on this machine; "auto" or HOST:PORT joins a cluster.
     strategy: PACK fills one node after another, SPREAD alternates between nodes, STRICT_PACK uses
     one node only.
-    wait: the most seconds to wait for resources: until other runs release them or, if the cluster
-    is too small, until nodes join. None waits forever for other runs, and does not wait for nodes.
+    wait: the most seconds to wait for resources that other runs use. If the cluster is too small,
+    it is also the most seconds to wait for new nodes. None waits forever for other runs, and does
+    not wait for nodes.
     preflight: True measures the memory of one job before the run; False does not measure it. None
     measures it only if raysim must choose how many workers share a GPU.
     combine: True lets each node add up the sums of its workers before it sends them to the
@@ -91,8 +92,7 @@ class RayOptions:
 def listen_on_loopback(options: RayOptions) -> None:
     """Let a Ray cluster that this process starts listen on the loopback interface only.
 
-    This works by an environment variable that Ray reads when it is imported. If this process has
-    imported Ray already, the cluster listens on all interfaces.
+    Call this before Ray is imported; otherwise the cluster listens on all interfaces.
     options: the settings `runtime.*`. Nothing changes if `address` names an existing cluster.
     """
     if options.address in (None, "local") and "ray" not in sys.modules:
@@ -124,7 +124,7 @@ def worker_resources(options: RayOptions, device: str, threads: int) -> dict[str
 
     A worker on the device "cuda" reserves a whole GPU, unless `runtime.gpus` is set.
     device: the device of the workers.
-    threads: the number of threads of a worker. A worker reserves so many CPUs, unless
+    threads: the number of threads of a worker. A worker reserves one CPU for each thread, unless
     `runtime.cpus` is set.
     Raises ValueError if the device does not fit the options.
     """

@@ -222,8 +222,8 @@ class _Shares(NamedTuple):
     """A division of jobs among places; a place is a worker or a node.
 
     units: for each place, the units that it trains.
-    loads: for each place, the number of samples that it must train, divided by its workers. This
-    includes samples of earlier jobs.
+    loads: for each place, the number of samples to train, including those of earlier jobs. The
+    number for a node is divided by the number of its workers.
     """
 
     units: list[list[_Unit]]
@@ -240,7 +240,8 @@ def _distribute(
     """Distribute units over places; a place is a worker or a node.
 
     The unit with the most samples comes first. Each unit goes to the place with the lowest load.
-    loads: for each place, the number of samples of earlier jobs, divided by its workers.
+    loads: for each place, the number of samples of earlier jobs. The number for a node is divided
+    by the number of its workers.
     capacities: the number of workers of each place; 1 if the place is a worker.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
@@ -261,7 +262,8 @@ def _split_until_balanced(
 
     A unit is a subtree of the summation tree; a place is a worker or a node. Return None if a load
     is still above the limit after the largest number of splits.
-    loads: for each place, the number of samples of earlier jobs, divided by its workers.
+    loads: for each place, the number of samples of earlier jobs. The number for a node is divided
+    by the number of its workers.
     capacities: the number of workers of each place; 1 if the place is a worker.
     limit: the largest allowed load of a place, in samples for each worker.
     """

@@ -109,9 +109,9 @@ class Availability(ABC):
     def _take_changes(
         self, clients: np.ndarray, times: np.ndarray, horizon: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return changes of availability up to `horizon`: times, and positions in `clients`.
+        """Return the times of changes up to `horizon`, and the clients' positions in `clients`.
 
-        Return all changes up to `horizon` or, if these are too many, up to an earlier time.
+        If there are too many changes, return only those up to an earlier time.
         times: float64 [clients], the time of each client's next change. Afterwards it is the time
         of the client's first change that was not returned.
         horizon: a virtual time in seconds.
@@ -167,7 +167,7 @@ def _interval(now: float, length: float) -> int:
 
 
 def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
-    """Return for each time the number k of the interval [k * length, (k + 1) * length) around it.
+    """Return for each time the number k of the interval [k * length, (k + 1) * length) it is in.
 
     now: float64, the times.
     length: the length of the intervals, or the length for each time.
@@ -250,16 +250,12 @@ class _StepDraw(NamedTuple):
 
 
 class MarkovAvailability(Availability):
-    """Clients that are in turn available and unavailable, each for a random time.
+    """Clients that switch between available and unavailable after random times.
 
     A client is available for `on` seconds on average, and then unavailable for `off` seconds on
     average. This is a Markov chain of two states. Virtual time is divided into steps of half of the
-    shorter mean. Each step makes a client available with probability q, and unavailable with
-    probability p. Otherwise the client's state does not change.
-
-    Each step makes a random set of clients available, and another one unavailable (`_StepDraw`).
-    Therefore the clients that change can be listed without looking at all clients. A client's state
-    follows from the last step whose sets contain the client. So no states are stored.
+    shorter mean. In each step, an unavailable client becomes available with probability q, and an
+    available client becomes unavailable with probability p.
     seed: the seed of the run.
     clients: the number of clients.
     on, off: the mean seconds for which a client is available, and not available.
@@ -269,6 +265,9 @@ class MarkovAvailability(Availability):
         self._seed, self._clients, self._step_s = seed, clients, min(on, off) / 2
         # p, q; each at most 1/2
         self._leaves, self._comes = self._step_s / on, self._step_s / off
+        # Each step makes a random set of clients available, and another one unavailable. So the
+        # changes can be listed without looking at all clients. No states are stored: a client's
+        # state follows from the last step whose sets contain the client.
         self._prime = _next_prime(max(clients, _MANY))
         self._draws: dict[int, _StepDraw] = {}  # by step
 

@@ -29,8 +29,8 @@ class Criterion:
 def best_criterion(spec: RunSpec) -> Criterion:
     """Return the criterion of a run: its validation score, or else its training loss.
 
-    The training loss is used if there are no validation samples. A test score is never used,
-    because the test score of a model that was chosen by it would be too good.
+    The training loss is used if there are no validation samples. A test score is never used: it
+    would overestimate the quality of the chosen model.
     """
     column = validation_column(spec)
     if column is None:
@@ -95,8 +95,8 @@ class BestModel:
     def state(self, current: Tensor) -> Mapping[str, np.ndarray]:
         """Return the arrays for a checkpoint, from which `restore` continues.
 
-        current: the vector of the current version, which the checkpoint contains anyway. If it is
-        the best one, the result does not contain it again.
+        current: the vector of the current version. If this version is the best one, the result does
+        not contain its vector, because the checkpoint already does.
         """
         is_current = self.vector is current
         arrays = {

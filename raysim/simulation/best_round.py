@@ -13,11 +13,10 @@ from raysim.data.partition import CSR
 
 
 class BestRounds:
-    """The round with the best validation score so far, and the test scores of that round.
+    """The best round so far of each client and of the shared model, with its test scores.
 
-    Each client has a best round, and so has the shared model. It is the first round with the
-    highest validation score. If a lower score is better, pass scores times -1. For a client without
-    validation samples, the last round is the best one.
+    The best round is the first one with the highest validation score. If a lower score is better,
+    pass scores times -1. For a client without validation samples, the last round is the best one.
     tests: for each client, the rows of the data set that are its test samples.
     """
 

@@ -34,10 +34,10 @@ class Call:
     method: the name of the Python method of `Worker` that is called.
     args: the arguments of the method, without client states.
     states: the client states that the worker needs for the call.
-    remote_values: the number of values that the method returns after the answer. They stay on the
-    worker's node.
+    remote_values: the number of values that the method returns in addition to its answer and client
+    states. They stay on the worker's node.
     ref: the reference to the answer, which is the first value that the method returns.
-    remote_refs: the references to the further values.
+    remote_refs: the references to these additional values.
     bytes_read: the bytes of client states that were read from disk for this call.
     value: the answer; None before it arrives.
     is_answered: True if the answer has arrived.

@@ -3,7 +3,7 @@
 A checkpoint is a folder such as `round-000050` with these files:
 - `run.json`: numbers
 - `server.safetensors`: named tensors of the server, in several files if they are large
-- `index.safetensors`: for each client, the file of the log with its state (see `state_log.py`)
+- `index.safetensors`: which log file contains the state of each client (see `state_log.py`)
 - `manifest.json`: the SHA-256 of every file that the checkpoint needs, and of the manifest itself
 
 The folder `log` next to it has files that checkpoints share. These are client states
@@ -168,10 +168,8 @@ class Checkpoints:
     def write(self, version: int, snapshot: Snapshot) -> str:
         """Write a checkpoint, remove all but the last few, and return its address.
 
-        A checkpoint of this version that was written just before is not written again. Checkpoints
-        of later versions are removed. They exist if the run was resumed from a checkpoint that is
-        not the last one. If a checkpoint cannot be removed, the attribute `removal_failure` says
-        why.
+        Checkpoints of later versions are removed, too. If a checkpoint cannot be removed, the
+        attribute `removal_failure` says why.
         version: the number of the version to write.
         snapshot: the state of the run at this version.
         Raises OSError if the checkpoint cannot be written, or if another process has begun to

@@ -42,9 +42,8 @@ from raysim.vectors.tree_sum import weighted_sum
 def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
     """Split clients in two, so that the largest similarity between the two groups is small.
 
-    This is Algorithm 1 of the paper. At first, each client is a group of its own. Then the groups
-    of two clients are joined, pair by pair, until two groups are left. The most similar pair comes
-    first. Equally similar pairs come in the order (0, 1), (0, 2), ..., (1, 2), and so on.
+    This is Algorithm 1 of the paper: it joins the groups of the most similar clients until two
+    groups are left.
     Return a bool array [n], which is False for the group of client 0. Also return the largest
     similarity between clients of different groups.
     similarities: float64 [n, n], symmetric, with n at least 2.

@@ -80,11 +80,11 @@ class JobCost(NamedTuple):
 
 
 class Costs:
-    """The sums of what the jobs of a run have cost.
+    """The total costs of a run's jobs and idle devices.
 
     fleet: the power and the prices of the clients' devices.
-    devices: the devices of the run. If they do not tell the phases of a job, the whole job counts
-    as training.
+    devices: the devices of the run. If they have no method `phases`, the whole duration of a job
+    counts as training.
     eligible: the clients with samples; idle energy is counted for these only.
     """
 

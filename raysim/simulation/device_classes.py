@@ -152,7 +152,7 @@ class DeviceClasses(Fleet):
             in_range(f"fleet.{name}", getattr(self, name), least=0, most=10)
 
     def costs(self, seed: int, clients: int) -> FleetCosts | None:
-        """Return the costs of each client's class; None if nothing costs anything."""
+        """Return the costs of each client's class; None if all costs are 0."""
         costs = [device_class.cost for device_class in self.classes.values()]
         if all(cost.is_zero for cost in costs):
             return None

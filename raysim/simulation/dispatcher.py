@@ -47,11 +47,10 @@ class TrainCall(Call):
     jobs: the jobs.
     groups: the groups of these jobs whose updates the worker sums.
     floats: the number of floats that the call returns, without client states.
-    updates: by number of the job, updates and failures that have arrived at the coordinator and
-    that no aggregation has used.
-    sums: by group, sums of updates that have arrived at the coordinator and that no aggregation has
-    used.
-    remote_sums: by group, references to sums of updates that are still on the worker's node.
+    updates: the updates and failures at the coordinator that no aggregation has used yet. The key
+    is the number of the job.
+    sums: the sums of updates at the coordinator that no aggregation has used yet, by group.
+    remote_sums: references to the sums of updates that are still on the worker's node, by group.
     is_collected: True if an aggregation has used at least one update of the call.
     """
 
@@ -244,9 +243,8 @@ class Dispatcher:
     def _take_bundle(self, worker: int) -> list[Job]:
         """Remove the jobs of this worker's next call from the queue; return them.
 
-        A worker gets jobs of clients whose state it has, and of clients whose state no worker has.
-        An idle worker may also get one job, the first one, of a client whose state another worker
-        has. This is possible only if the other worker has finished the job that makes this state.
+        A worker gets jobs of clients whose state no other worker has. The first job of an idle
+        worker may also belong to a client whose finished state is on another worker.
         """
         is_idle = not self._calls.unanswered(worker)
 

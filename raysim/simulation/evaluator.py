@@ -56,12 +56,12 @@ class Scoring:
 
     clients: the scored clients that take part in the training.
     unseen: the scored clients that never take part in the training.
-    reports: for each view, the calls that score it. "shared", "own", "finetuned" and "common" are
-    described at the top of this file. "mean" scores the mean of all replicas. "sets" is used if a
-    method computes the scores itself.
-    members, models: used only by the loss decomposition. `members` are the clients whose local
-    models are compared. `models` has the calls that score the local model of each of these clients.
-    Its last entry has the calls that score the next shared model.
+    reports: the scoring calls of each view (kind of scoring). The views "shared", "own",
+    "finetuned" and "common" are described at the top of this file. "mean" scores the mean of all
+    replicas. "sets" is used if a method computes the scores itself.
+    members: for the loss decomposition, the clients whose local models are compared.
+    models: for the loss decomposition, the calls that score the local model of each of these
+    clients. The last entry has the calls that score the next shared model.
     replicas: for each scored replica, the calls that score it on the central test set.
     version: the scored version.
     client_scores: for each column, pairs of an array of clients and an array of their scores;

@@ -128,7 +128,7 @@ class Saved:
 
     version: the number of aggregations before the checkpoint.
     path: the address of the checkpoint.
-    removal_failure: why older checkpoints could not be removed; "" if they were.
+    removal_failure: why older checkpoints could not be removed; "" if there was no problem.
     """
 
     version: int

@@ -99,8 +99,8 @@ class Fleet:
     on, off: only for "markov": the mean number of seconds for which a client is available, and then
     unavailable.
     dropout: the probability that a job is lost for another reason, at a random moment of the job.
-    patience: a run ends with an error if no client is available in this many virtual seconds after
-    its start.
+    patience: a run ends with an error if no client is available in the first `patience` virtual
+    seconds of the run.
     cost: the power of each device, and what its link costs.
     kwh_price: money for a kilowatt-hour of the devices.
     kwh_co2: grams of CO2 for a kilowatt-hour of the devices.
@@ -170,7 +170,7 @@ class Fleet:
     def regions(self, seed: int, clients: int) -> np.ndarray | None:
         """Return the region (time zone) of each client, int [clients].
 
-        Return None if clients have no regions, which is so unless `availability` is "diurnal".
+        Clients have regions only if `availability` is "diurnal"; otherwise return None.
         seed: the seed of the run.
         """
         if self.availability == "diurnal":

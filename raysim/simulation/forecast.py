@@ -30,7 +30,7 @@ class Forecast:
     lost, discarded: the shares of the ended jobs that are lost or discarded.
     workers_busy: the share of wall time in which workers work, over all planned aggregations.
     workers_busy_ahead: what `workers_busy` would be if all aggregations were planned before the
-    training. The values are equal if the plan does not depend on training results.
+    training. If the plan does not depend on training results, it is equal to `workers_busy`.
     """
 
     in_flight: float

@@ -65,9 +65,6 @@ class JobRow:
 class JobTable:
     """The planned jobs that have not ended, and the planned aggregations.
 
-    Only `_set_state` changes the state of a job. As soon as the planner has decided that a job will
-    be lost or discarded, the job gets that state. The job leaves the table with the first
-    aggregation after its end.
     planner: the object that plans the aggregations.
     replicas: the models of the server.
     versions: the published versions. A version is kept as long as a job that starts from it has the
@@ -178,6 +175,8 @@ class JobTable:
             self._dispatcher.plan_sums(tuple(tree))
 
     # --- from one state to the next ---------------------------------------------------------------
+    # Only this function changes the state of a job. A job gets the state LOST or DISCARDED as soon
+    # as the planner has decided it, and leaves the table with the first aggregation after its end.
     def _set_state(self, row: JobRow, state: JobState) -> None:
         has_held, holds = row.state in _HOLDING, state in _HOLDING
         self._dispatched += (state is JobState.DISPATCHED) - (row.state is JobState.DISPATCHED)

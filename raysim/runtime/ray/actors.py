@@ -467,10 +467,10 @@ class RayRuntime:
         return self._watch.timeout_s
 
     def stacks(self, worker: int) -> str:
-        """Return the call stacks of a worker's threads as text: which code each executes.
+        """Return the call stacks of a worker's threads as text; "" if they are not known yet.
 
-        A call does not wait. It starts a task on the worker's node that reads the call stacks, and
-        the next call returns them. Return "" if no call stacks have been read yet.
+        A call does not wait. It starts to read the call stacks on the worker's node, and the next
+        call returns them.
         """
         text = ""
         request = self._stacks.get(worker)

@@ -70,9 +70,9 @@ def plan_workers(
 ) -> Size:
     """Choose the number of workers and their resources; wait for nodes if there are too few.
 
-    If the cluster is too small, wait up to `runtime.wait` seconds until nodes have joined. Ray's
-    autoscaler is asked to start nodes. After this time, raise NoRoomError. A cluster on this
-    machine only never gets nodes, so the error is raised at once.
+    If the cluster is too small, ask Ray's autoscaler for nodes, and wait up to `runtime.wait`
+    seconds. After this time, raise NoRoomError. If the cluster is only on this machine, raise the
+    error at once.
     options: the settings `runtime.*`.
     spec: the run.
     concurrency: the number of clients in flight.
@@ -108,7 +108,7 @@ def plan_now(
     """Choose the number of workers, and the resources that each of them reserves.
 
     If `runtime.workers` is set, this is the number of workers. Otherwise the nodes' CPUs, GPUs and
-    memory decide, but no more workers are chosen than clients are in flight. In a cluster that
+    memory decide, and the number is at most the number of clients in flight. In a cluster that
     raysim has joined, resources that other runs use are not counted. Inside a trial of a sweep, the
     bundles of the trial's placement group decide.
     options: the settings `runtime.*`.
