@@ -392,12 +392,11 @@ def _may_be_pictures(kind: pa.DataType) -> bool:
 def _prefix_folders(
     parts: list[NDArray[Any]], paths: list[Path], user: str
 ) -> tuple[NDArray[np.str_], list[str] | None]:
-    """Put the folder's name in front of each user: "FOLDER/USER" is the domain of a row.
+    """Return the domain of each row, "FOLDER/USER", and a sorted list of all domains.
 
-    Return the domain of each row, and a sorted list of all domains. The list is None unless all
-    users are integers.
-    parts: for each file, an array with the user of each row. A file without users has the folder's
-    name for each row, which stays unchanged.
+    If a user is not an integer, None is returned in place of the list.
+    parts: for each file, an array with the user of each row. If a file has no column of users, the
+    array has the folder's name for each row. The domain of these rows is "FOLDER".
     paths: the files, in the order of `parts`.
     user: the name of the column of users.
     """

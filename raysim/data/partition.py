@@ -94,11 +94,11 @@ class Partitioner:
 
     A subclass overrides `assign`. If its rule needs the classes of the samples, it sets the class
     attribute `by_class` to True; not all data have classes.
-    test_fraction: the share of each client's rows that become the client's test rows. None scores
-    each client on samples of the central test set, which `tests` chooses.
+    fraction: the share of a client's training rows that the client uses.
+    test_fraction: the share of each client's rows that become the client's test rows. With None,
+    each client is scored on samples of the central test set; the function `tests` chooses them.
     validation_fraction: the share of each client's rows that become its validation rows. The
     validation score chooses the best round.
-    fraction: the share of a client's training rows that the client uses.
     """
 
     by_class: ClassVar[bool] = False  # True: the rule needs classes, which not all data have
@@ -215,14 +215,14 @@ class Dirichlet(Partitioner):
     clients: the number of clients.
     alpha: the parameter of the Dirichlet distribution. A small alpha gives most samples of a class
     to few clients.
-    balance: True gives no samples of further classes to a client that already has the mean number
-    of samples.
+    balance: classes are divided one after another. True gives no more samples to a client that
+    already has the mean number of samples.
     minimum: the smallest number of samples of a client. None means 1, or with `grouping` half of
     the mean number of samples.
-    grouping: the number of clients in a group. Each group gets random samples, and divides them
-    between its clients. FedDF (Lin et al. 2020) has groups of 10 clients. None makes no groups.
+    grouping: the number of clients in a group. The samples are first divided at random between the
+    groups. Then each group divides its samples between its clients. None makes no groups.
     per: "class" draws the clients' shares of each class. "client" draws a distribution over classes
-    for each client, and then scales the clients' shares of each class to the sum 1.
+    for each client. The probabilities of a class, divided by their sum, are the clients' shares.
     """
 
     by_class: ClassVar[bool] = True
@@ -489,10 +489,10 @@ class Domain(Partitioner):
 class Natural(Partitioner):
     """A partition in which every user is a client.
 
-    column: the column that has the user of each row, for data with columns. None makes each domain
-    of the data a user.
-    minimum: the smallest number of samples of a user, including its later test samples. Users with
-    fewer samples are left out.
+    column: the column of the data that contains the user of each row. With None, each domain of
+    the data is a user.
+    minimum: users with fewer samples are left out. The samples that later become the user's test
+    samples count, too.
     clients: the number of users that are drawn at random from all users with at least `minimum`
     samples; None takes all of these users.
     """

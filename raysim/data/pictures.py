@@ -27,8 +27,7 @@ class Picture:
     """An encoded picture: a file or bytes.
 
     place: the name of the picture in errors.
-    content: the path of the file, or the bytes; None if the data has an empty value, for which
-    `open` raises an error.
+    content: the path of the file, or the bytes; None if the picture is missing in the data.
     """
 
     place: str

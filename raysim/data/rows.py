@@ -55,9 +55,8 @@ def number_labels(
     names: the class names. None means that integer labels are the classes 0 to the largest label.
     place: the name of the source in errors.
     samples: the number of samples; None means one sample per label.
-    Raise ValueError for a label that is neither an integer nor text, and for a label that is not
-    one of the classes. Without names, also raise it for integers that are not below `samples`,
-    because they are probably values.
+    Raise ValueError for a label that is neither an integer nor text, or not one of the classes.
+    Without names, also raise it if the largest integer is `samples` or more.
     """
     samples = len(values) if samples is None else samples
     if values.dtype.kind in "OU":
@@ -67,6 +66,7 @@ def number_labels(
     if not len(values):
         return values.astype(np.int64), names or []
     lowest, highest = int(values.min()), int(values.max())
+    # Such large integers are probably the values of a regression.
     if not names and highest >= samples and lowest >= 0:
         raise ValueError(
             f"{place} has the label {highest}, but only {samples} samples. Labels without names "

@@ -75,8 +75,8 @@ class WebDataset(Source):
     root: a folder of tar files, in which names of test files start with "test"; or a folder with
     the subfolders train and, optionally, test.
     columns: the endings of the input files, such as "jpg". None uses all endings except for those
-    of the label and the user. With several endings, each is an argument of the model: `jpg` for
-    0007.jpg, `image` for 0007.image.png.
+    of the label and the user. With several endings, the model gets one argument for each of them:
+    the argument `jpg` for the ending jpg, and `image` for the ending image.png.
     label, user: the ending of the label's file and of the user's file. None finds a usual ending,
     such as "cls" or "user". A label is an integer, text, an array, a picture whose pixels are
     classes, or JSON.
@@ -214,10 +214,11 @@ class WebDataset(Source):
     def _read_input(
         self, samples: Sequence[Mapping[str, Part]], ending: str, place: str
     ) -> tuple[NDArray[Any], Tokens | None]:
-        """Read the file with this ending of each sample; return an array [n, ...].
+        """Read one input of all n samples; return an array [n, ...].
 
-        Also return the `Tokens` of text, or None for other files.
-        samples: for each of n samples its files, by ending.
+        Also return the `Tokens` of text; for all other files, return None.
+        samples: for each sample its files, by ending.
+        ending: the ending of the input's files, such as "jpg".
         place: `data.root`, for errors.
         """
         if _is_picture(ending):
@@ -236,7 +237,7 @@ def _tar_files(folder: Path) -> list[Path]:
 
 
 def _field_name(ending: str) -> str:
-    """Return the name of a network's argument: `image` for the ending image.png, `jpg` for jpg."""
+    """Return the model's argument for an ending: "image" for image.png, "jpg" for jpg."""
     return ending.rpartition(".")[0] or ending
 
 

@@ -217,8 +217,8 @@ Downloadable: TypeAlias = Mnist | FashionMnist | Cifar10 | Cifar100 | Svhn | Usp
 def _find_files(source: Downloadable, set_name: str) -> list[Path]:
     """Return the files of a data set; download them first if one is missing.
 
-    These are torchvision's files, or strips, Parquet files or pictures in a folder with the data
-    set's name.
+    The result is torchvision's files if they exist. Otherwise it is the strips, Parquet files or
+    pictures in a folder that has the data set's name.
     source: the source of this data set; it has the settings `root` and `download`.
     set_name: the class in torchvision.datasets, such as "MNIST".
     Raise ValueError if files are missing and `download` is False, or if the download fails.

@@ -1,9 +1,8 @@
 """Split rows over clients by pure functions: every random draw is an argument.
 
 The rules are those of McMahan et al. 2017 (shards), Yurochkin et al. 2019 (Dirichlet per class),
-Hsu, Qi and Brown 2019 (Dirichlet per client) and Li et al. 2022 (quantity skew). No function makes
-a Python object per client, so that a million clients cost two arrays. In shapes, N is the number of
-clients, C the number of classes and n the number of samples.
+Hsu, Qi and Brown 2019 (Dirichlet per client) and Li et al. 2022 (quantity skew). In shapes, N is
+the number of clients, C the number of classes and n the number of samples.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from raysim.data.csr import CSR, Floats, Ints, Partition
+
+# No function makes a Python object for each client, because there may be a million clients.
 
 # Added before rounding down. Without it a cumulative sum of 0.99...9 would give a sample to a
 # client whose share is 0, and 100 * 0.29 would give 28.
@@ -290,7 +291,8 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
     A smaller fraction returns a subset of the rows of a larger fraction.
     indices, offsets: the arrays of the `CSR` with each client's rows.
     fraction: the share of each client's rows that is returned; their number is rounded down.
-    order: a permutation of all rows. Of each client, the rows that come first in it are returned.
+    order: a permutation of all rows. It decides which rows are returned: the first ones of each
+    client.
     """
     csr = CSR(np.asarray(indices), np.asarray(offsets))
     places = leading_places(csr, floor_counts(csr.counts * fraction), np.asarray(order))
@@ -302,7 +304,8 @@ def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
 
     csr: the rows of each client.
     counts: the number of rows to choose from each client, [N].
-    order: a permutation of all rows. Of each client, the rows that come first in it are chosen.
+    order: a permutation of all rows. It decides which rows are chosen: the first ones of each
+    client.
     """
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))

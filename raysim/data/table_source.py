@@ -52,9 +52,9 @@ class TableSource(Source):
         check_documents(self.kind, self.prompt, self.packing)
 
     def find_users(self, names: Sequence[str]) -> str | None:
-        """Return the column with a usual name for users; None if there is none.
+        """Return the column whose name is usual for users, such as "user"; None without one.
 
-        names: the columns of the table. A column of the inputs is not taken.
+        names: the columns of the table. Input columns are not considered.
         """
         return find_column([name for name in names if name not in (self.columns or ())], USER_NAMES)
 

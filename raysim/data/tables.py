@@ -41,8 +41,9 @@ class TextTable(TableSource):
     A subclass reads the files. Its class attribute `option` is the text that chooses the source,
     such as "data=csv"; `endings` are the endings of its files.
     root: the file or the folder.
-    label, user: the columns of labels and of users (clients, with partition=natural). None finds a
-    column with a usual name, such as "label" or "y", and "user" or "client".
+    label: the column of labels; None finds a column with a usual name, such as "label" or "y".
+    user: the column of users; None finds a column with a usual name, such as "user" or "client".
+    With partition=natural, each user is a client.
     targets: columns that together are one structured target, in place of a label.
     test_fraction: without a test file, the share of each class of each user that is for testing.
     """

@@ -84,7 +84,7 @@ class NumPy(Source):
     Samples with several inputs have an array x.NAME for each input in place of x. Samples with
     several targets have an array y.NAME for each target in place of y. If a target has a different
     number of entries in each sample, such as the boxes in an image, y.NAME has the entries of all
-    samples one after another. The array y.NAME.rows [n] then has the number of each sample.
+    samples one after another. The array y.NAME.rows [n] has the number of entries of each sample.
 
     root: the folder with the files.
     padding: the number that fills short sequences of token numbers.
@@ -272,10 +272,10 @@ def _read_targets(arrays: Mapping[str, NDArray[Any]], place: str) -> list[dict[s
 def _concatenate(
     archives: Sequence[Mapping[str, NDArray[Any]]], names: Sequence[str], place: str
 ) -> dict[str, NDArray[Any]]:
-    """Join the arrays of all archives: those that the first archive has.
+    """Join each array of the first archive with the arrays of this name in all other archives.
 
-    Raise ValueError if another archive lacks one of these arrays, or has it with another type or
-    another shape of a row.
+    Raise ValueError if an archive has no array of this name, or if two arrays of this name differ
+    in their type or in the shape of a row.
     archives: the arrays of each archive, by name.
     names: the archives' file names, for errors.
     place: the file or the argument that has the data, for errors.

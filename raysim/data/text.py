@@ -202,11 +202,11 @@ class Leaf(Source):
 
 
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
-    """Join texts that overlap by all characters but one, and yield the longer texts.
+    """Join successive windows of texts, and yield the texts.
 
-    For example, the windows "abcd", "bcde" and "xyzw" become the texts "abcde" and "xyzw".
-    windows: texts of equal length in the order of the book, such as LEAF's Shakespeare (80
-    characters).
+    If a window starts one character after the window before, it continues the text. Otherwise it
+    starts a new text. For example, "abcd", "bcde" and "xyzw" become the texts "abcde" and "xyzw".
+    windows: pieces of texts, of equal length and in order.
     """
     text = ""
     for window in windows:
@@ -425,7 +425,7 @@ def _draw_sequences(
 ) -> Ints:
     """Generate n sequences of tokens with Markov chains: [n, length].
 
-    The first token of a sequence is uniform; its chain gives the next ones.
+    The first token of a sequence is drawn uniformly, each later token from the sequence's chain.
     transitions: [chains, V, V]. Entry [c, s, t] is the probability that token t follows token s in
     chain c; V is the number of tokens.
     chains: [n], the number of the chain of each sequence.

@@ -89,14 +89,14 @@ def build(
     Data are downloaded and cached if necessary; no other file is written.
     config: overrides as on the command line, in one text or a list; or a complete configuration.
     allow: packages besides raysim whose classes and options the configuration may use.
-    methods: objects, and names of options.
+    methods: a list of methods, each as an object or as the name of an option.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object, the name of an option, or (but not for `data`) values by key in a dictionary.
+    object, the name of an option, or (but not for `data`) values by key in a dictionary. The help
+    of `raysim.run` has examples.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`.
     settings: overrides as keyword arguments: a group with the name of an option, or a key with a
     value.
-    The arguments have the same forms as for `raysim.run`, whose help has examples.
-    Raise `RefusedError` for a run that cannot be made.
+    Raise `RefusedError` for settings or objects with which no run is possible.
     """
     parts = {
         "model": model,
@@ -334,10 +334,9 @@ def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
 def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
     """Add to `evaluate.lower` the names of the metrics for which a lower score is better.
 
-    Return the changed configuration and settings. Later, reports read these names from the
-    configuration of the run.
-    Raise ValueError if the user set a name in `evaluate.lower` that is not a metric of the run.
-    With a learner this is not checked, because a learner may report more metrics.
+    Return the configuration and the `spec` with the longer list.
+    Raise ValueError if the user set a name in `evaluate.lower` that is not a metric of the run. A
+    run with a learner may have any name, because learners may report more metrics.
     """
     metrics = [metric.name for metric in spec.task.metrics]
     has_learner = any(isinstance(method, Learner) for method in spec.methods)

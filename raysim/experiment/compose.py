@@ -1,7 +1,6 @@
 """Make a checked configuration from overrides, the folder `conf` and stored values.
 
 Hydra composes the files (`hydra_composition`). This module checks and applies the overrides.
-Hydra's own errors use internal names, and Hydra accepts a misspelt key with `+`.
 """
 
 from __future__ import annotations
@@ -225,10 +224,10 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def draft(
     overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]
 ) -> tuple[Node, dict[str, str]]:
-    """Return the configuration that all trials of a sweep have in common, and errors of its keys.
+    """Return the configuration that all trials of a sweep have in common, and error texts.
 
     The configuration is plain data, from which `complete_draft` makes the configuration of a trial.
-    The errors are texts, by key, one for each of `keys` that does not exist.
+    The error texts are in a dictionary, by key. It contains those of `keys` that do not exist.
     overrides: the overrides that are the same for all trials, as texts "key=value".
     folders: the user's own folders of options.
     keys: the keys that the sweep varies.

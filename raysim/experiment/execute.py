@@ -77,7 +77,7 @@ def run(
     console: Console | None = None,
     **settings: object,
 ) -> Result:
-    """Run to the end and return the result. A run that is refused leaves no folder.
+    """Execute a run to its end and return the result.
 
         raysim.run("method=fedprox", rounds=20, runtime="inprocess")
         raysim.run(
@@ -92,15 +92,14 @@ def run(
     settings: overrides as keyword arguments: a group with the name of an option
     (`fleet="lognormal"`), or a key with a value.
 
-    methods: objects, and names of options.
+    methods: a list of methods, each as an object or as the name of an option.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object, the name of an option, or (but not for `data`) values by key in a dictionary. Three of
-    these arguments accept more:
-    data: a tuple (inputs, labels) or (inputs, labels, users) of arrays or tensors, or a torch
-    Dataset. A tuple of two of these gives the training samples, then the central test samples. A
-    table is also possible: of pandas, polars, Arrow or Hugging Face.
-    partition: the rows of each client, in a list of lists or a dictionary.
-    loss: a function from outputs and labels to a loss per sample.
+    object, the name of an option, or (but not for `data`) values by key in a dictionary.
+    `data` may also be a tuple (inputs, labels) or (inputs, labels, users) of arrays or tensors, a
+    torch Dataset, or a table of pandas, polars, Arrow or Hugging Face. A tuple of two such values
+    gives the training samples and the central test samples.
+    `partition` may also be the rows of each client, in a list of lists or a dictionary.
+    `loss` may also be a function of outputs and labels that returns a loss for each sample.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The main metric
     decides which round is best and which trial of a sweep wins. It is the first one, unless
     `evaluate.metric` names another one.
@@ -160,9 +159,8 @@ def run(
 def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Result:
     """Return the result of the run in a folder; for an unfinished run, the rounds so far.
 
-    folder: a folder, or the URL of a run with `out=URL`. The files behind a URL are copied to a
-    temporary folder, which this process removes when it ends. Checkpoints are not copied; they are
-    read from the URL.
+    folder: the run's folder, or its URL. The files at a URL, except for checkpoints, are copied to
+    a temporary folder until this process ends.
     allow: packages besides raysim whose classes and options the configuration may use.
     parts: objects (methods, model, data, ...) that config.yaml could not store, as for `run`.
     Raise `RefusedError` if there is no run in the folder.

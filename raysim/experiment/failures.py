@@ -18,9 +18,9 @@ from raysim.simulation.events import RunStoppedError
 
 @contextmanager
 def explain_errors(folder: Path) -> Iterator[None]:
-    """Convert errors inside `with` to `RunStoppedError` with one sentence.
+    """Raise `RunStoppedError` with a short text for two kinds of errors in a `with` block.
 
-    These are errors of hooks and of files that cannot be written.
+    These are errors of methods' hooks, and errors of files that cannot be written.
     folder: the run's folder.
     """
     with _report_unwritable_files(folder), _name_failing_method():

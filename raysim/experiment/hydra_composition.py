@@ -127,8 +127,8 @@ class Composition(NamedTuple):
 
     values: the complete configuration. It has all values of the preset, even those for options that
     the run does not use.
-    chosen_values: by group, the values that the chosen option has without the preset. Only groups
-    are included in which the preset and the chosen option may disagree.
+    chosen_values: the values of the chosen options without the preset, by group. Groups that the
+    preset does not change are left out.
     choices: the option of each group; a list of options for "method" and "observer".
     """
 

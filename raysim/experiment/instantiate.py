@@ -59,9 +59,8 @@ def import_target(
     """Import the object that a `_target_` names; return None if its module has no such name.
 
     target: the name of the object with its module, such as "raysim.methods.fedprox.FedProx".
-    path: the key of the configuration node that has the name, for errors.
+    path, key: the setting that has the name, such as "model" and "._target_", for errors.
     allow: the packages besides raysim from which objects may be imported.
-    key: the text after `path` in the name of the setting, for errors.
     Raise `RefusedError` if the module cannot be imported. Also raise it for a name outside raysim,
     the allowed packages, and the installed packages with options for raysim.
     """

@@ -58,8 +58,7 @@ def _numbered_paths(folder: Path) -> Iterator[Path]:
 def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
     """Create and lock a folder for a `with` block; remove it at the end if it is still empty.
 
-    dated: True if `dated_folder` chose the name. If the folder exists now, a number is added to the
-    name.
+    dated: True if `dated_folder` chose the name; then a number is added if the folder exists.
     Raise `RefusedError` if the folder exists and `dated` is False.
     """
     with ExitStack() as cleanup:
@@ -191,9 +190,9 @@ def resume_hint(command: str, folder: Path, allow: Sequence[str] = ()) -> str:
 
 
 def join_ray(options: RayOptions, session: ExitStack) -> None:
-    """Connect this process to a Ray cluster, which all following runs share.
+    """Connect this process to a Ray cluster, if it is not connected to one.
 
-    If this process is connected already, nothing changes; otherwise `options` name the cluster.
+    options: the settings that name the cluster.
     session: the exit stack that closes the connection at its end.
     """
     listen_on_loopback(options)
@@ -208,8 +207,8 @@ def last_score(rows: Sequence[Row], metric: str) -> tuple[float | None, float | 
     """Return the last value of a metric, and its standard deviation over the seeds.
 
     Both are None if no row has a value. The deviation is None for a single run.
-    rows: the history of a run; or, for several runs that differ only in the seed, a result of
-    `mean_row` for each round.
+    rows: a row for each round: the history of one run, or the means over several seeds that
+    `mean_row` returns.
     metric: the name of the column.
     """
     row = last_measured(rows, metric)

@@ -1,9 +1,8 @@
-"""Handle parts of a run that a user gives as Python objects, and store them in files.
+"""Use Python objects as parts of a run, and describe them in the run's configuration.
 
-The configuration stores the class and the arguments of an object, as it does for an option. This is
-possible if the class can be imported and the arguments are plain values. Of any other object, such
-as a lambda or a class of a notebook, it stores only a description. To continue or repeat such a
-run, the user must give the object again.
+If the class of an object can be imported and its arguments are plain values, the configuration
+stores both. For any other object, such as a lambda or a class of a notebook, it stores only a
+description. To continue or repeat such a run, the user must give the object again.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def separate_objects(
     for "method" a list of names.
     The key of an object is its group, such as "model", or "method.NAME" for a method.
     parts: by group, an object, the name of an option, a dictionary of values, or None if the user
-    gave nothing. For "data" a dictionary is an object.
+    gave nothing. For the group "data", a dictionary counts as an object.
     methods: the list of methods, each as an object or a name; None if the user did not give it.
     Raise `RefusedError` if `methods` is not a list of objects and names, or contains a method
     object twice.
@@ -178,12 +177,12 @@ def describe_objects(
 ) -> UserObjects:
     """Return the user's objects and the configuration nodes that describe them.
 
-    Arrays, tables, lists of rows and networks are wrapped in an object of raysim, which has
-    settings.
+    Arrays, tables, lists of rows and networks are wrapped in objects of raysim. Only these wrappers
+    have settings.
     objects: the objects by place: a group such as "model", or "method.NAME".
-    settings: by place, the overrides of the wrapped object's settings.
+    settings: the overrides of the wrappers' settings, by place.
     config: the configuration without the objects. In a resumed run, it has the stored settings of
-    each wrapped object, which the overrides change.
+    the wrappers, which the overrides change.
     Raise `RefusedError` for an object of a wrong type, and for an override of a setting that an
     object does not have.
     """
@@ -278,13 +277,13 @@ def _wrapper_settings(
 ) -> dict[str, Any]:
     """Return the checked arguments for the class with which raysim wraps a user's object.
 
-    The values come from the overrides, or else from the stored configuration.
+    The values come from the overrides, or else from the stored configuration. The argument
+    `computed` is missing in the result, because the caller computes it from the object.
     cls: the class that wraps the object, such as `Arrays`.
     place: the group of the object, "data" or "partition", for errors.
     overrides: the user's values, by the name of the argument.
     stored: the node of this group in the stored configuration of the run; None for a new run.
-    computed: the name of the one argument that the user cannot set and that is missing in the
-    result, such as "digest". The caller computes it from the object.
+    computed: the name of the argument that the user cannot set, such as "digest".
     """
     names = [name for name in _argument_names(cls) if name != computed]
     for key in overrides:

@@ -23,7 +23,7 @@ ENTRY_POINT_GROUP = "raysim.plugins"
 
 @functools.cache
 def installed_packages() -> tuple[str, ...]:
-    """Return the names of the installed packages that provide parts of raysim, sorted."""
+    """Return the names of the installed packages that extend raysim, sorted."""
     points = entry_points(group=ENTRY_POINT_GROUP)
     return tuple(sorted({point.value for point in points}))
 
@@ -92,8 +92,8 @@ def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
 def conf_folders_of(packages: Sequence[str]) -> list[Path]:
     """Return the folders `conf` inside these packages; skip packages without one.
 
-    Raise `RefusedError` if Python would import the folder around a package instead of the package,
-    because both have the same name.
+    Raise `RefusedError` if a package is in a folder of the same name and Python would import that
+    folder.
     """
     folders = []
     for name in dict.fromkeys(package.partition(".")[0] for package in packages):

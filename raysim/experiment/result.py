@@ -151,7 +151,7 @@ class Result:
         the one with the best validation score; without validation samples, the one with the lowest
         training loss. Its number is `summary["best_model"]["round"]`.
         Raise `RefusedError` if clients have personal parameters, if the run has not finished, or if
-        its learner has parameters that are bytes.
+        the run's learner has bytes in place of a torch model.
         """
         self._refuse_personal()
         if not self._has_parameters():
@@ -245,9 +245,8 @@ class Result:
 
         client: None scores the shared model on the central test set; a number scores the client's
         own model on the client's test set.
-        best: False uses the model that the run scored last. This is the final version, unless a
-        method scores another vector (FedExP: the mean of the last two versions). True uses the
-        shared model of the best round, and needs client=None.
+        best: True uses the shared model of the best round, and needs client=None. False uses the
+        model that the run scored last; with most methods, this is the final version.
         Raise `RefusedError` if the client does not exist, the test set is empty, or the run's
         folder lacks the model or checkpoint. Raise it also for `best=True` with a client, and for
         client=None if clients have personal parameters.
@@ -330,10 +329,10 @@ def _no_best_client() -> RefusedError:
 class _FinalState:
     """The coordinator and a worker of a finished run, both in this process.
 
-    path: the checkpoint of the last round, from which both are restored; "" if there is none.
     experiment: the run.
-    shared: the final shared tensors by full name. Without a checkpoint, these are all that is
-    restored.
+    shared: the final shared tensors by full name; they are used only if there is no checkpoint.
+    path: the checkpoint of the last round, from which coordinator and worker are restored; "" if
+    there is none.
     """
 
     def __init__(self, experiment: Experiment, shared: Mapping[str, Tensor], path: str):

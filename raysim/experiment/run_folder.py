@@ -328,9 +328,9 @@ def _format_choice(group: str, choice: object) -> str:
 
 
 def _keys_that_decide_bits(keys: list[str]) -> Iterator[str]:
-    """Yield the keys that decide the bits of a run, once each; a resumed run must not change them.
+    """Yield the keys that decide the bits of a run, without duplicates.
 
-    keys: all full keys of the two configurations, such as "local.lr"; a key may be there twice.
+    keys: full keys, such as "local.lr".
     """
     for key in dict.fromkeys(keys):
         head = key.partition(".")[0]

@@ -38,12 +38,12 @@ class SetValue(NamedTuple):
 
 
 class ExtractedOverrides(NamedTuple):
-    """The user's overrides, separated into those for Python objects and all others.
+    """The user's overrides, separated into overrides of Python objects' settings and all others.
 
-    overrides: the other overrides that are text.
-    settings: the other overrides that are Python values, by key.
-    by_place: the overrides for objects, by the object's place, such as "data" or "method.fedprox",
-    and then by key.
+    overrides: the overrides that are text and do not concern an object.
+    settings: the overrides that are Python values and do not concern an object, by key.
+    by_place: the overrides of objects' settings, by the object's place, such as "data" or
+    "method.fedprox", and then by key.
     """
 
     overrides: list[str]

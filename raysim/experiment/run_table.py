@@ -107,7 +107,7 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     """Return True if a command continues a study or sweep, False if it starts a new one.
 
     The command continues a study or sweep only with resume=latest. If the folder is missing or
-    empty, it starts a new one in the folder, provided that other overrides describe it.
+    empty, the command starts a new one there; then it needs overrides besides out and resume.
     overrides: the overrides of the command.
     command: "study" or "sweep".
     folder: the folder of the study or sweep.

@@ -284,11 +284,11 @@ class VirtualGrid(SimpleGrid):
     def end_batch(self) -> dict[int, tuple[float, int]]:
         """Advance the clock after threads of Flower's older `Server` have sent messages.
 
-        The messages of all these threads are a batch. They have the same virtual time, because the
-        clock does not move while the threads run. Now it moves to the last arrival of a reply.
-        Return a pair for each node id of the newest batch: the virtual time of the node's last
-        reply, in seconds, and the number of its client.
-        Raises ReplayError if a message of a thread differed from the message in the stored run.
+        The messages of all these threads are a batch: they have the same virtual time. The clock
+        advances to the arrival of the batch's last reply.
+        Return a dictionary of pairs, by the ids of the nodes that got messages of the batch. A pair
+        has the virtual time of the node's last reply, in seconds, and the number of the client.
+        Raises ReplayError if a message differs from the message in the stored run.
         Raises WorkerDiedError if several workers died, one after another, with the same message.
         """
         with self._lock:
@@ -383,7 +383,7 @@ class VirtualGrid(SimpleGrid):
         self.replies.forget_digests()
 
     def _answer_round(self, pending: Sequence[_Pending]) -> None:
-        """Let workers answer messages, of which each client gets at most one."""
+        """Let workers answer messages; no two of the messages may be for the same client."""
         workers = self.runtime.workers
         count = 1 if self.runtime.is_in_process else min(len(pending), workers * _CHUNKS_PER_WORKER)
         bounds = [len(pending) * chunk // count for chunk in range(count + 1)]

@@ -29,7 +29,7 @@ class _IdleServer(Server):
 
 @contextlib.contextmanager
 def silent_flower() -> Iterator[None]:
-    """Hide all messages of Flower's log except for errors inside `with`."""
+    """Let Flower log only errors in a `with` block."""
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -128,20 +128,16 @@ class _FirstMessageGrid(SimpleGrid):
         return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Stop the ServerApp if a message is for training; otherwise return an empty list of ids.
-
-        Clients answer the other messages, but the ServerApp never gets these replies: without the
-        ids, it cannot pull them.
-        """
+        """Stop the ServerApp if a message is for training; otherwise return an empty list."""
         self.send_and_receive(messages)
-        return []
+        return []  # no ids of messages, so that the ServerApp gets no replies
 
 
 def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialModel:
     """Return the parameters and the config in a ServerApp's first message for training.
 
     reference: "module:object" of the ServerApp.
-    runner: the ClientApp, which answers messages that come before.
+    runner: the ClientApp, which answers the messages before this one.
     folder: the project's folder.
     Raises `RefusedError` if the app ends or fails before this message.
     """

@@ -1,4 +1,4 @@
-"""A Flower ClientApp as a raysim learner: its `train` and `evaluate` are the local work.
+"""Use a Flower ClientApp as a learner: the app trains and evaluates in place of raysim.
 
 Source: Flower (Beutel et al., "Flower: A Friendly Federated Learning Research Framework",
 arXiv:2007.14390), version 1.42. raysim uses only Flower's public names.

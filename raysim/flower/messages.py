@@ -37,9 +37,9 @@ def client_number(node: int) -> int:
 
 
 class GridMessage(Message):
-    """A message that needs no identity of the process (see identity.py).
+    """A Flower message whose metadata raysim sets.
 
-    It overrides the properties of `Message`, so that raysim can set the metadata.
+    A process can create it without the identity that `Message` needs (see identity.py).
     metadata: the sender, the receiver, the type and the times.
     content: the records, or None if the message has an error.
     error: the error, or None if the message has content.

@@ -1,9 +1,8 @@
-"""Sort the results that older Flower strategies aggregate, so that threads change nothing.
+"""Sort the results that older Flower strategies aggregate, so that runs are bit-identical.
 
-A `flwr.server.Server` calls its clients in threads and collects the results in the order of a set.
-Therefore sums of floats would differ from run to run. raysim runs a copy of the ServerApp. Its
-strategy is an object of a subclass, which sorts the results by virtual time before it aggregates
-them.
+Flower's older `Server` collects the clients' results in a random order, and sums of floats depend
+on the order. Therefore raysim runs a copy of the ServerApp. The strategy of the copy sorts the
+results by virtual time before it aggregates them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from raysim.flower.grid import VirtualGrid
 def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
     """Yield a copy of a ServerApp whose strategy aggregates results in the order of virtual time.
 
-    Only apps of Flower's older kind have a strategy. The app's `Server`, if it has one, gets its
-    old strategy again at the end of `with`.
+    Only apps of Flower's older kind have a strategy.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(app)
@@ -38,7 +36,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
                 setattr(self, name, value)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute; make a strategy sort results, also the strategy of a `Server`."""
+            """Set an attribute; replace strategies, also that of a `Server`, by sorting ones."""
             if isinstance(value, Strategy):
                 value = order_results(value, grid)
             elif isinstance(value, Server):
@@ -49,6 +47,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
     try:
         yield OrderedServerApp()
     finally:
+        # The copy shares its servers with the app, which may run again.
         for server, strategy in reversed(changed):
             server.set_strategy(strategy)
 
@@ -56,7 +55,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
 def order_results(strategy: Strategy, grid: VirtualGrid) -> Strategy:
     """Return a copy of a strategy that sorts results by virtual time before it aggregates them.
 
-    The copy shares its attributes with `strategy`: a change of one is seen in both.
+    The copy and `strategy` share their attributes: a change of an attribute affects both.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(strategy)

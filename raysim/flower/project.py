@@ -294,13 +294,11 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 
 
 def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
-    """Return True if an app has a function for training, or for evaluation.
+    """Return True if an app has a function for one type of messages; otherwise register `_missing`.
 
-    Flower lets an app register only one function of each type. The test registers `_missing`; if
-    this fails, the app has such a function already. Otherwise `_missing` stays registered, and
-    raises an error when it is called.
-    register: `app.train` to test for training, `app.evaluate` to test for evaluation.
+    register: `app.train` for messages for training, `app.evaluate` for evaluation.
     """
+    # Flower raises an error if an app has a function of this type already.
     try:
         register()(_missing)
     except ValueError:

@@ -136,8 +136,8 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
     """Run a ServerApp until it returns; return the result.
 
     say: function that gets texts for the user.
-    Raises `RefusedError` if the folder contains another run, or contains files of a run that is not
-    to be continued.
+    Raises `RefusedError` if the folder contains another run, or if it is not empty and
+    `run.resumes` is False.
     Raises ReplayError if the ServerApp does not send the same messages as the stored run.
     Raises RunStoppedError if the ServerApp fails, or if several workers die with one message.
     """
@@ -228,8 +228,8 @@ def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredRepl
     """Lock the run's folder inside `with`, and yield the replies that the folder stores.
 
     say: function that prints a text for the user.
-    Raises `RefusedError` if the folder contains another run, or if it is not empty and the run does
-    not continue a run.
+    Raises `RefusedError` if the folder contains another run, or if it is not empty and
+    `run.resumes` is False.
     """
     if run.out is None:
         yield StoredReplies()

@@ -12,7 +12,8 @@ Choices
 - If a method changes the weight of an update, the counts of its client change by the same factor.
 - A cluster without samples keeps its center.
 - scikit-learn needs at least as many samples in a batch as there are clusters. Smaller batches are
-  enlarged to that size. A client with fewer samples makes a step of Lloyd's algorithm instead.
+  enlarged to that size. A client with fewer samples than clusters makes a step of Lloyd's
+  algorithm.
 - The initial centers are drawn from a normal distribution with the standard deviation `spread`.
 - Labels are used only for the score `purity`. This is the share of scored samples whose label is
   the most frequent label of their cluster. The score `inertia_error` is the mean squared distance
@@ -93,7 +94,7 @@ class SklearnKMeans(Learner):
 
         The mean center of cluster k is sum_i w_i n_ik c_ik / sum_i w_i n_ik. Client i has the
         center c_ik and n_ik samples in the cluster. w_i is the weight of the client's update,
-        divided by its number of samples. A cluster without samples keeps its center.
+        divided by the client's number of samples. A cluster without samples keeps its center.
         parameters: the current centers and counts, as bytes.
         updates: the clients' updates, each with the client's centers and counts and a weight.
         """

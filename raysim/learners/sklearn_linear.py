@@ -16,9 +16,9 @@ Choices
 - `local.lr`, `local.batch` and the optimizer are not used. The estimator has its own settings, and
   its learning-rate schedule starts again in each job.
 - For two classes, scikit-learn computes one value s for a sample. The logits are then (0, s).
-- For more classes, `coef_` has a row for each class. A client that has samples of only two of them
-  trains the difference d of their rows by `fit`. The mean m of the two rows does not change: the
-  trained rows are m - d/2 and m + d/2.
+- For more classes, `coef_` has a row for each class. If a client has samples of only two classes,
+  `fit` trains the difference d of the rows of these classes. The mean m of the two rows does not
+  change: the trained rows are m - d/2 and m + d/2.
 - `fit` cannot train on samples of a single class. Such a client returns the received coefficients.
 """
 

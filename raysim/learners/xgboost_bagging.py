@@ -8,10 +8,9 @@ Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016)
 The examples of Flower and NVFlare for XGBoost also append the trees of all clients ("bagging").
 
 Departures from these examples
-- Leaves are multiplied by the weights of the updates. Flower appends the trees unchanged, so that
-  with n clients the step of a round is n times as long. NVFlare divides the learning rate by the
-  number of clients. Here weights follow the samples, and methods such as fedbuff lower the weights
-  of stale updates.
+- Leaves are multiplied by the weights of the updates. By default, a weight is the client's share of
+  the samples. Flower appends the trees unchanged, and therefore adds the sum of the clients'
+  predictions. NVFlare divides the learning rate by the number of clients.
 
 Choices
 - `local.lr`, `local.batch`, `local.epochs` and the optimizer are not used.

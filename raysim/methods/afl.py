@@ -102,10 +102,9 @@ class AFL(Method):
         job.upload["loss"] = loss_before_training(job)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply the weight of each update by lambda_i / max_j lambda_j of its client i.
+        """Multiply the weight of each update by lambda_i, the learnt weight of its client i.
 
-        lambda are the learnt weights, and the maximum is over the participants. The division does
-        not change the weighted mean.
+        All lambda_i are first divided by the largest one, which does not change the weighted mean.
         """
         chosen = server.state["weights"][torch.tensor(aggregation.clients)]
         largest = float(chosen.max())

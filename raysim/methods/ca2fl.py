@@ -79,7 +79,7 @@ def _calibrate(
     """Return the server's step, `scale` times v [D]; update the cache and its sum in place.
 
     v = h + (1 / K) sum_i (Delta_i - h_i), for the K updates Delta_i in the buffer. h_i is the last
-    update of the same client before, and h the mean of the last updates of all clients.
+    update of client i before this aggregation, and h the mean of h_i over all clients.
     deltas: the updates Delta_i, each [D]; the result has their dtype.
     rows: for each update, the row of the cache that has h_i.
     cache: the last updates of R clients, [R, D].

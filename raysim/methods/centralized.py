@@ -1,22 +1,22 @@
 """Centralized training: one model on the pooled data of all clients, without federation.
 
-It is the upper reference for a single shared model ("All" in Table 2 of FRAug, Chen et al., ICCV
-2023). Nothing travels, so the history has no traffic. Each client's test set is scored with the
-same model.
+Federated methods with one shared model are compared with it ("All" in Table 2 of FRAug, Chen et
+al., ICCV 2023). Nothing travels, so the history has no traffic. Each client's test set is scored
+with the same model.
 
 How the run works
 - Batches are drawn from the training samples of all clients together.
 - The optimizer, the batch size and the number of rounds are set as in a federated run. The
   optimizer starts again in each round, and the model is scored after each round.
-- A round processes as many samples as a federated round does on average, with m of the N clients.
-  With local.epochs=E it makes E m / N passes over all samples, rounded to whole batches. With
+- A round processes as many samples as a federated round with m of N clients does on average. With
+  local.epochs=E it makes E m / N passes over all samples, rounded to whole batches. With
   local.steps=S it has S m batches.
 - Methods that change the local loss or gradient can be combined with this one. A server rule gets
   one update in each round.
 
 Departures from the released code
-- The code keeps its best checkpoint for each domain by validation accuracy; here the last model
-  counts.
+- For each domain, the code scores the checkpoint with the best validation accuracy. Here the last
+  model is scored.
 - The code's option `balanced` (batches with equal shares of all clients) is not implemented.
 """
 

@@ -144,10 +144,10 @@ class Dann(Method):
         self.mode = one_of("method.dann.mode", mode, ("alternate", "grl"))
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return the value of local.steps that DANN needs: at least one step of each kind.
+        """Return the run's local.steps, or `discriminator_steps` + 1 if that is larger.
 
-        This is the run's value, or `discriminator_steps` + 1 if that is larger. The result is empty
-        with local.epochs, and with mode=grl.
+        Then each job trains both the discriminator and the classifier. The result is empty if the
+        run sets local.epochs, and with mode=grl.
         local: the run's settings of local training.
         """
         if self.mode != "alternate" or local.steps is None:

@@ -19,9 +19,9 @@ this mean.
 
 Departures from the paper
 - Steps are added, because D_t is an update; the paper subtracts gradients.
-- A schedule that aggregates several updates at once counts their mean as one D_t. The method is
-  meant for `schedule=immediate`, with weights that do not depend on samples.
-- The paper also gives slow clients fewer local steps; here all have the same.
+- If a schedule aggregates several updates at once, D_t is their mean. The method is meant for
+  `schedule=immediate`, with weights that do not depend on samples.
+- In the paper, slow clients make fewer local steps. Here all clients have the same settings.
 """
 
 from __future__ import annotations
@@ -110,18 +110,17 @@ def _delayed_nesterov(
 ) -> None:
     """Compute the server's step; update the momentum and the sum in place. All arrays are [d].
 
-    The step is rate * (momentum_share * buffer + update_share * delta), with the new `buffer`. The
-    loop is compiled.
+    First, if `is_due`, the momentum becomes momentum * buffer + update_share * total. Then the step
+    is rate * (momentum_share * buffer + update_share * delta).
     into: the array to fill with the step.
     delta: the update.
     buffer: the momentum.
     total: the sum of the updates since the last change of the momentum.
     rate: the server's learning rate.
-    momentum: the factor of the old momentum.
-    momentum_share: the factor of the momentum in the step.
-    update_share: the factor of the update in the step.
+    momentum, momentum_share, update_share: the factors in these formulas.
     is_due: True if the momentum changes in this step.
     """
+    # The loop is compiled.
     for i in range(len(into)):
         total[i] = total[i] + delta[i]
         if is_due:

@@ -1,17 +1,17 @@
 """Ditto: each client also trains a personal model, which is pulled to the received model.
 
-The shared model trains as the other methods in the list define, by default as in FedAvg.
+The shared model is trained by FedAvg, or by other methods that the run combines with Ditto.
 
 Source: Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through
-Personalization" (ICML 2021), Algorithm 1. Client k's own model v_k starts from the initial model
-x^0. In each job it makes S steps on batches of its own:
+Personalization" (ICML 2021), Algorithm 1. Client k's personal model v_k starts from the initial
+model x^0. x^t is the received model. Each job trains v_k for S steps:
 
     v_k <- v_k - lr_v (grad F_k(v_k) + lam (v_k - x^t))
 
 The client is scored with v_k, and the shared model's score is `accuracy_shared`.
 
 Departures from the paper
-- v_k trains after the shared model. x^t is the model as the client received it.
+- In a job, v_k is trained after the shared model, on other batches.
 - F_k is the task loss alone, without the terms of other methods. The optimizer has the run's
   settings (momentum, weight decay, clipping) and starts again in each job. The pull is added before
   weight decay and momentum.
@@ -106,7 +106,7 @@ class Ditto(Method):
             optimizer.step(values, grads, job.rate * self.lr_factor)
 
     def _batches(self, job: LocalJob) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a batch for each step of the personal model; each pass shuffles again."""
+        """Yield a batch for each step of the personal model; shuffle before each epoch."""
         rows, size = job.rows, job.local.batch
         order, augment = job.stream("batches"), job.stream("augment")
         left = rows[:0]

@@ -13,8 +13,9 @@ of the bits:
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
     z_D = (z^-2 - (2 s)^-2)^(-1/2)
 
-A round publishes two noisy sums: the sum of the updates and the sum of the bits. With this z_D, the
-privacy loss of both is that of the sum of the updates alone with the noise z.
+A round publishes two noisy sums: the sum of the updates and the sum of the bits. Because z_D is
+larger than z, both sums together have the same privacy loss as the first sum alone with the noise
+z.
 
 The two epsilons
 - The guarantee is (epsilon, delta)-differential privacy of clients. It covers all models of the run
@@ -27,8 +28,8 @@ The two epsilons
 - ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that every client joins each
   round independently with probability m / n. Two data sets are neighbours if one of them has one
   more client. A round of a fixed size does not have this guarantee.
-- Neither number holds if devices decide which clients take part (availability, over-selection,
-  deadlines).
+- Neither number holds if it depends on the devices which clients take part (availability,
+  over-selection, deadlines).
 - The package dp-accounting computes both numbers. The noise comes from the seed of the run, and
   anyone who knows the seed knows the noise. The method therefore measures the cost of privacy and
   protects nobody.
@@ -36,9 +37,10 @@ The two epsilons
 Departures from the papers
 - s is m / 20, as in the paper, but at least z, because z_D exists only for s > z / 2. With noise 0
   no epsilon is reported.
-- All clients have the same weight. A failed client counts as an update of zero, and m stays.
-- In the papers, clients clip and send b_i. Here the server does this, with the same numbers. For
-  momentum on the server add ``fedavgm``.
+- All clients have the same weight. A failed client counts as an update of zero: the sum is still
+  divided by m.
+- In the papers, the clients clip their updates and send b_i. Here the server clips the updates and
+  computes b_i, with the same result.
 """
 
 from __future__ import annotations
@@ -70,10 +72,10 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 def noise_of_sum(noise: float, bit_noise: float) -> float:
     """Return z_D, the noise for the sum of the updates: (noise^-2 - (2 bit_noise)^-2)^(-1/2).
 
-    z_D is larger than `noise`, because a round also publishes how many updates are not clipped. The
-    privacy loss of both is that of the sum of the updates alone with the standard deviation
-    `noise`.
-    noise: a standard deviation in units of the clipping bound, as z_D is; for 0 the result is 0.
+    A round publishes the sum of the updates with the noise z_D, and the number of updates that are
+    not clipped with the noise `bit_noise`. Both together have the same privacy loss as the sum of
+    the updates alone with the noise `noise`.
+    noise: a standard deviation divided by the clipping bound, as z_D is; for 0 the result is 0.
     bit_noise: the standard deviation of the noise on the number of updates that are not clipped.
     """
     return (noise**-2 - (2 * bit_noise) ** -2) ** -0.5 if noise else 0.0

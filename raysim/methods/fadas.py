@@ -10,12 +10,12 @@ largest staleness in it:
 
 Departures from the paper
 - "scale" is the rule of the released code, which is also the source of the defaults. "cap" is the
-  rule of the paper. With "cap" and eta = 1e-3, the rate falls only from a staleness of 1000 on.
-  With threshold=null the rate is always eta.
+  rule of the paper. With "cap" and eta = 1e-3, the rate is below eta only for a staleness above
+  1000. With threshold=null the rate is always eta.
 - With bias_correction=True, m is divided by 1 - beta1^n and w by 1 - beta2^n at step n, as in the
   released code. The paper has no correction.
-- An update is the trained model minus the model that the client received. The released code
-  subtracts another model.
+- An update is the trained model minus the model that the client received, as in the paper. The
+  released code subtracts a model that the client did not receive.
 - All updates have the same weight, unless weighting=samples is set. BatchNorm's statistics are
   averaged. Staleness is counted when the buffer is aggregated.
 

@@ -24,9 +24,9 @@ def mmd(
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
     kernel: "gaussian" is a sum of Gaussian kernels exp(-|a - b|^2 / w) with different widths w. The
-    width of the middle kernel is the mean squared distance of two rows, taken from x and y
-    together. No gradient flows through it. "moments" uses no kernels: it is the mean squared
-    difference of the means of x and y, plus that of their unbiased covariances.
+    width of the middle kernel is the mean squared distance of two rows of x and y, without a
+    gradient. "moments" uses no kernels, but a sum of two mean squared differences: between the mean
+    rows of x and y, and between the (unbiased) covariance matrices of x and y.
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """

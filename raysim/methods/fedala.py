@@ -142,12 +142,12 @@ class FedALA(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of learning the mixing weights, in trained samples.
 
-        A client's first job costs nothing. Until two jobs of the client were aggregated, the cost
-        is an upper bound.
+        A client's first job costs nothing. The cost of the second job is an upper bound, because
+        the number of passes is not known before.
         """
         if not job.earlier_jobs:
             return 0.0
-        # The number of passes is not known before the job, so the largest number is assumed.
+        # Until two jobs of the client were aggregated, its next job may be the second one.
         passes = 1 if job.aggregated_jobs > 1 else MAX_PASSES
         return passes * self._subset_size(job.samples)
 

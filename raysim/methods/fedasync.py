@@ -17,8 +17,9 @@ Departures from the paper
 - The hinge function has a + 1 in the denominator, as in the paper; easyFL's code leaves it out.
 - The model y is mixed, including its floating-point buffers (BatchNorm's statistics). To add the
   update y - x_tau instead, use FedBuff with a buffer of one update.
-- With weighting=samples, a_t is multiplied by n_i / mean n and limited to 1. The paper gives all
-  clients the same weight.
+- With weighting=samples, a_t is multiplied by the client's number of samples, divided by the mean
+  number of samples of all clients. The product is limited to 1. In the paper, all clients have the
+  same weight.
 - A model older than max_staleness is left out. t still grows.
 - The paper draws the staleness at random. Here it follows from the fleet and virtual time.
 """

@@ -1,9 +1,9 @@
 """FedBN: FedAvg in which every client keeps its own normalisation layers.
 
 Source: Li, Jiang, Zhang, Kamp and Dou, "FedBN: Federated Learning on Non-IID Features via Local
-Batch Normalization" (ICLR 2021), Algorithm 1. ``scope="statistics"`` is SiloBN (Andreux et al.
-2020), in which only the running statistics stay on the client; with "affine" only the scales and
-offsets stay, and "none" is FedAvg.
+Batch Normalization" (ICLR 2021), Algorithm 1. With scope="statistics", only the running statistics
+stay on the client: this is SiloBN (Andreux et al. 2020). With scope="affine", only the scales and
+offsets stay on the client. With scope="none", the method is FedAvg.
 
 Departures from the paper
 - Normalisation layers are found by the type of the module. The released code takes all tensors

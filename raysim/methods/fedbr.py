@@ -20,9 +20,9 @@ Departures from the paper
   possible with multiplication.
 - Row j of the pseudo-data is compared with row j of the batch, as in the released code. Eq. (2) has
   an expectation over all rows.
-- The received model is in eval mode, and computes z_g in each step, as in the paper. The released
-  code computes z_g only in the first step of a job, as global_features="round" does, but in train
-  mode.
+- The received model computes z_g in each step, as in the paper. The released code computes z_g only
+  in the first step of a job, as global_features="round" does. The received model is in eval mode
+  here, and in train mode in the released code.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ class FedBR(Method):
     pseudo: how pseudo-data are made. With "rsm" (the paper's random sample mean), each client sends
     means of its samples before round 0. With "mixture", means of a public set are averaged with
     samples of the batch in each step.
-    pseudo_refresh: "round" draws new pseudo-samples in every round, "once" for the whole run.
+    pseudo_refresh: "round" draws new pseudo-samples in every round; "once" draws them before the
+    first round only.
     pseudo_batch: the number of pseudo-samples in a step.
     samples_per_mean: the number of samples in a mean.
     means_per_client: with "rsm", the number of means that a client sends; None is `pseudo_batch`.

@@ -234,10 +234,10 @@ class FedBSS(Method):
         self._report(job)
 
     def _report(self, job: LocalJob) -> None:
-        """Report three numbers, which Figure 3d of the FedBSS paper shows.
+        """Report three numbers about the client's samples.
 
-        They are the share of biased samples, the largest loss of an unbiased sample, and the mean
-        uncertainty of all samples.
+        These are the share of biased samples, the largest loss of an unbiased sample, and the mean
+        uncertainty of all samples (Figure 3d of the paper).
         """
         losses, uncertainties = job.state["losses"], job.state["uncertainties"]
         split = split_by_uncertainty(losses=losses, uncertainties=uncertainties)

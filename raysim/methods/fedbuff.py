@@ -134,10 +134,10 @@ class FedBuff(Method):
         self.normalization = normalization
 
     def setup(self, run: Setup) -> None:
-        """Refuse settings with which the number of samples would change the length of the step.
+        """Refuse weighting=samples, and warn about methods that change the weights of updates.
 
-        Also warn if another method changes the weights, and with them the length of the step. None
-        of this matters if the step is divided by the sum of the weights.
+        Unless normalization is "weights", such weights would change the length of the server's
+        step.
         """
         if self.normalization == "weights":
             return

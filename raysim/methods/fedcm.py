@@ -13,9 +13,9 @@ moves along v in place of g:
 Departures from the paper
 - Delta starts at 0, as in the paper, so the first round moves alpha times as far. With
   warm_start=True the first round is plain SGD, as in FedBR's code.
-- v contains alpha times the weight decay.
-- With local momentum, the optimizer averages v. FedBR's code changes the momentum buffer in place,
-  which is another method.
+- The gradient g contains the weight decay, so v contains alpha times the weight decay.
+- With local momentum, the optimizer's momentum is a sum of earlier v. FedBR's code changes the
+  momentum buffer in place, which is another method.
 - K_i counts the steps that client i made. If stages train separate networks, such as DANN's
   discriminator, K_i is counted for each network.
 - The server's learning rate is 1; `method=fedcm+fedavgm` has a setting for it.
@@ -96,8 +96,6 @@ class FedCM(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Replace the gradient by its mixture with the server's direction, in place.
 
-        The optimizer later adds the full weight decay, but the mixture should contain only alpha
-        times the weight decay. Therefore (1 - alpha) times the weight decay is subtracted here.
         grad: the gradient with respect to the parameters `job.params[at]`.
         at: the positions of these parameters in the vector.
         """
@@ -106,6 +104,8 @@ class FedCM(Method):
             return
         grad.mul_(self.alpha).add_(job.received["direction"][at], alpha=1 - self.alpha)
         decay = job.local.weight_decay
+        # The optimizer later adds the full weight decay, but the mixture should contain only alpha
+        # times the weight decay.
         if decay:
             grad.add_(job.params[at], alpha=(self.alpha - 1) * decay)
 

@@ -1,10 +1,12 @@
-"""FedDyn: add a linear and a quadratic term to each client's loss, so that local minima agree.
+"""FedDyn: add a linear and a quadratic term to each client's loss.
 
-The linear term has a correction g_k, which client k keeps. The server keeps a drift h, and corrects
-the mean model by it.
+During the run, the minimum of each client's new loss approaches the minimum of the clients' mean
+loss. The linear term has a correction g_k, which client k stores. The server stores a drift h, and
+corrects the mean model by it.
 
 Source: Acar, Zhao, Matas, Mattina, Whatmough and Saligrama, "Federated Learning Based on Dynamic
-Regularization" (ICLR 2021), Algorithm 1. With P the participants of a round and N all clients:
+Regularization" (ICLR 2021), Algorithm 1. F_k is the loss of client k, x^t the received model and
+theta_k the trained model. P are the participants of a round, and N is the number of all clients:
 
     local gradient at theta:   grad F_k(theta) - g_k + alpha (theta - x^t)
     g_k     <- g_k - alpha (theta_k - x^t)              0 at first; unchanged for absent clients

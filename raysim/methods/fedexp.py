@@ -76,7 +76,7 @@ def server_step_size(
     weights: [M], at least 0, normalised here; None means uniform weights.
     epsilon_scale: "count" multiplies epsilon by M, "one" does not.
     minimum: the smallest step size.
-    Raises ValueError for weights that have no mean.
+    Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
     """
     shares = _normalised(deltas, weights)
     factor = len(deltas) if epsilon_scale == "count" else 1

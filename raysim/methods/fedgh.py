@@ -14,8 +14,9 @@ The result is the weighted mean of all g_i.
 "fedgh_hierarchical" is another algorithm, which the code of FedLD (Zeng et al., MICCAI 2024) calls
 FedGH. r is a running mean of past aggregates. For each tensor of the model, the server sorts the
 updates g by <g, r>. It pairs the first update with the last one, the second with the last but one,
-and so on. If a pair conflicts, the projection of each update on the unchanged other one is removed.
-The two updates of a pair are then replaced by their sum. This repeats until one update is left.
+and so on. If a pair (a, b) conflicts, the server removes from a its projection on b, and from b its
+projection on the original a. The two updates of a pair are then replaced by their sum. This repeats
+until one update is left.
 
 Departures from the paper
 - The authors have published no code, and the listing of the algorithm was not available. The pairs
@@ -227,7 +228,7 @@ def _harmonize_in_tree(
         """Return a - overlap / (|direction|^2 + eps) direction, as coefficients [m].
 
         a, direction: sums of the m updates, each given by its coefficients [m].
-        overlap: the inner product of the unchanged pair.
+        overlap: the inner product of the two updates of a pair, before both are changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
@@ -237,8 +238,8 @@ def _harmonize_in_tree(
         """Return the sum of a pair; if `a` and `b` conflict, first remove projections from both.
 
         a, b: sums of the m updates, each given by its coefficients [m].
-        is_last_pair: True if no other updates are left to add. Then `b` loses its projection on the
-        changed `a`.
+        is_last_pair: True if only `a` and `b` are left. Then the projection of `b` on the changed
+        `a` is removed, not the projection on the original `a`.
         """
         overlap = inner(a, b)
         if overlap < 0:
@@ -288,9 +289,9 @@ _MOMENTUM = 0.99
 class HierarchicalFedGH(Method):
     """A server rule that adds up the updates of each tensor in pairs, without conflicts.
 
-    Two updates a and b conflict if their inner product is negative. Before they are added, a then
-    loses its projection on b, and b its projection on a. The sums are paired again, until one
-    update is left. The code of FedLD contains this rule under the name FedGH.
+    Two updates a and b conflict if their inner product is negative. Then the projection of a on b
+    is removed from a, and the projection of b on a from b, before they are added. The sums are
+    paired again until one update is left. The code of FedLD has this rule under the name FedGH.
     eps: a small number that is added to squared norms, so that no division is by 0.
     """
 

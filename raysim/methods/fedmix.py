@@ -123,11 +123,11 @@ def loss_terms(
 def raw_rows(
     partition: CSR, steps: int, rows: int, samples: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw the samples of which means are made: int64 [steps, rows, samples], rows of the data set.
+    """Draw the samples of all means in a job: positions in the data set, [steps, rows, samples].
 
     All samples of a mean belong to one client. The client and the samples are drawn uniformly and
     with replacement.
-    partition: the rows of each client.
+    partition: the positions of each client's samples in the data set.
     steps: the number of steps of the job.
     rows: the number of means in a step.
     samples: the number of samples in a mean.
@@ -295,10 +295,9 @@ class FedMix(Method):
         """Return means of raw inputs and of their one-hot labels, as "inputs" and "targets".
 
         With pairs="each" there is a row for each sample of the batch, with "one" a single row. Each
-        row is the mean over samples of one client, drawn from all clients. In the first step of a
-        job, the samples of all steps are drawn.
+        row is a mean over samples of a randomly drawn client.
         """
-        if job.step == 0:
+        if job.step == 0:  # draws the samples of all steps
             size = job.plan.steps, self._most_pairs(job), self.samples_per_mean
             job.scratch["rows"] = raw_rows(job.partition, *size, job.stream("pairs"))
         rows = job.scratch["rows"][job.step, : len(batch.inputs)]

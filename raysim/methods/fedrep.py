@@ -6,11 +6,11 @@ Source: Collins, Hassani, Mokhtari and Shakkottai, "Exploiting Shared Representa
 Personalized Federated Learning" (ICML 2021), Algorithm 1; Arivazhagan, Aggarwal, Singh and
 Choudhary, "Federated Learning with Personalization Layers" (2019).
 
-    FedRep (mode=alternate)   head_epochs of the head with the extractor fixed, then body_epochs of
-                              the extractor with the head fixed
-    FedPer (mode=joint)       head and extractor together
-    FedRep and FedPer         extractors are averaged; a client is scored with the shared extractor
-                              and its own head
+    FedRep (mode=alternate)   the head is trained for head_epochs epochs, then the extractor for
+                              body_epochs epochs
+    FedPer (mode=joint)       head and extractor are trained together
+    FedRep and FedPer         the server averages the extractors; a client is scored with the shared
+                              extractor and its own head
 
 Departures from the paper
 - In mode alternate, local.epochs is head_epochs + body_epochs, and need not be set. If local.steps
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def head_steps(steps: int, head_epochs: int, body_epochs: int) -> int:
     """Return the number of a job's first steps that train the head, rounded down.
 
-    Its share of all `steps` is head_epochs / (head_epochs + body_epochs).
+    It is steps * head_epochs / (head_epochs + body_epochs), for a job of `steps` steps.
     """
     return steps * head_epochs // (head_epochs + body_epochs)
 
@@ -81,8 +81,8 @@ class FedRep(Method):
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the length of a job that FedRep needs, as local.epochs or local.steps.
 
-        With local.epochs it is head_epochs + body_epochs. With local.steps it is the run's value,
-        or more if this value is too small for a step that trains the head. In mode joint the result
+        With local.epochs, it is head_epochs + body_epochs. With local.steps, it is the run's value;
+        a value too small for at least one step of the head is increased. In mode joint the result
         is empty.
         local: the run's settings of local training.
         """

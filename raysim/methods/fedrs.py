@@ -1,6 +1,7 @@
 """FedRS: scale down the logits of the classes that a client does not have.
 
-A client's training only pushes the weights of such classes away; smaller logits limit the damage.
+Training on a client moves the head's weights of such classes away from all features. With smaller
+logits, these weights move less.
 
 Source: Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution
 Non-IID Data" (KDD 2021). With s_c = 1 for a class that the client has, else alpha, the loss is the

@@ -1,6 +1,7 @@
-"""FedSAM: descend along the gradient at a point a small step uphill.
+"""FedSAM: use the gradient at a nearby point with a higher loss, to find flat minima.
 
-This prefers flat minima, where averaging models increases the loss less.
+The point is a small step uphill from the model, along the gradient. At a flat minimum, averaging
+models increases the loss less.
 
 Source: Qu, Li, Duan, Liu, Tang and Lu, "Generalized Federated Learning via Sharpness Aware
 Minimization" (ICML 2022), Algorithm 1; Caldarola, Caputo and Ciccone, "Improving Generalization in

@@ -10,8 +10,9 @@ its own normal noise eps. The loss is
     CE + alpha_l2r mean_b |z_b|
        + alpha_cmi mean_b KL( N(s mu_b, (s sigma_b)^2) || N(r_mu[y_b], r_sigma[y_b]^2) )
 
-with the KL summed over dimensions, and trained r_mu, r_sigma (C x Z each) and scale s. FedL2R is
-the deterministic variant with the norm alone (probabilistic=False).
+The KL is summed over the Z features. The parameters r_mu and r_sigma, [C, Z] for C classes, and the
+factor s are trained, too. FedL2R is the variant without noise, with the norm as the only penalty
+(probabilistic=False).
 
 Departures from the paper
 - The penalty is the norm, as in the authors' code, not its square.
@@ -22,7 +23,7 @@ Departures from the paper
   data.
 - A model is scored by the log of its mean softmax over `samples` draws of z, as in the authors'
   code. Here all inputs have the same draws of eps, made once from the seed.
-- In all other uses outside training, such as frozen copies of the model, the features are mu.
+- A model that is neither trained nor scored, such as a frozen copy, has the features mu.
 - With Mixup, the class of a sample in the KL is the one with the largest weight.
 """
 

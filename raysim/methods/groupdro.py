@@ -1,11 +1,14 @@
-"""GroupDRO: give clients with a high loss more weight, growing exponentially.
+"""GroupDRO: increase the weights of clients with a high loss, round by round.
 
-Clients are the groups; the aggregate approaches the model that is best for the worst client.
+The model then approaches the one with the smallest loss on the worst client.
 
 Source: Sagawa, Koh, Hashimoto and Liang, "Distributionally Robust Neural Networks for Group
 Shifts" (ICLR 2020), Algorithm 1, in the federated form of FedBR's Appendix A:
 
-    q_i <- q_i exp(eta_q l_i)      for the participants, who are averaged with q_i / sum q_j
+    q_i <- q_i exp(eta_q l_i)      for each participant i
+
+The server averages the participants' models with the weights q_i / sum_j q_j. In the paper, a group
+is a set of samples; here it is a client.
 
 Departures from the paper
 - l_i is the task loss of the received model on the first local batch, as in FedBR's code. With

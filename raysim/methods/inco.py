@@ -68,7 +68,8 @@ def cross_layer_gradient(
 
     granularity: "kernel" mixes each [o, i] slice of [O, I, ...] separately; "tensor" mixes the
     whole tensor as one vector.
-    align: "conflict" mixes only if `target` opposes `source`; "always" mixes in any case.
+    align: "conflict" mixes only if the inner product of `target` and `source` is negative; "always"
+    mixes in any case.
     clamp_max: the largest factor theta on the source.
     value_clip: the largest absolute value of the result; None for no bound.
     eps: a small number that is added to denominators, so that none is 0.
@@ -183,7 +184,8 @@ class InCo(Method):
 
     granularity: "kernel" mixes each kernel of a convolution separately; "tensor" mixes each tensor
     as one vector.
-    align: "always" mixes all updates; "conflict" mixes only updates that oppose their source.
+    align: "always" mixes all updates; "conflict" mixes only updates whose inner product with the
+    update of their source is negative.
     clamp_max: the largest factor on the source.
     value_clip: the largest absolute value of a mixed update; None for no bound.
     eps: a small number that is added to denominators, so that none is 0.

@@ -56,11 +56,11 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
 
 
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
-    """Refuse what does not fit a method whose server replaces A and B in each aggregation.
+    """Check that a run is possible with a method whose server replaces A and B.
 
-    Such a method cannot be combined with the methods in `KEEPERS`, which keep values for each entry
-    of the factors. Adapters of grouped convolutions are refused, because their B A does not have
-    the shape of the layer's weight.
+    The method cannot be combined with the methods in `KEEPERS`, which store a value for each entry
+    of A and B. Adapters of grouped convolutions are refused, because their product B A does not
+    have the shape of the layer's weight.
     adapters: the adapters of the run's model.
     """
     for other in KEEPERS:

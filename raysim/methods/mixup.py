@@ -12,7 +12,8 @@ Departures from the paper
 - A random permutation of the local batch gives each sample a partner, as in FedBR. DomainBed pairs
   batches of different domains.
 - There is one lam for a batch, and it is lam itself, not max(lam, 1 - lam).
-- Inputs are mixed after augmentation and normalisation; only the mixed batch is forwarded.
+- Inputs are mixed after augmentation and normalisation. The model is trained on the mixed batch
+  only.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ Departures from the paper
   methods add are always loaded.
 - strategy=no_bn keeps on the client all modules whose type is BatchNorm, as FedBN does;
   strategy=no_classifier keeps the head.
-- A client's first job loads the whole shared model. So strategy=none is local training, and
-  strategy=no_bn is FedBN, only if all clients start in the same round.
+- A client's first job loads the whole shared model. If all clients have their first job in the same
+  round, strategy=none is local training, and strategy=no_bn is FedBN.
 - The policy is trained on the client's samples without augmentation, with the task loss alone. The
   model is in eval mode, and BatchNorm's running statistics are mixed, too.
-- For other methods, such as FedProx, SCAFFOLD and MOON, the mixed model takes the place of the
-  received one. But an update is the difference to the model that the server sent.
+- FedProx, SCAFFOLD and MOON use the mixed model as the received model. But an update is the trained
+  model minus the model that the server sent.
 - The whole model travels in both directions, even layers that no client ever loads.
 """
 
@@ -111,7 +111,7 @@ def partial_initialize(
 
 
 def model_layers(layout: Layout, model: nn.Module) -> list[str]:
-    """Return the paths of modules that own tensors of the model, in the model's order."""
+    """Return the paths of the model's layers: the modules that directly have tensors, in order."""
     entries = (*layout.entries, *layout.counters)
     owning = {_layer(entry) for entry in entries if entry.network == "model"}
     return [path for path, _ in model.named_modules() if path in owning]
@@ -339,10 +339,10 @@ class PartialFed(Method):
 
 
 def _layer_indices(entries: Sequence[Entry], layers: Sequence[str]) -> list[int]:
-    """Return the position in `layers` of the layer of each tensor.
+    """Return for each tensor the index of the layer that contains it.
 
-    entries: the tensors. If a tensor belongs to a network that another method added, its result is
-    len(layers).
+    For a tensor of a network that another method added, the index is len(layers).
+    entries: the tensors.
     layers: the paths of the model's layers.
     """
     index_of = {path: index for index, path in enumerate(layers)}

@@ -1,6 +1,7 @@
-"""pFedMe: let each client's own model minimise its loss plus a pull to the shared model.
+"""pFedMe: train on each client a personal model that is pulled to the shared model.
 
-The shared model moves towards the personal ones, and the server averages it.
+On each client, the shared model w then moves towards the personal model theta. The server averages
+the clients' w.
 
 Source: Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes" (NeurIPS
 2020), Algorithm 1. On each batch, with f its loss:
