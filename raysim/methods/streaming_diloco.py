@@ -63,11 +63,11 @@ WHOLE_MODEL_METHODS = (
 
 
 def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[slice, ...], ...]:
-    """Return the slices of the vector that each fragment consists of.
+    """Return the slices of the vector that belong to each fragment.
 
-    A layer has all parameters whose names are equal up to the first number ("model.net.blocks.0");
-    parameters without a number in their name are in the layer of their module. With fewer layers
-    than fragments some fragments are empty.
+    A fragment consists of whole layers. A parameter's name up to the first number is the name of
+    its layer, such as "model.net.blocks.0". If the name has no number, the parameter's module is
+    its layer. If there are fewer layers than fragments, some fragments are empty.
 
     count: the number of fragments.
     pattern: with "strided" layer i belongs to fragment i mod count; with "sequential" each fragment

@@ -317,8 +317,8 @@ class CustomModel(ExternalModel):
 
     source: a module, whose parameters are the initial ones, or a function or class that makes a
     module.
-    options: arguments of the function or class. raysim adds input_shape, num_classes and tokens if
-    the function has such arguments and `options` does not contain them.
+    options: arguments of the function or class. If it also has an argument input_shape, num_classes
+    or tokens, raysim sets this argument, unless `options` does.
     """
 
     source: nn.Module | Callable[..., nn.Module]

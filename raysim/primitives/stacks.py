@@ -1,7 +1,7 @@
 """Show which code the threads of a process execute, even if the process hangs.
 
-A process writes the call stacks of its threads when it gets the signal SIGUSR1. `faulthandler` does
-that without the interpreter's lock, so it works while a library blocks the process.
+A process writes the call stacks of its threads when it gets the signal SIGUSR1. This also works
+while a library blocks the process.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def _own_file() -> IO[bytes]:
     # The reader empties the file, and the next text starts at its new end.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
     file = os.fdopen(descriptor, "wb")
+    # `faulthandler` works without the interpreter's lock, which a blocking library may hold.
     faulthandler.register(_SIGNAL, file, all_threads=True)
     return file
 

@@ -15,7 +15,7 @@ def users_line(error: BaseException, folder: Path | None = None) -> str:
 
     Return "" if no line of the error's traceback belongs to the user.
     folder: the folder of the user's code; None if unknown. If no line is in this folder, use the
-    innermost line that belongs neither to raysim nor to Python nor to an installed package.
+    innermost line outside raysim, Python and installed packages.
     """
     frames = [
         frame

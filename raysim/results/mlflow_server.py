@@ -90,8 +90,9 @@ def expand_uri(uri: str) -> str:
 class TrackingServer(Protocol):
     """The interface of a tracking server, as `Tracker` uses it to send one run.
 
-    A record is the content of a folder's tracking.json: the run's id on the server, its name, its
-    experiment, its configuration and, after its end, its summary.
+    A record is the content of tracking.json in a run's folder. It has the run's id on the server,
+    the name, the experiment and the configuration of the run. After the end of the run, it also has
+    the summary.
 
     Every method may raise any error; `Tracker` then tries again later.
     """
@@ -241,8 +242,7 @@ class Mlflow:
     def describe(self, record: Record) -> None:
         """Log the parameters of the configuration, and the data set.
 
-        Parameters that MLflow has already are not sent, because MLflow does not allow changes of
-        them. The data set is not sent either if MLflow has it already.
+        Parameters that MLflow has already are not sent again, and neither is the data set.
         record: the content of the run's tracking.json, with the configuration.
         """
         from mlflow.entities import Param

@@ -25,7 +25,7 @@ MAX_UNIT_RATIO = 1000  # of the numbers of a column that share a unit
 def format_score(value: float | None, *, like: float | None = None) -> str:
     """Return a score as text with four decimals.
 
-    like: has no effect. It exists because the other formatting functions have this argument.
+    like: has no effect here; other formatting functions use it.
     """
     return MISSING if value is None else f"{value:.4f}"
 
@@ -34,7 +34,7 @@ def format_percent(value: float | None, *, like: float | None = None) -> str:
     """Return a score in percent with two decimals: 81.234 becomes "81.23".
 
     value: the score in percent, from 0 to 100.
-    like: has no effect. It exists because the other formatting functions have this argument.
+    like: has no effect here; other formatting functions use it.
     """
     return MISSING if value is None else f"{value:.2f}"
 
@@ -162,8 +162,8 @@ FORMATS_WITH_UNIT = (format_bytes, format_watt_hours, format_grams, format_count
 def _format_digits(value: float, like: float | None, size: float) -> str:
     """Return value / size as text.
 
-    like: the mean, if `value` is a standard deviation, which gets as many decimals as its mean.
-    None gives the text three digits.
+    like: if `value` is a standard deviation, the mean to which it belongs. The text then has as
+    many decimals as the mean. If `like` is None, the text has three digits.
     size: the size of the unit, such as 1000 for k.
     """
     if like is None:

@@ -653,8 +653,8 @@ class Pictures(Observer):
     def _draw_probes(self, run: CurrentRun) -> list[Path]:
         """Draw the probes; return the paths of the pictures.
 
-        bias.png shows the columns of the history that come from probes, over all rounds; without
-        such columns it is left out. features.png and outputs.png show the last round with probes.
+        features.png and outputs.png show the last round with probes. bias.png shows all rounds, if
+        the history has columns that come from probes.
         """
         files = sorted((run.folder / PROBES).glob("round-*.safetensors"))
         if not files:

@@ -75,8 +75,8 @@ def draw_figure(
 def _label_ends(figure: Figure, ax: Axes) -> bool:
     """Write the label of each line next to its end, in the line's colour.
 
-    Return False, and write nothing, if there is one line, if there are more than
-    `MAX_DIRECT_LABELS` lines, or if the lines end at different x coordinates.
+    This is possible if all lines end at the same x coordinate and their number is from 2 to
+    `MAX_DIRECT_LABELS`. Otherwise write nothing and return False.
     """
     import matplotlib
 

@@ -181,9 +181,9 @@ def as_mapping(value: object) -> Mapping[str, object]:
 def chosen_option(config: Mapping[str, object], group: str) -> str:
     """Return the option of a group in a run's configuration, such as "dirichlet".
 
-    Configurations of older versions do not store options; for these, the name is guessed from the
-    settings. If there is no option, return "fedavg" for the group "method" and `MISSING` for any
-    other group.
+    Configurations of older versions do not store options. For such a configuration, the result is
+    guessed from the settings of the group. If there is no option, return "fedavg" for the group
+    "method" and `MISSING` for any other group.
     group: the name of the group, such as "partition".
     """
     value = as_mapping(config.get("choices")).get(group)

@@ -75,8 +75,8 @@ def draw_topology(
 def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:
     """Return the traffic between each replica and its clients in megabytes, [replicas, 2].
 
-    The two columns are the traffic down (to the clients) and up (to the replica) for the last
-    aggregation of the replica; 0 if the replica made no aggregation.
+    The first column is the traffic to the clients, the second column the traffic to the replica.
+    Both are for the last aggregation of the replica; they are 0 if it made no aggregation.
     rows: the history.
     replicas: the number of replicas.
     """

@@ -69,7 +69,7 @@ def merge(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
 
 
 def flatten(nested: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return {"a": {"b": 1}} as {"a.b": 1}.
+    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}.
 
     An empty mapping stays as the value of its key.
     prefix: the beginning of all keys.

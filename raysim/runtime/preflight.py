@@ -44,9 +44,9 @@ class MemoryNeed:
 def memory_use(device: str) -> tuple[int, int]:
     """Return the peak memory of this process, and the memory that workers can use, in bytes.
 
-    On a GPU, the peak includes torch's tensors and CUDA's context, and workers can use the memory
+    On a GPU, the peak includes torch's tensors and CUDA's context. Workers can use the GPU memory
     that other processes do not use now. On a CPU, the peak is the largest resident size of this
-    process, and workers can use all memory of the machine.
+    process. Workers can use all memory of the machine.
     """
     if not device.startswith("cuda"):
         return peak_memory_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -61,7 +61,7 @@ def assign_units(
     nodes: Sequence[int],
     home_of: Callable[[int], StateHome | None],
 ) -> list[int]:
-    """Return the worker of each unit: the one with the client's state, or the least loaded.
+    """Choose a worker for each unit; return the positions of these workers in `loads`.
 
     A unit is a sequence of jobs of one client. It goes to a worker by the following rules:
 

@@ -164,8 +164,8 @@ class ClientStates:
         There is one reference for each of `uses`. It is None if the worker has the state, or if the
         state is the initial one. When the call is answered, pass the bytes to `release_read`.
 
-        If the call makes a client's next state, the worker becomes the one with the client's newest
-        state. A worker that had the newest state deletes its copy.
+        If the call makes a client's next state, this worker will have the client's newest state. If
+        another worker had the newest state, it deletes its copy.
         worker: the number of the worker that gets the call.
         uses: the states that the call needs.
         """

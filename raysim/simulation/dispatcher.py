@@ -167,8 +167,8 @@ class Dispatcher:
     def _adds_on_nodes(self, nodes: Iterable[int]) -> bool:
         """Return True if at least one of these nodes adds up the sums of its workers.
 
-        Such a node sends one total to the coordinator. Nodes other than the coordinator's (number
-        0) do this, unless the model is smaller than `Runtime.combine_from`.
+        Such a node sends one total to the coordinator. The coordinator's own node (number 0) never
+        adds up sums. No node does if the model is smaller than `Runtime.combine_from`.
         nodes: the numbers of the nodes.
         """
         return self._floats >= self._runtime.combine_from and any(nodes)

@@ -482,8 +482,7 @@ class Evaluator:
         """Start scoring the local model of each participant, and the next shared model.
 
         A participant is a client whose update is in `updates`. Each model is scored on the training
-        samples of every participant. Personal parameters are always those of the participant whose
-        samples are used.
+        samples of every participant, with the personal parameters of this participant.
         bases: the versions that updates started from, by number.
         after: the next shared model.
         """

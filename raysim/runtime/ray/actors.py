@@ -294,8 +294,8 @@ class RayRuntime:
     start: function that starts the actor of a worker, given its number.
     node_ids: Ray's identifier of each worker's node.
     coordinator_node: Ray's identifier of the coordinator's node, which has number 0.
-    combine_from: if the model has at least so many floats, each node adds up the sums of its
-    workers. Infinity means that nodes never do.
+    combine_from: if the model has at least this number of floats, each node adds up the sums of its
+    workers. Infinity means that every sum is sent to the coordinator.
     actors: the running actors of the workers; if it is empty, `start` starts them.
     participants: the identities of the run's processes, with which a new worker is compared. None
     compares nothing.

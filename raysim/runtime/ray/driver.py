@@ -238,8 +238,8 @@ def _choose_gpu_share(
     """Return the share of a GPU that each worker reserves.
 
     If `runtime.gpus` is set, this is the share. Otherwise the share is as small as the memory
-    allows, so that many workers share a GPU. It is larger if `runtime.workers`, the clients in
-    flight or the CPUs allow fewer workers.
+    allows, so that many workers share a GPU. The share is larger if `runtime.workers`, the number
+    of clients in flight or the CPUs limit the number of workers.
     concurrency: the number of clients in flight.
     cluster: the resources of each node.
     need: the memory of a job.

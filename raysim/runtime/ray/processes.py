@@ -81,7 +81,6 @@ class _WaitingProcesses:
     def take(self, request: Request) -> RunProcesses | None:
         """Return the waiting processes if they fit a request; otherwise end them and return None.
 
-        The returned processes wait no longer.
         request: the bundles and the strategy that the next run needs. The waiting processes fit if
         they were started with an equal request.
         """
