@@ -935,7 +935,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     command = words[0] if words else "nothing"
     if command not in package.COMMANDS:
         advice = suggest(command, package.COMMANDS, "the commands that can be submitted are")
-        raise RefusedError(f"submit {command}: this command cannot be submitted: {advice}")
+        raise RefusedError(f"submit {command}: this command cannot be submitted; {advice}")
     # Where the job will find them.
     sys.path[:0] = [str(Path(path).resolve().parent) for path in arguments.extra]
     inner = _import_packages(parse_arguments(words), are_remote=True)

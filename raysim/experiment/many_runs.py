@@ -120,7 +120,8 @@ def check_free(folder: Path) -> None:
             )
     if folder.exists() or folder.is_symlink():
         raise RefusedError(
-            f"out={folder} exists already: choose another folder, or continue it with resume=latest"
+            f"out={folder} exists already. Choose another folder, or continue it with "
+            "resume=latest."
         )
 
 
@@ -144,7 +145,7 @@ def folder_to_resume(out: str | None) -> str:
     Raise `RefusedError` if the user did not set out=.
     """
     if not out:
-        raise RefusedError("resume=latest needs the folder of the run: add out=DIR")
+        raise RefusedError("resume=latest needs the folder of the run. Add out=DIR.")
     return out
 
 

@@ -43,7 +43,7 @@ _CALL = re.compile(r"(?:^|[\[,{:(])\s*[A-Za-z_]\w*\s*\(")  # the start of a func
 _FOREIGN = re.compile(r"[^\x00-\x7f]|[~#!&;<>^`]")
 # the grammar accepts these only as parts of a function
 _OUTSIDE_CALLS = re.compile(r"(?<!\\)[=()]")
-_QUOTE_ADVICE = "put a value with special characters into quotes, such as 'out=\"a(b\"'"
+_QUOTE_ADVICE = "Put a value with special characters into quotes, such as 'out=\"a(b\"'"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class SettingOverride:
 
 
 def _advise_key_and_value(text: str) -> str:
-    return "write key=value"
+    return "Write key=value."
 
 
 def read_override(
@@ -106,7 +106,7 @@ def read_override(
         return _to_setting(override, text, letters)
     except (HydraException, ValueError, TypeError) as error:
         advice = _QUOTE_ADVICE if "=" in text else advise(text)
-        raise RefusedError(f"'{text}' cannot be read as key=value: {advice}") from error
+        raise RefusedError(f"'{text}' cannot be read as key=value. {advice}") from error
 
 
 def _check_text(text: str) -> None:

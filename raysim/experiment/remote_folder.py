@@ -100,7 +100,7 @@ def local_copy(
     address = without_password(out)
     if names and experiment.execution.resume is None:
         raise RefusedError(
-            f"out={address} is not empty: choose another folder, or continue it with resume=latest"
+            f"out={address} is not empty. Choose another folder, or continue it with resume=latest."
         )
     temporary = Path(tempfile.mkdtemp(prefix="raysim-out-"))
     copy = FolderCopy(temporary / split_address(out)[1], store, console)

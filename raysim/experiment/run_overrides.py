@@ -70,8 +70,8 @@ def _suggest_key(word: str) -> str:
         if group != SWEEP and word in options
     ]
     if overrides:
-        return f"write {' or '.join(overrides)}"
-    return "write the name of a setting, '=' and its value"
+        return f"Write {' or '.join(overrides)}."
+    return "Write the name of a setting, '=' and its value."
 
 
 def single_override(text: str) -> SettingOverride:

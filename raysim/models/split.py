@@ -166,33 +166,33 @@ def _wrong_outputs(
 ) -> ValueError:
     num_classes = output_shape[0]
     action = (
-        f"set its number of outputs to {num_classes}, as functools.partial(f, "
+        f"Set its number of outputs to {num_classes}, as functools.partial(f, "
         f"num_classes={num_classes}) does for a function f"
     )
     if num_classes == 1 and outputs.shape == (len(inputs),):
-        action = "do not squeeze them"
+        action = "Do not squeeze the outputs"
     if len(output_shape) == 1 and outputs.ndim > 2:
         action = (
-            "the data has one label per sample, but the model makes outputs for each position; "
-            "choose another model, or data with labels per position"
+            "The data has one label per sample, but the model makes outputs for each position. "
+            "Choose another model, or data with labels per position"
         )
     if outputs.ndim == 3 and len(output_shape) == 1 and not inputs.is_floating_point():
         action = (
-            "the model makes an output at each position; set data.kind=causal to learn the next "
+            "The model makes an output at each position. Set data.kind=causal to learn the next "
             "tokens, or choose a model of sequences, such as transformer"
         )
     if len(output_shape) > 1:
         action = (
-            "the data has labels per position, so the model must make an output for each class at "
-            "each position; choose such a model (model=unet for images; model=gpt, or "
+            "The data has labels per position, so the model must make an output for each class at "
+            "each position. Choose such a model (model=unet for images; model=gpt, or "
             "model.task=causal with model=huggingface, for next tokens; or your own network), and "
             "labels with as many positions as the inputs"
         )
         if outputs.shape == (len(inputs), *output_shape[1:], num_classes):
-            action = "move the classes to the second axis, as outputs.movedim(-1, 1) does"
+            action = "Move the classes to the second axis, as outputs.movedim(-1, 1) does"
     return ValueError(
         f"the model {name} makes outputs of shape {list(outputs.shape)} for {len(inputs)} inputs, "
-        f"but this data needs the shape {[len(inputs), *output_shape]}: {action}"
+        f"but this data needs the shape {[len(inputs), *output_shape]}. {action}."
     )
 
 

@@ -605,8 +605,8 @@ def _split_columns(names: Sequence[str], splits: Sequence[_SharedSplit]) -> list
     texts = {
         "clients": [f"{len(counts):,}" for counts in sizes],
         "samples": [f"{counts.sum():,}" for counts in sizes],
-        "sizes (least / median / most)": [_format_sizes(counts) for counts in sizes],
-        "clients without": [f"{(counts == 0).sum():,}" for counts in sizes],
+        "samples per client (least / median / most)": [_format_sizes(counts) for counts in sizes],
+        "clients without samples": [f"{(counts == 0).sum():,}" for counts in sizes],
     }
     for name in SCALES:
         cells = []
@@ -757,10 +757,10 @@ def _failures(groups: Sequence[RunGroup]) -> PagePart:
     The part has the numbers for all rounds and seeds, and the most common errors.
     """
     titles = {
-        "failures": "failed",
-        "lost": "lost",
-        "discarded": "discarded",
-        "worker_deaths": "worker processes died",
+        "failures": "failed jobs",
+        "lost": "lost jobs",
+        "discarded": "discarded jobs",
+        "worker_deaths": "worker processes that died",
     }
     sums = {key: [_column_sum(group, key) for group in groups] for key in titles}
     if not any(any(values) for values in sums.values()):
@@ -782,14 +782,15 @@ def _failures(groups: Sequence[RunGroup]) -> PagePart:
     if most_common:
         counts = [str(count) for _, count in most_common]
         error_columns = [
-            Column("times", counts, [1.0] * len(counts)),
+            Column("failed jobs", counts, [1.0] * len(counts)),
             Column("setting", [label for (label, _), _ in most_common]),
             Column("error", [text for (_, text), _ in most_common]),
         ]
         tables.append(_table(error_columns))
     notes = []
     if len(errors) > MAX_ERRORS:
-        notes.append(f"{len(errors) - MAX_ERRORS} more kinds: see failures.jsonl of the runs.")
+        more = len(errors) - MAX_ERRORS
+        notes.append(f"{more} more kinds of errors are in failures.jsonl of the runs.")
     text = "Jobs of clients, summed over rounds and seeds."
     return PagePart("Failures", text, tables, notes=notes)
 

@@ -50,7 +50,8 @@ def table(profile: Profiled) -> str:
     rows = []
     for kind in KINDS:
         rows.append((kind, *(f"{process[kind]:.1%}" for process in by_process.values())))
-    title = f"share of {profile.stop - profile.start:.2f} s of wall time"
+    wall_s = profile.stop - profile.start
+    title = f"share of the wall time ({wall_s:.2f} s) that each process spent in each kind of work"
     return f"{title}\n{format_table(text_columns(('', *by_process), rows), terminal_width())}"
 
 

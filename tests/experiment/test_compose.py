@@ -255,7 +255,7 @@ def test_default_weighting_of_updates_depends_on_the_method() -> None:
         (["method=fedbr+fedproxx"], ["method=fedproxx", "did you mean fedprox?"]),
         (["method=fedavg+fedprox"], ["method=fedavg+fedprox"]),
         (["seed=0..4"], ["'seed=0..4'", "raysim study seed=0..4"]),
-        (["fedprox"], ["'fedprox'", "key=value: write method=fedprox"]),
+        (["fedprox"], ["'fedprox'", "key=value. Write method=fedprox"]),
         (["mnist_fedprox"], ["write the name of a setting"]),
         (["method=fedavg,fedprox"], ["raysim study method=fedavg,fedprox", "a+b"]),
         (["evaluate.metrics=f1,auroc"], ["evaluate.metrics=f1+auroc is a list"]),

@@ -42,7 +42,7 @@ def test_existing_folder_of_a_study_is_refused(tmp_path: Path) -> None:
     check_free(tmp_path / "new")
     with pytest.raises(
         RefusedError,
-        match="exists already: choose another folder, or continue it with resume=latest",
+        match=r"exists already\. Choose another folder, or continue it with resume=latest",
     ):
         check_free(tmp_path)
 
