@@ -1077,7 +1077,7 @@ def _report(arguments: argparse.Namespace) -> int:
         return 0
     print(comparison.text(terminal_width()))
     page, *files = comparison.write(out or "report", formats)
-    print(f"\ncurves and table: {page}")
+    print(f"\nthe page with curves and table: {page}")
     figures = [path for path in files if path.suffix != ".tex"]
     tables = ", ".join(str(path) for path in files if path.suffix == ".tex")
     print(f"tables for LaTeX: {tables}")

@@ -667,7 +667,7 @@ def test_ray_job_submit_executes_a_run(cluster: Cluster, tmp_path: Path) -> None
 
 def test_submit_shows_the_output_of_the_run(submitted: Submitted) -> None:
     lines = submitted.lines
-    assert lines[0].startswith("to upload: ") and " MB (raysim " in lines[0]
+    assert lines[0].startswith("uploading ") and " MB (raysim " in lines[0]
     output = "\n".join(lines)
     assert "job_manager" not in output and "Running entrypoint" not in output, (
         "Ray's own lines say nothing"

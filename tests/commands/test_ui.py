@@ -44,7 +44,7 @@ def test_ui_starts_a_server_and_opens_the_charts(runs: Path, port: int) -> None:
         lines = [command.stdout.readline() for _ in range(3)]
         server = f"http://127.0.0.1:{port}/"
         charts = r"#/experiments/1/runs\?workflowType=machine_.*orderByKey=tags.*\n"
-        match = re.fullmatch(f"charts: ({server}){charts}", lines[1])
+        match = re.fullmatch(f"the charts of the runs are at ({server}){charts}", lines[1])
         assert match, lines
         assert "MLflow" in urllib.request.urlopen(match[1]).read().decode()
         command.send_signal(signal.SIGTERM)

@@ -256,7 +256,7 @@ def test_default_weighting_of_updates_depends_on_the_method() -> None:
         (["method=fedavg+fedprox"], ["method=fedavg+fedprox"]),
         (["seed=0..4"], ["'seed=0..4'", "raysim study seed=0..4"]),
         (["fedprox"], ["'fedprox'", "key=value. Write method=fedprox"]),
-        (["mnist_fedprox"], ["write the name of a setting"]),
+        (["mnist_fedprox"], ["Write the name of a setting"]),
         (["method=fedavg,fedprox"], ["raysim study method=fedavg,fedprox", "a+b"]),
         (["evaluate.metrics=f1,auroc"], ["evaluate.metrics=f1+auroc is a list"]),
         (["thresholds=0.5,0.6"], ["thresholds=0.5+0.6 is a list"]),

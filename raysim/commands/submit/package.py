@@ -360,12 +360,12 @@ def submit(
     with errors_as_refusals():
         url = job_server.find_address(address)
         client = job_server.connect(url)
-    _print(f"to upload: {describe_size(files)}")
+    _print(f"uploading {describe_size(files)}")
     with tempfile.TemporaryDirectory(prefix="raysim-") as folder, errors_as_refusals():
         pack(files, Path(folder))
         runtime_env["working_dir"] = folder
         job = job_server.submit(client, command.entrypoint, runtime_env)
-    _print(without_password(f"job {job} at {url}: {command.entrypoint}"))
+    _print(without_password(f"started job {job} at {url} with {command.entrypoint}"))
     if not wait:
         _print(job_server.describe_commands(url, job))
         return 0

@@ -88,7 +88,9 @@ def update_database(path: str) -> int:
     make_experiment(database.uri)
     count = database.update()
     models = sum(1 for _ in database.add_models())
-    _print(f"{database.uri} is up to date: {count} runs and {models} models are new or continued")
+    _print(
+        f"{database.uri} is up to date: {count} runs and {models} models were added or continued"
+    )
     return 0
 
 
@@ -145,6 +147,6 @@ def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes])
 
 
 def _open_page(address: str, opens_browser: bool) -> None:
-    _print(f"charts: {address}")
+    _print(f"the charts of the runs are at {address}")
     if opens_browser:
         webbrowser.open(address)
