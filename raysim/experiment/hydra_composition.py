@@ -141,8 +141,7 @@ class Composition(NamedTuple):
 def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -> DictConfig:
     """Compose a configuration from the files of the chosen options.
 
-    A preset may set values for options that the run does not use; these values are removed. Without
-    a preset, `experiment=default` is used, which does not change the user's options.
+    A preset may set values for options that the run does not use; these values are removed.
     The result is cached: copy it before you change it.
     options: the names of the options that the user chose, by group.
     groups: all options and their files.

@@ -176,7 +176,7 @@ def _expand_counts(text: str) -> str:
 
 
 class _Letters:
-    """A translation of characters that Hydra's grammar does not accept into letters, and back.
+    """A code of letters and digits for characters that Hydra's grammar does not accept.
 
     text: the override.
     """
@@ -190,7 +190,7 @@ class _Letters:
         self._hidden = re.compile(f"{self._mark}([0-9a-f]{{6}})Z")
 
     def hide(self, text: str) -> str:
-        """Return the text with all characters translated that Hydra's grammar does not accept."""
+        """Replace the characters that Hydra's grammar does not accept by their codes."""
         key, equals, value = text.partition("=")
         key = re.sub("[^ -~]", self._hide_character, key)
         value = _FOREIGN.sub(self._hide_character, value)
@@ -199,10 +199,10 @@ class _Letters:
         return f"{key}{equals}{value}"
 
     def restore(self, value: Any) -> Any:
-        """Return a value with the translated characters in its texts translated back.
+        """Replace the codes in a value from Hydra's parser by the original characters.
 
-        value: a text, a list or a dictionary from Hydra's parser; any other value is returned
-        unchanged.
+        value: a text, or a list or dictionary that may contain texts. A quoted text loses its
+        quotes. Other values, such as numbers, are returned unchanged.
         """
         if isinstance(value, str):
             return self._hidden.sub(lambda hidden: chr(int(hidden[1], 16)), value)

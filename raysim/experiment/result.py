@@ -216,8 +216,8 @@ class Result:
     def client_model(self, client: int) -> nn.Module:
         """Return the model with which a client is scored, in eval mode on the CPU.
 
-        Its shared tensors are those of the final version, and its personal tensors the client's
-        own. If a method such as Ditto scores clients with a personalised model, it is that model.
+        The model has the shared tensors of the final version and the personal tensors of the
+        client. With a method such as Ditto, it is the client's personal model.
         Raise `RefusedError` if there is no such client, or no checkpoint of the last round with
         client states.
         """

@@ -1,8 +1,7 @@
-"""Give this process the identity without which it cannot make Flower messages.
+"""Give this process the identity that it needs to make Flower messages.
 
-The constructor of `Message` needs an identity. Flower gives one only to the processes that it
-starts. raysim gets one by running a `ServerApp` with a `Server` once, without clients: no other
-public object of Flower sets it.
+Flower gives an identity only to the processes that it starts. In any other process, running a
+`ServerApp` with a `Server` once, without clients, sets the identity.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from raysim.flower.messages import RUN_ID, SERVER_NODE_ID
 from raysim.flower.simple_grid import SimpleGrid
 
 
+# No other public object of Flower sets the identity.
 class _IdleServer(Server):
     """A server that sends no messages."""
 

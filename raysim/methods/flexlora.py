@@ -136,9 +136,9 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return pairs of a model and a factor, from which `_split_mean` computes the mean product.
+    """Return pairs of a model and a number, from which `_split_mean` computes the mean product.
 
-    The mean product is the sum of factor * B A over the models. A model is a vector: the server's
+    The mean product is the sum of number * B A over the models. A model is a vector: the server's
     current model, or a model that a client trained or received.
     """
     # With p_i the weight of client i, divided by the sum of weights, the factors are p_i for the
@@ -171,7 +171,7 @@ def _split_mean(
     """Split the mean product of one layer into new factors B [m, r] and A [r, n], in float64.
 
     factors: where a model's vector holds the factors of this layer.
-    models: the pairs of a model and a factor from `_shares_of_models`.
+    models: the pairs of a model and a number from `_shares_of_models`.
     old_a: [r, n], the factor A of the current model.
     """
     left, right = [], []

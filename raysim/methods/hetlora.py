@@ -200,9 +200,9 @@ def _add_norm_gradient(
     """Add factor * values / |values|, the gradient of factor * |values|, to a part of `grad`.
 
     grad: the gradient with respect to the parameters in the slice `at` of the vector.
-    values_at: the slice of the vector for one factor, A or B, of an adapter. If `at` does not
-    contain this slice, nothing is added.
-    values: the entries of this factor, with 0 for the ranks that have no penalty.
+    values_at: the slice of the vector for the matrix A or B of an adapter. If `at` does not contain
+    this slice, nothing is added.
+    values: the entries of this matrix, with 0 for the ranks that have no penalty.
     factor: a scalar tensor.
     """
     if at.start <= values_at.start and values_at.stop <= at.stop:
