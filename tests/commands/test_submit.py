@@ -156,7 +156,7 @@ def job_command(*words: str, **options: Any) -> JobCommand:
 
 
 class TestCommand:
-    def test_submitted_run_uses_the_running_cluster_unless_runtime_is_set(self) -> None:
+    def test_submitted_run_uses_the_running_cluster_unless_it_sets_a_runtime(self) -> None:
         joined = job_command("run", "out=/s/a", "local.lr='tag(log, interval(1, 2))'")
         start = ["python", "-m", "raysim", "run", "runtime=cluster"]
         assert shlex.split(joined.entrypoint) == [*start, *joined.words[1:]]

@@ -133,7 +133,7 @@ def test_error_mentions_the_wrong_description_file_of_strips(meta: object, tmp_p
 @pytest.mark.parametrize(
     "make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()]
 )
-def test_strips_description_must_be_a_file(make: Any, tmp_path: Path) -> None:
+def test_strips_description_must_be_a_regular_file(make: Any, tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").unlink()
     make(tmp_path / "meta.json")

@@ -158,7 +158,7 @@ def test_dirichlet_with_large_alpha_gives_clients_the_global_class_shares() -> N
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
-def test_scaled_dirichlet_prior_gives_clients_nearly_one_class() -> None:
+def test_dirichlet_scaled_by_the_prior_gives_clients_nearly_one_class() -> None:
     settings = {
         "concentration": "prior_scaled",
         "remaining": True,
@@ -169,7 +169,7 @@ def test_scaled_dirichlet_prior_gives_clients_nearly_one_class() -> None:
     assert np.median(counts.max(axis=1)) > 180
 
 
-def test_partition_dirichlet_client_gives_all_clients_the_same_size() -> None:
+def test_option_dirichlet_client_gives_all_clients_the_same_size() -> None:
     partition = split(DirichletClient(30, 0.5, test_fraction=0))
     assert set(partition.train.counts.tolist()) == {len(LABELS) // 30}
     assert len(set(partition.train.indices.tolist())) == 30 * (len(LABELS) // 30)
@@ -206,7 +206,7 @@ def test_balanced_dirichlet_adds_samples_to_client_below_its_equal_share() -> No
     assert rows.offsets.tolist() == [0, 4, 4]
 
 
-def test_balanced_dirichlet_bounds_client_sizes_near_equal_share() -> None:
+def test_balanced_dirichlet_makes_client_sizes_nearly_equal() -> None:
     sizes = split(Dirichlet(10, 0.1, balance=True, minimum=0, test_fraction=0)).train.counts
     assert sizes.max() <= len(LABELS) // 10 + 200
     assert sizes.max() < split(Dirichlet(10, 0.1, minimum=0, test_fraction=0)).train.counts.max()
@@ -421,7 +421,7 @@ def test_draw_classes_never_draws_a_class_without_samples() -> None:
     assert draw_classes(shares, turns, uniforms, np.array([0, 3])).tolist() == [1, 1, 1]
 
 
-def test_domain_partition_ignores_test_samples_of_untrained_domains() -> None:
+def test_domain_partition_ignores_test_samples_of_domains_without_clients() -> None:
     domains = np.array([0, 2, 1, 0, 2])
     tests = Domain(1).tests(np.zeros(5, np.int64), domains, 2)
     assert [tests.rows(client).tolist() for client in range(2)] == [[0, 3], [2]]

@@ -197,7 +197,7 @@ def test_data_frames_are_accepted_as_data(make: Any) -> None:
     assert again.spec.data.open().path == dataset.path
 
 
-def test_table_of_test_rows_is_the_central_test_set() -> None:
+def test_data_frame_given_as_test_becomes_the_central_test_set() -> None:
     data = {"train": frame(), "test": frame()[:7]}
     words = "data.label=kind data.columns=a+b model=mlp"
     experiment = raysim.build(words, **FAST, data=data)

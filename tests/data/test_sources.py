@@ -126,7 +126,7 @@ def test_flipped_byte_of_any_array_is_detected(array: str) -> None:
         Synthetic(samples=50, test_samples=0).build()
 
 
-def test_file_with_damaged_byte_is_never_read_as_other_data() -> None:
+def test_data_file_with_a_damaged_byte_is_refused_or_read_correctly() -> None:
     path = Synthetic(shape=[1, 2, 2], classes=2, samples=4, test_samples=0).build().path
     content = path.read_bytes()
     good = Dataset(path)
@@ -334,7 +334,7 @@ def test_usps_prefers_torchvision_files_to_a_folder_of_strips(
     assert len(Usps(root=str(tmp_path)).build()) == 4
 
 
-def test_synthetic_has_balanced_classes_per_domain() -> None:
+def test_synthetic_data_have_balanced_classes_in_each_domain() -> None:
     built = Synthetic(shape=[3, 5, 7], classes=4, domains=2, samples=80, test_samples=8).build()
     assert built.shape == (3, 5, 7) and built.domain_names == ["domain 0", "domain 1"]
     cells = np.bincount(built.domains[:80] * 4 + built.labels[:80])

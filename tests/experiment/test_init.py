@@ -247,7 +247,9 @@ def test_redrawn_weights_equal_those_of_a_run_without_init_file(
     assert_starts(experiment, {k: t for k, t in drawn.items() if k.startswith("model.head.")})
 
 
-def test_head_for_other_classes_can_be_redrawn(trained: Path, tmp_path: Path) -> None:
+def test_head_of_stored_weights_for_other_classes_can_be_redrawn(
+    trained: Path, tmp_path: Path
+) -> None:
     stored = load_file(trained / "model.safetensors")
     stored["model.head.weight"] = torch.zeros(77, stored["model.head.weight"].shape[1])
     stored["model.head.extra"] = torch.zeros(3)

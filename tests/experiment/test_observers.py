@@ -87,7 +87,7 @@ class Diary(Observer):
 
 
 # --- a user's own ---------------------------------------------------------------------------------
-def test_on_round_gets_a_copy_of_each_row() -> None:
+def test_argument_on_round_is_called_with_a_copy_of_each_row() -> None:
     seen: list[dict[str, Any]] = []
 
     def spoil(row: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def test_run_resumes_after_an_error_in_on_round() -> None:
     assert repaired.summary["model_sha256"] == straight.summary["model_sha256"]
 
 
-def test_run_is_finished_if_an_observer_fails_at_the_end() -> None:
+def test_run_writes_its_summary_even_if_an_observer_fails_at_the_end() -> None:
     with pytest.raises(
         ObserverError, match=r"your observer Diary .*in on_finish.*The run itself had finished"
     ):

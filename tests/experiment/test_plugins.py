@@ -76,7 +76,7 @@ def install(package: Path) -> None:
     sys.path.insert(0, str(package.parent))
 
 
-def test_installed_package_is_used_without_being_allowed(
+def test_installed_package_is_used_without_the_flag_allow(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(package)
@@ -126,7 +126,7 @@ def test_package_is_allowed_for_one_command_only(
     assert cli.call(["partition", "--allow", "quietly", "method=quiet", *SMALL]) == 0
 
 
-def test_missing_or_single_file_package_has_no_options(package: Path) -> None:
+def test_package_that_is_missing_or_a_single_file_has_no_options(package: Path) -> None:
     (package.parent / "single.py").write_text("")
     sys.path.insert(0, str(package.parent))
     assert conf_folders_of(["nowhere", "single", "..", ""]) == []
@@ -204,7 +204,7 @@ def test_broken_option_file_is_refused_only_if_the_option_is_chosen(
         find_methods(["quiet"], [str(package / "conf")], ["quietly"])
 
 
-def test_installed_option_with_taken_name_is_refused(package: Path) -> None:
+def test_installed_option_with_the_name_of_a_built_in_one_is_refused(package: Path) -> None:
     (package / "conf" / "method" / "fedprox.yaml").write_text(
         "fedprox: {_target_: quietly.Quiet}\n"
     )

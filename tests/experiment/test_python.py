@@ -500,7 +500,7 @@ def test_tables_of_a_result_are_data_frames() -> None:
     assert repr(result).startswith("Result(a: 2 rounds, accuracy 0.")
 
 
-def test_table_of_clients_equals_its_file() -> None:
+def test_client_table_of_a_result_is_read_from_its_parquet_file() -> None:
     result = ran()
     (path := Path("a/clients.parquet")).unlink(missing_ok=True)
     with pytest.raises(RefusedError, match=r"a has no clients\.parquet"):

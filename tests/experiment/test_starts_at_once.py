@@ -123,7 +123,7 @@ def test_run_folder_below_a_file_is_an_error() -> None:
         pass
 
 
-def test_study_with_a_new_folder_has_its_runs_in_that_folder() -> None:
+def test_study_that_gets_another_folder_writes_its_runs_there() -> None:
     first = plan(["method=fedavg,fedprox"])
     assert first.is_new and first.is_dated and first.folder == Path("studies/now")
     second = move(first, Path("studies/now-2"))

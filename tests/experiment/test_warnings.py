@@ -271,7 +271,9 @@ def test_warmup_longer_than_the_run_gets_a_warning(words: list[str], key: str) -
     ],
     ids=["constant", "step", "cosine"],
 )
-def test_settings_of_another_schedule_get_a_warning(words: list[str], keys: list[str]) -> None:
+def test_settings_of_another_learning_rate_schedule_get_a_warning(
+    words: list[str], keys: list[str]
+) -> None:
     warnings = build([*DATA, *ROUNDS, *words]).warnings
     found = [text for text in warnings if "has no effect with local.schedule=constant" in text]
     assert len(found) == len(keys)

@@ -35,7 +35,7 @@ def test_empty_records_are_equal_after_packing_and_unpacking():
     assert len(unpack_records(pack_records(flwr_app.RecordDict()))) == 0
 
 
-def test_size_of_arrays_leaves_out_headers():
+def test_size_of_flower_arrays_in_bytes_excludes_their_headers():
     from raysim.flower.records import count_array_bytes
 
     arrays = flwr_app.ArrayRecord({"w": flwr_app.Array(np.zeros((2, 3), np.float32))})

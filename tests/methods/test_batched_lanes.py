@@ -292,7 +292,7 @@ class TestUsualLanes:
         assert [usual(concurrency=count) for count in (10, 20, 39, 40, 1000)] == [1, 5, 5, 10, 10]
         assert usual(FedAdam()) == 10, "the server's step is no part of a client's"
 
-    def test_run_that_batched_lanes_do_not_speed_up_uses_one_lane(self) -> None:
+    def test_run_uses_one_lane_if_batched_lanes_would_not_speed_it_up(self) -> None:
         assert usual(Scaffold()) == 1
         assert usual(model=NORMED) == 1, "convolutions"
         assert usual(model=Mlp((1200, 1200))) == 1, "a large network"

@@ -155,7 +155,7 @@ class Starts(Method):
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_fedbn_clients_start_with_different_personal_tensors_only(scope: Any) -> None:
+def test_fedbn_models_of_two_clients_differ_only_in_personal_tensors(scope: Any) -> None:
     starts = Starts()
     finished = run(study(FedBN(scope), starts), Synchronous(5), rounds=3)
     layout = finished.coordinator.layout

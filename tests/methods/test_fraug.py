@@ -388,7 +388,7 @@ def test_fraug_refuses_head_that_is_not_linear() -> None:
     ],
     ids=str,
 )
-def test_fraug_ramp_over_the_rounds_needs_their_number(settings: dict[str, Any]) -> None:
+def test_fraug_ramp_is_refused_if_the_number_of_rounds_is_unknown(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^method\.fraug\.rounds=null: "):
         declare_run(run_spec(small(None, **settings), model=NORMED))
     declare_run(run_spec(small(None, ramp="constant"), model=NORMED))

@@ -470,7 +470,7 @@ def test_partialfed_personal_model_is_the_last_one_the_client_trained() -> None:
     assert torch.equal(ended[0], weights) and torch.equal(ended[1], counters)
 
 
-def test_partialfed_client_without_a_job_has_the_shared_model() -> None:
+def test_partialfed_run_is_scored_if_all_jobs_of_a_client_fail() -> None:
     class Failing(Method):
         name, paper = "failing", "a test"
 

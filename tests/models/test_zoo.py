@@ -107,7 +107,7 @@ def test_adapters_leave_out_output_layer_of_hugging_face_models() -> None:
     assert len(layers) == 4 and not any("lm_head" in layer for layer in layers)
 
 
-def test_hugging_face_causal_model_refuses_bad_settings() -> None:
+def test_hugging_face_causal_model_refuses_unknown_tasks_and_image_data() -> None:
     with pytest.raises(ValueError, match=r"model\.task='write'"):
         HuggingFaceModel("gpt2", task="write")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"model\.task=causal"):

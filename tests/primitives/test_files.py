@@ -52,7 +52,7 @@ def test_secrets_are_removed_from_texts(text: str, bare: str) -> None:
         "mail a@b.c",
     ],
 )
-def test_removal_of_a_secret_keeps_the_rest_of_the_address(text: str) -> None:
+def test_removal_of_passwords_does_not_change_texts_without_one(text: str) -> None:
     assert without_password(text) == text
 
 

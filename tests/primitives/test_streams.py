@@ -84,7 +84,7 @@ def test_random_streams_with_different_names_differ() -> None:
     assert len(np.unique(draws)) == draws.size
 
 
-def test_random_streams_are_independent() -> None:
+def test_draws_from_one_random_stream_do_not_change_another() -> None:
     first = stream(5, "x", 1)
     stream(5, "y", 1).random(100)
     assert first.random() == stream(5, "x", 1).random()

@@ -197,7 +197,7 @@ def test_json_files_have_each_list_in_one_line(tmp_path: Path) -> None:
     assert '  "numbers": [1, 2.5, null],\n' in text and '"a": [3, 4]' in text
 
 
-def test_peak_memory_is_in_bytes_of_resident_memory() -> None:
+def test_peak_memory_is_the_resident_memory_in_bytes() -> None:
     held = np.ones(20_000_000)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     resident = pages * os.sysconf("SC_PAGE_SIZE")
@@ -219,7 +219,7 @@ def test_peak_memory_is_in_bytes_of_resident_memory() -> None:
         {"round": [1], "accuracy": [True]},
     ],
 )
-def test_history_that_is_not_numeric_is_refused(columns: dict, tmp_path: Path) -> None:
+def test_history_with_a_wrong_type_in_a_column_is_refused(columns: dict, tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "history.parquet")
     with pytest.raises(ValueError, match=f"{tmp_path / 'history.parquet'} has"):
         metrics.read_history(tmp_path / "history.parquet")

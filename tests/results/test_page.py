@@ -121,7 +121,7 @@ def test_page_lists_configuration_keys_that_differ_between_runs(tmp_path: Path) 
     assert "batch" not in different
 
 
-def test_rerun_commands_have_different_folders(tmp_path: Path) -> None:
+def test_rerun_commands_of_a_page_write_to_different_folders(tmp_path: Path) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.75])
     places = re.findall(r"out=\S*?(?=<)", section(written(runs, tmp_path), "How to repeat it"))
     assert places == ["out=again/1", "out=again/2"]
@@ -324,7 +324,9 @@ def test_page_has_no_passwords(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "lines"), [(8, 0), (10, 10)])
-def test_legend_shows_dashes_once_colours_repeat(count: int, lines: int, tmp_path: Path) -> None:
+def test_legend_shows_dashes_if_there_are_more_curves_than_colours(
+    count: int, lines: int, tmp_path: Path
+) -> None:
     runs = [make(tmp_path / f"run{number}", [0.5, 0.6]) for number in range(count)]
     groups = [report.RunGroup(run.name, [run]) for run in runs]
     text = page.write_report(groups, tmp_path / "out").read_text()

@@ -364,7 +364,7 @@ def test_threshold_column_counts_seeds_that_reach_the_threshold(tmp_path: Path) 
     ("seconds", "texts"),
     [([100.0, 200.0], ["100 s", "200 s"]), ([100.0, 360_000.0], ["100 s", "4.17 d"])],
 )
-def test_numbers_of_a_column_have_one_unit(
+def test_numbers_of_a_column_have_one_unit_unless_they_differ_widely(
     seconds: list[float], texts: list[str], tmp_path: Path
 ) -> None:
     groups = []

@@ -620,7 +620,7 @@ def _queued_then_failed() -> tuple[list[str], str, str, bool]:
     return told, refused, failed, _wait_until_empty(_groups)
 
 
-def test_run_without_free_cpus_waits_or_is_refused_if_wait_is_0(
+def test_run_without_free_cpus_waits_or_is_refused_if_runtime_wait_is_0(
     driver: Call,
 ) -> None:
     told, refused, failed, gone = driver(_queued_then_failed)

@@ -63,7 +63,7 @@ def test_diurnal_client_is_available_from_its_local_midnight() -> None:
     assert presence.next_change(1, 0.0, 100.0) == 100.0
 
 
-def test_availability_interval_includes_its_start_not_its_end() -> None:
+def test_availability_interval_includes_its_start_but_not_its_end() -> None:
     presence = intervals([10.0, 20.0, 30.0, 90.0])
     there = {
         0.0: False,
@@ -459,7 +459,7 @@ def test_run_waits_for_the_next_available_client() -> None:
     assert both.now == 510.0
 
 
-def test_fleet_without_available_clients_within_its_patience_is_refused() -> None:
+def test_fleet_whose_clients_appear_later_than_its_patience_is_refused() -> None:
     fleet = Recorded([500.0, 900.0], patience=499.0)
     with pytest.raises(ValueError, match=r"fleet: .* 500 s\. .*fleet\.availability"):
         planner(fleet, 1, Buffered(1, 1)).next_aggregation()

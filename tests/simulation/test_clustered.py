@@ -67,7 +67,7 @@ def test_clusters_have_same_bits_on_several_workers_and_after_resume(
     check_resumed(make, schedule, Lognormal())
 
 
-def test_resumed_run_keeps_its_clusters() -> None:
+def test_clusters_are_split_again_in_later_rounds() -> None:
     result = run(spec(EAGER), ALL, rounds=3)
     assert result.rows[0]["topology.clusters"] == 2
     assert result.rows[2]["topology.clusters"] == 4

@@ -34,7 +34,7 @@ def devices(fleet: Fleet, clients: int = 1, seed: int = 0, flops: float = 1.0) -
 
 
 # --- durations ------------------------------------------------------------------------------------
-def test_device_may_be_arbitrarily_slow() -> None:
+def test_device_may_be_slower_than_one_sample_and_one_byte_per_second() -> None:
     assert devices(Ideal(speed=0.5)).trip(0, 0, 0.0, 1.0, 0, 0) == (2.0, True)
     slow = Lognormal(
         speed=0.5, sigma=0.0, bandwidth_down=0.5, bandwidth_up=0.25, bandwidth_sigma=0.0

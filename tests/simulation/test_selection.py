@@ -315,7 +315,7 @@ def test_fedcs_chooses_the_fastest_if_none_meets_the_deadline() -> None:
     assert [job.client for job in step(plan).dispatched] == [0]
 
 
-def test_oort_chooses_unexplored_clients_before_first_report() -> None:
+def test_oort_explores_all_clients_in_the_end() -> None:
     plan = planner(Oort(), Synchronous(4), Lognormal(), counts=[5] * 20)
     first, second = step(plan), step(plan)
     assert len(first.dispatched) == len(second.dispatched) == 4

@@ -64,7 +64,7 @@ def spied(topology: Topology, schedule: Schedule, **settings: Any) -> tuple[Spy,
 
 
 class TestMixing:
-    def test_mixing_matrix_keeps_only_weights_above_zero(self) -> None:
+    def test_mixing_matrix_stores_only_weights_above_zero(self) -> None:
         mixing = mixing_matrix(np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]), "key")
         assert [mixing.row(replica) for replica in range(3)] == [
             ([0, 1], [0.5, 0.5]),
@@ -88,7 +88,7 @@ class TestMixing:
         with pytest.raises(ValueError, match=match):
             mixing_matrix(weights, "key")
 
-    def test_mixing_row_of_replicas_with_equal_weights_is_stored_once(self) -> None:
+    def test_mixing_row_is_stored_once_for_replicas_with_equal_weights(self) -> None:
         rows = mixing_rows(mixing_matrix([{0: 0.25, 1: 0.75}] * 2, "key"), range(2))
         assert rows == [((0, 1), (0, 1), (0.25, 0.75))]
 

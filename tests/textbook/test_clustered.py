@@ -54,7 +54,9 @@ def check(run: Recorded, expected: Clusters) -> None:
 
 
 @pytest.mark.parametrize("clusters, study", [(2, {}), (3, {}), (3, {"model": NORMED_MLP})])
-def test_clients_choose_the_models_of_a_textbook_ifca(clusters: int, study: dict[str, Any]) -> None:
+def test_clients_choose_the_same_models_as_in_a_textbook_ifca(
+    clusters: int, study: dict[str, Any]
+) -> None:
     run = recorded(Clustered("loss", clusters), 4, 5, **study)
     expected = ifca(run.world, run.starts)
     check(run, expected)

@@ -155,7 +155,7 @@ def test_machine_code_is_stored_for_the_next_process(tmp_path: Path) -> None:
     assert result(compile_function(rule(tmp_path))) == (7.0, 1)
 
 
-def test_machine_code_of_another_source_is_not_used(
+def test_machine_code_of_changed_source_code_is_not_used(
     tmp_path: Path,
 ) -> None:
     assert result(compile_function(rule(tmp_path))) == (7.0, 0)

@@ -69,7 +69,7 @@ def test_layout_leaves_out_frozen_parameters() -> None:
     assert "model.0.weight" not in {entry.name for entry in plan_layout(nets).entries}
 
 
-def test_parameters_keep_their_values_in_the_vector() -> None:
+def test_network_has_the_same_parameters_after_it_is_stored_in_a_vector() -> None:
     nets = networks()
     before = {name: value.clone() for name, value in nets["model"].state_dict().items()}
     vector = flat(nets, *BN)

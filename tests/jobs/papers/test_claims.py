@@ -60,7 +60,9 @@ def pairs(gains: Sequence[float], base: float = 0.7, setting: str = "skew-slow")
         ([0.05, 0.06], "undecided"),
     ],
 )
-def test_verdict_on_a_claim_follows_from_the_interval(gains: list[float], verdict: str) -> None:
+def test_verdict_on_a_claim_follows_from_the_confidence_interval(
+    gains: list[float], verdict: str
+) -> None:
     (finding,) = findings(SKEW_CLAIM, pairs(gains))
     assert finding.verdict == verdict
     assert bool(finding.to_decide()) == (verdict == "undecided")
@@ -87,7 +89,7 @@ def test_paper_claim_is_judged_for_each_setting() -> None:
     assert (second.setting.name, second.verdict) == ("skew-fast", "contradicted")
 
 
-def test_needed_number_of_seeds_gives_an_interval_without_zero() -> None:
+def test_needed_number_of_seeds_gives_a_confidence_interval_without_zero() -> None:
     # t(0.975, 9) = 2.262: with ten pairs the half width is 0.715 deviations, with nine 0.769.
     assert seeds_needed(1.0, 0.74) == "about 10" == seeds_needed(2.0, -1.48)
     assert seeds_needed(1.0, 0.01) == "more than 100"

@@ -172,7 +172,9 @@ def test_each_setting_of_the_stored_runs_gets_a_separate_table(tmp_path: Path, s
     assert kept[1].startswith("FedProx 82.32 60.00* ± 14.14 (2 runs) -22.32")
 
 
-def test_main_setting_of_a_page_does_not_depend_on_run_order(tmp_path: Path, store: Path) -> None:
+def test_main_setting_of_a_page_does_not_depend_on_the_order_of_runs(
+    tmp_path: Path, store: Path
+) -> None:
     small = "model=small_cnn"
     for method, score in (("", 0.1), ("fedprox", 0.2), ("fedbr", 0.3)):
         kept_at(tmp_path, method, score, small)
@@ -377,7 +379,7 @@ def test_gains_table_uses_only_seeds_that_both_methods_have() -> None:
     assert "Spearman" not in text, "three splits have no correlation"
 
 
-def test_gains_table_uses_the_score_of_the_paper() -> None:
+def test_gains_table_uses_the_kind_of_score_that_the_paper_reports() -> None:
     def run(method: str, seed: int, gained: float) -> Run:
         best, early, late = 0.5 + gained, 0.3 + 2 * gained, 0.2 + 4 * gained
         scores = [best] * 5 + [early] * 9 + [late]
