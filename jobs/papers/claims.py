@@ -303,7 +303,12 @@ def settings_table(paper: str) -> str:
         codes = (setting.name, setting.command, setting.study)
         name, command, study = (f"`{code}`" for code in codes)
         rows.append((name, setting.title, command, study))
-    head = ("scale", "what it is", "a run, without its method and seed", "all runs")
+    head = (
+        "scale",
+        "data, model and training",
+        "command of a run, without method and seed",
+        "command of all runs",
+    )
     return to_markdown(head, rows)
 
 

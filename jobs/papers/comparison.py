@@ -210,7 +210,7 @@ def compare(
     parts += _paragraph(
         f"runs ({CHANGED}: not at the paper's setting)", [*notes, *_stored_notes(entries)]
     )
-    return "\n\n".join([*parts, *_paragraph("without a run", _missing(entries))])
+    return "\n\n".join([*parts, *_paragraph("commands of missing runs", _missing(entries))])
 
 
 def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
@@ -547,7 +547,7 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
     is_made = any(entry.values for entry in cells)
     if is_made:
         yield number_column("ours", [_ours(entry) for entry in cells])
-        yield number_column("diff", [_difference(entry) for entry in cells])
+        yield number_column("ours - paper", [_difference(entry) for entry in cells])
         for title, texts in _other_scores(cells).items():
             if set(texts) != {MISSING}:
                 yield number_column(title, texts)
@@ -557,7 +557,7 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
             printed = entry.cell.rounds_to.get(key)
             theirs = MISSING if printed is None else str(printed)
             texts.append(f"{theirs} / {_rounds(key, entry, entries)}" if is_made else theirs)
-        yield number_column(f"to {key.replace('_', ' ')}", texts)
+        yield number_column(f"rounds to {key.replace('_', ' ')}", texts)
 
 
 def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:

@@ -180,8 +180,8 @@ def _results(
         titles.update(
             dict.fromkeys(title for title, values in entry.additional_scores().items() if values)
         )
-    head = ["row", "data", "paper", "ours", "seeds", "difference", *titles]
-    head += [*(name.replace("_", " ") for name in SPLIT), "cause"]
+    head = ["method", "data", "paper", "ours", "seeds", "ours - paper", *titles]
+    head += [*(name.replace("_", " ") for name in SPLIT), "cause of the difference"]
     rows = [_row(table_name, entry, list(titles), bool(setting), causes) for entry in shown]
     yield to_markdown(head, rows)
 

@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for name in parser.parse_args(arguments).runs:
         for folder in find_runs(Path(name)):
-            print(store_run(folder))
+            print(f"stored the run {folder} in {store_run(folder)}")
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ class RuntimeOptions(RayOptions):
         between("runtime.lanes", 1 if self.lanes is None else self.lanes, 1, 4096)
         if self.name == "cluster" and not self.address:
             raise ValueError(
-                "runtime.address=null does not name a cluster: set it to auto, or to the address "
-                "of a head node"
+                "runtime.address=null does not name a cluster. Set it to auto, or to the address "
+                "of a head node."
             )
 
 

@@ -232,7 +232,7 @@ def test_paper_table_gives_no_difference_for_a_run_on_other_data(
     run = make(tmp_path / "b", [*words, "data=pneumonia_mnist", "partition.alpha=0.5"], rows([0.5]))
     text = compare("fedld/table1", [run], WIDE)
     assert line(text, "pneumonia_mnist, Split-3").startswith(
-        "pneumonia_mnist, Split-3 paper ours diff"
+        "pneumonia_mnist, Split-3 paper ours ours - paper"
     )
     assert "FedAvg 81.13 50.00* –" in " ".join(text.split()), (
         "other data than the paper's have no difference"
