@@ -306,7 +306,7 @@ def test_methods_that_could_not_be_stored_must_be_passed_to_load() -> None:
             {"model": functools.partial(nn.Linear, width=3)},
             r"Linear cannot be called \(missing .*'in_features'\)",
         ),
-        ({"model": lambda: flat(7)}, "set its number of outputs to 3, as functools.partial"),
+        ({"model": lambda: flat(7)}, "Set its number of outputs to 3, as functools.partial"),
         (
             {"model": 3},
             "^model=3 .*torch.nn.Module",
