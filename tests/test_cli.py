@@ -403,7 +403,9 @@ class TestResume:
         assert bits("a") == bits("straight")
         assert rounds("a") == [1, 2, 3, 4]
 
-    def test_resume_refuses_other_settings(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_resume_refuses_settings_that_differ_from_the_stored_ones(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         run("out=a")
         run("out=a", "resume=latest", "rounds=6", "local.lr=0.2", status=2)
         error = one_sentence(capsys.readouterr().err)
@@ -659,7 +661,7 @@ class TestFailures:
         with pytest.raises(RunStoppedError, match=rf"'failing'.*{error.__name__}: on purpose"):
             execute.run(replace(experiment, spec=spec), quiet=True)
 
-    def test_diverging_clients_end_command_with_one_line(
+    def test_diverging_clients_stop_the_command_with_a_one_line_error(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a", "local.lr=1e30", "local.batch=4", status=1)

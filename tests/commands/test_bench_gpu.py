@@ -54,7 +54,7 @@ def test_bench_gpu_writes_a_page_without_ray_or_hydra(tmp_path: Path) -> None:
     assert {row["workload"] for row in later["memory"]} == {"G1", "G2", "G3", "G4"}
 
 
-def test_page_of_gpu_speeds_matches_its_stored_results(tmp_path: Path) -> None:
+def test_page_of_gpu_speeds_shows_the_stored_results(tmp_path: Path) -> None:
     stored = Path(__file__).parents[2] / "docs/gpu"
     write_page(json.loads((stored / gpu.RESULTS).read_text()), tmp_path)
     assert (tmp_path / PAGE).read_text() == (stored / PAGE).read_text()

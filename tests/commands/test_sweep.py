@@ -594,7 +594,7 @@ class TestSearch:
             config = (folder / row["folder"] / "config.yaml").read_text()
             assert f"lr: {row['local.lr']}" in config
 
-    def test_trial_on_two_workers_scores_the_same_as_its_run_in_one_process(
+    def test_trial_on_two_workers_has_the_scores_of_its_run_in_one_process(
         self, ray_session: None
     ) -> None:
         searched = "local.lr=tag(log,interval(0.01,0.5))"

@@ -279,7 +279,7 @@ def write_leaf(folder: Path) -> str:
     return str(folder)
 
 
-def test_leaf_reads_shakespeare(tmp_path: Path) -> None:
+def test_leaf_source_reads_the_shakespeare_data_set(tmp_path: Path) -> None:
     data = federate(Leaf(write_leaf(tmp_path)), Natural(test_fraction=0.0), 0)
     dataset = data.open()
     assert (

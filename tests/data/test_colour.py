@@ -61,7 +61,7 @@ def test_colour_change_equals_torchvision_for_each_image(
     ("change", "strength"),
     [(scale_brightness, 1.0), (scale_contrast, 1.0), (scale_saturation, 1.0), (shift_hue, 0)],
 )
-def test_neutral_colour_strengths_change_nothing(
+def test_colour_change_with_neutral_strengths_leaves_images_unchanged(
     change: Callable[[Tensor, Tensor], Tensor], strength: float
 ) -> None:
     before = IMAGES.clone()

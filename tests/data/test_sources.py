@@ -183,7 +183,7 @@ def test_mnist_is_read_from_its_folder(tmp_path: Path) -> None:
     assert built.labels.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8] and built.num_classes == 10
 
 
-def test_data_set_is_built_again_if_an_mnist_file_has_a_new_time(tmp_path: Path) -> None:
+def test_data_set_is_built_again_if_the_time_of_an_mnist_file_changes(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     first = Mnist(root=str(tmp_path)).build()
     file = tmp_path / "MNIST/raw/train-labels-idx1-ubyte"
@@ -303,7 +303,7 @@ def test_usps_is_found_in_data_root_or_in_its_subfolder_usps(inner: str, tmp_pat
     assert built.shape == (1, 16, 16) and built.inputs[0].sum() == built.inputs[0, 0, 0, 0] == 255
 
 
-def test_svhn_keeps_order_of_labels_and_pixels(
+def test_svhn_source_reads_label_10_as_0_and_keeps_the_order_of_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchvision
@@ -407,7 +407,7 @@ def test_mnist_and_fashion_mnist_have_their_published_sizes_and_means(
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
-def test_data_only_setting_selects_classes_and_sets_their_order(tmp_path: Path) -> None:
+def test_setting_data_only_selects_classes_and_their_order(tmp_path: Path) -> None:
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):

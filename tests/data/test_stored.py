@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # ---- Parquet -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("struct", [True, False])
-def test_parquet_images_keep_every_pixel(struct: bool, tmp_path: Path) -> None:
+def test_parquet_source_reads_every_pixel_unchanged(struct: bool, tmp_path: Path) -> None:
     pixels = [picture() for _ in range(5)]
     names = {"class_names": json.dumps(["cat", "dog", "cow"])}
     write_parquet(tmp_path / "train.parquet", pixels[:3], [0, 1, 0], struct, metadata=names)

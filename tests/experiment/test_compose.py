@@ -197,7 +197,7 @@ def test_option_chosen_by_override_has_only_the_keys_of_its_class(word: str) -> 
     assert set(values) - {TARGET} == set(defaults(resolve(values[TARGET], group)))
 
 
-def test_local_steps_override_unsets_epochs_and_vice_versa() -> None:
+def test_override_of_local_steps_unsets_local_epochs_and_vice_versa() -> None:
     assert node("local.steps=7")["local"]["epochs"] is None
     assert node("experiment=fedbr/rotated_mnist", "local.epochs=2")["local"]["steps"] is None
     assert "local.epochs=2 and local.steps=7" in sentence("local.steps=7", "local.epochs=2")

@@ -100,7 +100,7 @@ class TestValues:
         np.testing.assert_allclose(step, expected, atol=2e-7)
         assert np.abs(step - weights @ deltas / weights.sum()).max() > 1e-5
 
-    def test_workers_add_up_decoded_updates_with_the_same_bits_as_the_server(self) -> None:
+    def test_workers_add_up_decoded_updates_to_the_bits_of_the_server_sum(self) -> None:
         summed, _, updates = first_step(TopK(0.1))
         assert all(update.delta is None for update in updates)
         single, _, updates = first_step(TopK(0.1), Spectator())

@@ -156,7 +156,7 @@ def test_fedpac_head_weights_minimise_their_objective_on_the_simplex(
         assert ((slope - value).abs()[a > 1e-9] <= scale).all()
 
 
-def test_fedpac_weights_ignore_common_part_of_class_means() -> None:
+def test_fedpac_weights_ignore_the_common_part_of_all_class_means() -> None:
     weighted = torch.randint(-9, 10, (4, 3, 5), generator=torch.Generator().manual_seed(0)).double()
     for client in range(4):
         settings = {"variances": torch.tensor([10.0, 20.0, 40.0, 80.0]).double(), "client": client}

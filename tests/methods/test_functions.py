@@ -195,7 +195,7 @@ class TestFedDecorr:
     def test_feddecorr_penalty_of_a_single_row_is_zero(self, variant: str) -> None:
         assert feddecorr.decorrelation_penalty(random(1, 4), variant) == 0
 
-    def test_feddecorr_variant_fedbr_replaces_variances_below_a_minimum(self) -> None:
+    def test_feddecorr_with_variant_fedbr_replaces_variances_below_a_minimum(self) -> None:
         # Centred (-a, 0, a): the variance is a squared, and 1e-16 where that is smaller.
         for a, deviation in ((1e-7, 1e-7), (1e-9, 1e-8)):
             penalty = feddecorr.decorrelation_penalty(vector(-a, 0, a)[:, None], "fedbr")

@@ -24,7 +24,7 @@ from raysim.vectors.layout import Vector
 PREVIOUS = "moon.previous"
 
 
-def test_moon_at_weight_zero_equals_fedavg_on_a_model_with_its_projection() -> None:
+def test_moon_with_weight_zero_equals_fedavg_with_the_network_of_moon() -> None:
     class Headed(Method):
         """A method that uses MOON's network and changes nothing else."""
 

@@ -167,7 +167,7 @@ LOADED: dict[str, tuple[PartialFed, set[str]]] = {
 }
 
 
-def test_partialfed_layers_exclude_modules_of_networks_of_other_methods() -> None:
+def test_partialfed_layers_exclude_networks_that_other_methods_add() -> None:
     networks, layout = build_networks(run_spec(model=NORMED_MLP))
     assert model_layers(layout, networks["model"]) == LAYERS
     networks, layout = build_networks(run_spec(FedBN(), Dann(0.5, width=4), model=NORMED_MLP))
@@ -429,7 +429,7 @@ def test_partialfed_policy_gradient_includes_batchnorm_statistics() -> None:
     )
 
 
-def test_partialfed_policy_steps_cost_samples_from_the_second_job_on() -> None:
+def test_partialfed_policy_steps_add_to_the_cost_from_the_second_job_on() -> None:
     method = PartialFed("adaptive", policy_steps=3, policy_batch=20)
     assert method.cost(participation_facts(None, 50, 50)) == 0
     assert method.cost(participation_facts(None, 50, 50, 1)) == 60

@@ -306,7 +306,9 @@ def test_adapters_of_layers_that_do_not_exist_are_rejected() -> None:
         (MnistCnn(), Lora(rank=200)),
     ],
 )
-def test_adapters_reject_rank_above_size_of_layers(recipe: ModelRecipe, lora: Lora) -> None:
+def test_adapter_rank_above_the_size_of_the_layers_is_rejected(
+    recipe: ModelRecipe, lora: Lora
+) -> None:
     with pytest.raises(ValueError, match=r"model\.lora\.rank"):
         replace(recipe, lora=lora).build((1, 8, 8), 4, 0)
 

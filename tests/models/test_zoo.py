@@ -100,7 +100,7 @@ def test_hugging_face_causal_model_sees_no_later_token(tmp_path: Path) -> None:
     assert torch.allclose(fewer(tokens.clamp(max=5)), model(tokens.clamp(max=5))[:, :6], atol=1e-6)
 
 
-def test_adapters_leave_out_output_layer_of_hugging_face_models() -> None:
+def test_output_layer_of_hugging_face_models_gets_no_adapter() -> None:
     pytest.importorskip("peft")
     recipe = HuggingFaceModel("gpt2", options=GPT2, task="causal", lora=Lora(rank=2))
     layers = [adapter.layer for adapter in find_adapters(recipe.build((5,), 7, 0, Tokens(7)))]

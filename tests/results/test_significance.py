@@ -27,7 +27,7 @@ def test_three_pairs_get_interval_and_p_value_of_students_t_test() -> None:
     assert found.wilcoxon is None
 
 
-def test_six_pairs_of_one_sign_give_wilcoxons_smallest_p() -> None:
+def test_six_pairs_of_one_sign_give_the_smallest_p_value_of_wilcoxon() -> None:
     from scipy import stats  # seconds, for this test alone
 
     left, right = [0.5, 0.61, 0.73, 0.86, 0.7, 0.81], [0.4, 0.5, 0.6, 0.7, 0.5, 0.6]

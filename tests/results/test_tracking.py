@@ -273,7 +273,7 @@ def test_tracker_sends_no_row_twice_if_the_answer_is_lost(tmp_path: Path) -> Non
     assert shelf.steps == [1, 2]
 
 
-def test_tracked_resumed_run_has_no_gap_and_no_duplicate(tmp_path: Path) -> None:
+def test_tracker_gets_each_row_of_a_resumed_run_exactly_once(tmp_path: Path) -> None:
     shelf, said = Shelf(), []
     killed = tracker(tmp_path, shelf, said)
     begin(killed, shelf)

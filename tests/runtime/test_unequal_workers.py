@@ -136,7 +136,7 @@ def test_worker_with_other_hardware_is_refused_without_runtime_mixed(
     assert len(other & {"worker-0", "worker-1"}) == 1 and "driver" not in other
 
 
-def test_run_ends_if_new_worker_would_compute_other_bits(ray_session: None) -> None:
+def test_run_ends_if_a_new_worker_would_compute_other_bits(ray_session: None) -> None:
     import ray
 
     from raysim.runtime.ray.actors import RayRuntime, RayWorker, actor_class, identify_process

@@ -115,7 +115,7 @@ def test_jobs_of_one_part_of_the_summation_tree_go_to_one_node() -> None:
     assert [parts_of(share, 24) for share in on_node] == [1, 1, 1]
 
 
-def test_runs_fill_ten_lanes_equally_on_two_workers() -> None:
+def test_consecutive_jobs_for_two_workers_fill_their_ten_lanes_equally() -> None:
     jobs = jobs_of([60.0] * 100)
     runs = assign_runs(jobs, [0.0, 0.0], [0, 0])
     assert [len(run) for run in runs] == [50, 50]
@@ -124,14 +124,14 @@ def test_runs_fill_ten_lanes_equally_on_two_workers() -> None:
         assert {lanes.count(lane) for lane in range(10)} == {5}
 
 
-def test_runs_give_a_loaded_worker_less_work() -> None:
+def test_loaded_worker_gets_fewer_consecutive_jobs() -> None:
     runs = assign_runs(jobs_of([1.0] * 10), [4.0, 0.0], [0, 0])
     assert [len(run) for run in runs] == [3, 7]
     runs = assign_runs(jobs_of([1.0] * 3), [9.0, 0.0], [0, 0])
     assert [len(run) for run in runs] == [0, 3]
 
 
-def test_runs_of_the_workers_of_a_node_follow_each_other() -> None:
+def test_workers_of_one_node_get_jobs_that_follow_each_other() -> None:
     runs = assign_runs(jobs_of([1.0] * 8), [0.0] * 4, [0, 1, 0, 1])
     assert [[job.number for job in run] for run in runs] == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
@@ -140,7 +140,7 @@ def test_runs_of_the_workers_of_a_node_follow_each_other() -> None:
     st.lists(st.floats(0, 100), max_size=30),
     st.lists(st.floats(0, 300), min_size=1, max_size=5),
 )
-def test_runs_contain_each_job_once_with_nearly_equal_loads(
+def test_each_job_goes_to_one_worker_and_loads_are_nearly_equal(
     works: list[float], loads: list[float]
 ) -> None:
     jobs = jobs_of(works)

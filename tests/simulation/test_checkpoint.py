@@ -598,7 +598,7 @@ def test_search_for_pickle_calls_finds_code_that_pickles(line: str) -> None:
 # --- going on -------------------------------------------------------------------------------------
 
 
-def test_resumed_history_has_no_gap_and_no_duplicate(
+def test_history_of_a_resumed_run_has_each_round_exactly_once(
     tmp_path: Path,
 ) -> None:
     study = run_spec(Scaffold())

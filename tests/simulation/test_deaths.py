@@ -598,7 +598,7 @@ def test_stacks_of_a_frozen_actor_are_read(ray_session: None) -> None:
     assert "T (stopped)" in stacks
 
 
-def test_replacement_lost_with_its_node_raises_worker_died_error(
+def test_loss_of_a_replacing_worker_and_its_node_raises_worker_died_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The replacement dies before it reports its identity, and the error names the lost node."""

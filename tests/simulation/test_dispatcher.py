@@ -100,7 +100,7 @@ def calls(schedule: Schedule, fleet: Fleet, seconds: float, rounds: int) -> Slow
 
 
 @pytest.mark.parametrize(("seconds", "jobs"), [(0.001, 2), (0.0004, 5), (0.1, 1)])
-def test_small_jobs_are_sent_in_bundles(seconds: float, jobs: int) -> None:
+def test_several_small_jobs_are_sent_in_one_call(seconds: float, jobs: int) -> None:
     result = calls(Buffered(concurrency=CLIENTS, size=1), Ideal(), seconds, 60)
     sizes = [size for _, size in result.calls]
     assert 60 <= sum(sizes) <= 60 + CLIENTS and max(sizes) <= jobs

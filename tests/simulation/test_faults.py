@@ -337,7 +337,7 @@ def test_tolerated_failures_do_not_stop_a_run() -> None:
         run(run_spec(Raising(hits)), ALL, rounds=1, tolerate=0.5)
 
 
-def test_too_many_failures_stop_run_without_a_folder() -> None:
+def test_error_of_a_failed_run_without_a_folder_does_not_mention_resume() -> None:
     hits = frozenset((client, 0) for client in range(6))
     with pytest.raises(TooManyFailuresError) as stopped:
         run(run_spec(Raising(hits)), ROUNDS)

@@ -203,7 +203,7 @@ def test_finetuning_uses_samples_of_unseen_clients() -> None:
     assert row["accuracy_unseen_finetuned"] > row["accuracy_unseen"]  # type: ignore[operator]
 
 
-def test_setting_evaluate_clients_also_limits_scored_unseen_clients() -> None:
+def test_setting_evaluate_clients_limits_unseen_clients_that_are_scored() -> None:
     finished_run = run(study(share=0.5), evaluate=Evaluation(clients=2))
     scores = {round(score, 9) for score in scores_by_hand(finished_run, unseen_of(finished_run))}
     pairs = {round((a + b) / 2, 6) for a in scores for b in scores}
@@ -234,7 +234,7 @@ def test_centralized_training_leaves_out_samples_of_unseen_clients() -> None:
 
 
 @pytest.mark.parametrize("method", [Scaffold, lambda: FedDyn(0.1)])
-def test_population_that_methods_see_excludes_unseen_clients(method: Any) -> None:
+def test_methods_see_a_population_without_the_unseen_clients(method: Any) -> None:
     finished_run = run(study(method()))
     assert finished_run.coordinator.server.population == CLIENTS - 2
     # The same clients without the unseen ones are the same federation.

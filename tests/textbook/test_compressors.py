@@ -259,7 +259,7 @@ class TestRounded:
             error = np.abs(decoded[start : start + 256] - part) / scale
             np.testing.assert_allclose(error, nearest, atol=1e-3)
 
-    def test_rounded_zero_blocks_stay_zero(self) -> None:
+    def test_blocks_of_zeros_stay_zero_after_rounding(self) -> None:
         zeros = np.zeros(LAYOUT.trained, np.float32)
         assert (coded(Int8(), zeros) == 0).all()
         assert (coded(Fp8(), zeros) == 0).all()

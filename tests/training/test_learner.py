@@ -116,7 +116,7 @@ def test_learner_refuses_methods_that_need_gradients() -> None:
         ("error", "KeyError.*something"),
     ],
 )
-def test_learner_error_fails_only_its_client(wrong: str, text: str) -> None:
+def test_error_of_a_learner_fails_only_the_client_with_the_error(wrong: str, text: str) -> None:
     result = run(run_spec(Centroids(wrong)), rounds=1, tolerate=1.0)
     assert result.failures and result.rows[0]["failures"] == len(result.failures)
     for failure in result.failures:
@@ -217,6 +217,6 @@ def test_sklearn_regressor_learns_a_line(tmp_path: Any) -> None:
     assert np.abs(scores - targets[300:]).mean() < 0.1
 
 
-def test_sklearn_learner_refuses_other_kind_of_data() -> None:
+def test_sklearn_regressor_refuses_data_with_classes() -> None:
     with pytest.raises(ValueError, match="SGDRegressor"):
         run(run_spec(SklearnLinear("SGDRegressor"), local=Local()), rounds=1)

@@ -142,6 +142,6 @@ def by_hand(
     return float(torch.cat(seen).mean())
 
 
-def test_sum_of_batch_means_counts_each_row() -> None:
+def test_sum_over_rows_multiplies_each_batch_mean_by_its_rows() -> None:
     assert float(sum_over_rows(torch.tensor([1.0, 4.0]), [11, 1])) == 15
     assert float(sum_over_rows(torch.empty(0), [])) == 0

@@ -186,7 +186,7 @@ def test_own_training_may_replace_the_models_tensors() -> None:
 @pytest.mark.parametrize(
     ("how", "text"), [("shape", "shape"), ("result", "LocalResult"), ("error", "SystemExit")]
 )
-def test_own_training_error_fails_only_its_client(how: str, text: str) -> None:
+def test_error_in_own_training_fails_only_the_client_with_the_error(how: str, text: str) -> None:
     result = run(run_spec(Replacing(how)), rounds=1, tolerate=1.0)
     assert result.rows[0]["failures"] > 0
     assert all(failure.method == "replacing" for failure in result.failures)

@@ -234,7 +234,7 @@ def test_batches_of_one_sample_are_refused_before_the_start(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_batches_of_one_sample_run_if_the_network_can(name: str, tmp_path: Path) -> None:
+def test_batches_of_one_sample_are_trained_if_the_network_can(name: str, tmp_path: Path) -> None:
     run_without_failures(
         build_experiment(FINE[name], "local.batch=1", "faults.tolerate=0"), tmp_path
     )
