@@ -448,7 +448,7 @@ def test_partition_by_class_refuses_data_without_classes(partitioner: Partitione
         federate(Tabular("diabetes"), partitioner, 0)
 
 
-def test_last_count_includes_the_rest_if_shares_sum_below_one() -> None:
+def test_last_client_gets_the_remaining_samples_if_shares_sum_below_one() -> None:
     assert share_counts(10, np.array([0.5, 0.4])).tolist() == [5, 5]
 
 

@@ -120,7 +120,7 @@ def test_damaged_remote_checkpoint_is_refused() -> None:
         run(where, out="a", rounds=6, resume="latest")
 
 
-def test_study_has_a_checkpoint_folder_per_run_and_sweep_refuses_one() -> None:
+def test_runs_of_a_study_get_checkpoint_folders_but_a_sweep_refuses_them() -> None:
     words = ["checkpoint.folder=memory://runs/a", *WORDS.split()]
     with pytest.raises(RefusedError, match=r"checkpoint\.folder is for one run"):
         raysim.sweep([*words, "local.lr=0.1,0.2"], quiet=True)

@@ -152,7 +152,7 @@ def test_learner_error_mentions_the_key(words: str, key: str) -> None:
         raysim.build(f"{QUICK} {words}")
 
 
-def test_argument_learner_refuses_observers_and_methods_refuses_learners() -> None:
+def test_learner_must_be_passed_as_learner_and_not_in_methods() -> None:
     with pytest.raises(RefusedError, match="learner"):
         raysim.build(QUICK, learner=raysim.Observer())  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match="sklearn_linear"):

@@ -93,7 +93,7 @@ def test_groups_of_jobs_leave_no_worker_idle(
     assert max(total_work(share) for share in assigned) <= MAX_SLOWDOWN * best + 1e-9
 
 
-def test_equal_jobs_are_divided_into_few_groups() -> None:
+def test_equal_jobs_are_divided_into_few_groups_for_the_summation_tree() -> None:
     sums = {}
     for clients, workers in ((3, 3), (10, 3), (10, 2), (100, 3), (100, 8)):
         assigned = assign_groups([jobs_of([1.0] * clients)], [0.0] * workers, [0] * workers)
@@ -124,7 +124,7 @@ def test_consecutive_jobs_for_two_workers_fill_their_ten_lanes_equally() -> None
         assert {lanes.count(lane) for lane in range(10)} == {5}
 
 
-def test_loaded_worker_gets_fewer_consecutive_jobs() -> None:
+def test_loaded_worker_gets_fewer_jobs_than_an_idle_worker() -> None:
     runs = assign_runs(jobs_of([1.0] * 10), [4.0, 0.0], [0, 0])
     assert [len(run) for run in runs] == [3, 7]
     runs = assign_runs(jobs_of([1.0] * 3), [9.0, 0.0], [0, 0])

@@ -308,7 +308,7 @@ def events_until_stopped(coordinator: Coordinator) -> tuple[list[Any], TooManyFa
 @pytest.mark.parametrize(
     "schedule", [ALL, Buffered(concurrency=5, size=4)], ids=["rounds", "buffer"]
 )
-def test_too_many_failures_stop_run_with_a_checkpoint(
+def test_error_of_a_run_with_too_many_failures_mentions_its_checkpoint(
     schedule: Any, methods: list[Method], tmp_path: Path
 ) -> None:
     hits = frozenset((client, version) for client in (0, 2) for version in (2, 3, 4))

@@ -79,7 +79,7 @@ def test_device_classes_refuse_a_model_with_zero_flops() -> None:
 
 
 @pytest.mark.parametrize("fleet", FLEETS, ids=lambda fleet: type(fleet).__name__)
-def test_expected_seconds_are_the_mean_duration_of_jobs(fleet: Fleet) -> None:
+def test_expected_duration_of_a_job_is_the_mean_of_drawn_durations(fleet: Fleet) -> None:
     result, samples = devices(fleet, 40), np.arange(1.0, 41.0)
     expected = result.seconds(samples, 10, 20)
     trips = [

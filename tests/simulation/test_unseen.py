@@ -253,9 +253,7 @@ def test_methods_see_a_population_without_the_unseen_clients(method: Any) -> Non
         (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
     ],
 )
-def test_means_that_limit_fedbr_and_fedmix_batches_exclude_unseen_clients(
-    words: list[str], key: str
-) -> None:
+def test_batch_limits_of_fedbr_and_fedmix_ignore_unseen_clients(words: list[str], key: str) -> None:
     words = [*COMMON, *words]
     build(words)
     with pytest.raises(RefusedError, match=key):

@@ -79,7 +79,7 @@ def test_tree_sum_has_same_bits_for_any_split_over_processes(
 
 
 @given(COUNTS, st.data())
-def test_no_two_covered_ranges_could_be_joined_to_a_larger_one(
+def test_covered_ranges_are_the_largest_parts_of_the_summation_tree(
     count: int, data: st.DataObject
 ) -> None:
     positions = data.draw(st.sets(st.integers(0, count - 1)))
