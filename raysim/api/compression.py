@@ -27,7 +27,7 @@ Departures from the papers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.primitives.checks import one_of
-from raysim.vectors.blocks import BLOCK, new_like, split_range
+from raysim.vectors.blocks import new_like
 from raysim.vectors.layout import Layout
 
 if TYPE_CHECKING:
@@ -46,6 +46,20 @@ Feedback: TypeAlias = Literal["none", "ef21", "ef14"]
 
 WORD_BITS = 32  # a message is a whole number of words, so that traffic is a whole number of floats
 MEMORY, KEPT = "memory", "kept"  # names of a compressor's client state and server state
+
+
+class Exchange(NamedTuple):
+    """What happens when a vector is sent with error feedback.
+
+    message: what travels, uint32 [words].
+    received: [layout.trained], the vector that the receiver gets.
+    memory: [layout.trained], the sender's next memory. With ef21 it may be the same tensor as
+    `received`.
+    """
+
+    message: np.ndarray
+    received: Tensor
+    memory: Tensor
 
 
 class Compressor(Method):
@@ -112,12 +126,11 @@ class Compressor(Method):
 
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
-    ) -> tuple[np.ndarray, Tensor]:
-        """Send `values` with error feedback; return the message and the sender's next memory.
+    ) -> Exchange:
+        """Send `values` with error feedback; return the message and what it leaves.
 
-        Afterwards `values` has the vector that the receiver gets.
-
-        values: [layout.trained], the vector v in the docstring of this module.
+        values: [layout.trained], the vector v in the docstring of this module. It may be
+        overwritten.
         memory: [layout.trained], the sender's memory m, which must not be changed; empty if m is 0.
         key, kept: the arguments of `encode`; `kept` is on the CPU.
         """
@@ -125,17 +138,15 @@ class Compressor(Method):
         # subclasses that override `encode` must then override this function as well.
         following = self._add_memory(values, memory)
         message = self._message(following, layout, key, kept)
-        self._receive(message, layout, values, self.contraction(layout))
-        is_on_cpu = values.device.type == "cpu"
-        for part in split_range(0, len(values), BLOCK if is_on_cpu else len(values)):
-            received = values[part]
-            if self.feedback == "ef14":
-                following[part].sub_(received)
-                continue
-            if len(memory):
-                received.add_(memory[part])
-            following[part].copy_(received)
-        return message, following
+        factor = self.contraction(layout)
+        if self.feedback == "ef14":
+            self._receive(message, layout, values, factor)
+            following.sub_(values)
+            return Exchange(message, values, following)
+        self._receive(message, layout, following, factor)
+        if len(memory):
+            following.add_(memory)
+        return Exchange(message, following, following)
 
     # --- functions for `exchange` -----------------------------------------------------------------
     def _add_memory(self, values: Tensor, memory: Tensor) -> Tensor:
@@ -215,22 +226,26 @@ class Compressor(Method):
 
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
-    ) -> dict[str, Tensor]:
-        """Replace `values` by the vector that the receiver gets; return the sender's next state.
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Send a vector; return the vector that the receiver gets, and the sender's next state.
 
-        values: [layout.trained], the vector to send; it is changed in place.
+        The received vector may be a tensor of the next state, so do not change it.
+
+        values: [layout.trained], the vector to send. It is overwritten.
         state: the sender's state after its last message, which this function returned.
         key: a random number below 2^63, a new one for each message.
         Raise ValueError if the message does not have the size that `words` returns.
         """
         kept = state.get(KEPT, torch.empty(0)).to("cpu", torch.float32)
         following: dict[str, Tensor] = {}
+        received = values
         if MEMORY in state:
-            message, memory = self.exchange(values, state[MEMORY], layout, key, kept)
-            following[MEMORY] = memory
+            message, received, following[MEMORY] = self.exchange(
+                values, state[MEMORY], layout, key, kept
+            )
         else:
             message = self._message(values, layout, key, kept)
             self._receive(message, layout, values)
         if KEPT in state:
             following[KEPT] = self.keep(message, layout).to(values)
-        return following
+        return received, following

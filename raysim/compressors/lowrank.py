@@ -23,17 +23,17 @@ Vectors are sent unchanged, and so are matrices for which P and Q would be large
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.compression import Compressor, Direction, Feedback
+from raysim.api.compression import Compressor, Direction, Exchange, Feedback
 from raysim.primitives.checks import at_least
 from raysim.primitives.streams import stream
-from raysim.vectors.blocks import compile_function
+from raysim.vectors.blocks import BLOCK, compile_function, new_like, split_range
 from raysim.vectors.layout import Layout
 
 
@@ -81,6 +81,14 @@ class _Piece(NamedTuple):
     rows: int
     columns: int
     rank: int
+
+    def row_blocks(self) -> list[slice]:
+        """Divide the rows of the matrix into blocks that fit into the cache."""
+        return split_range(0, self.rows, max(1, BLOCK // max(1, self.columns)))
+
+    def positions(self, rows: slice) -> slice:
+        """Return the positions in the vector of some rows of the matrix."""
+        return slice(self.start + rows.start * self.columns, self.start + rows.stop * self.columns)
 
 
 class PowerSGD(Compressor):
@@ -139,19 +147,33 @@ class PowerSGD(Compressor):
         key: not used, because nothing is random.
         kept: the Q of all matrices from the sender's last message.
         """
+        return self._encode(values, layout, kept, lambda part: values[part])
+
+    def _encode(
+        self, values: Tensor, layout: Layout, kept: Tensor, read: Callable[[slice], Tensor]
+    ) -> np.ndarray:
+        """Return the message; `values` and `kept` are the arguments of `encode`.
+
+        read: function that returns the entries at some positions of `values`. It is called once for
+        each position, before the entry is used, so it may compute the entry.
+        """
         parts: list[Tensor] = []
         used = 0
         for piece in self._pieces(layout):
-            entries = values[piece.start : piece.stop]
             if not piece.rank:
-                parts.append(entries)
+                parts.append(read(slice(piece.start, piece.stop)))
                 continue
             size = piece.columns * piece.rank
             query = kept[used : used + size].view(piece.columns, piece.rank)
             used += size
-            matrix = entries.view(piece.rows, piece.columns)
-            image = [matrix.mv(column) for column in query.T.contiguous()]
-            basis = torch.linalg.qr(torch.stack(image, 1)).Q.contiguous()
+            columns = query.T.contiguous()
+            image = torch.empty(piece.rank, piece.rows)
+            for rows in piece.row_blocks():
+                block = read(piece.positions(rows)).view(-1, piece.columns)
+                for index, column in enumerate(columns):
+                    torch.mv(block, column, out=image[index, rows])
+            basis = torch.linalg.qr(image.T).Q.contiguous()
+            matrix = values[piece.start : piece.stop].view(piece.rows, piece.columns)
             product = np.zeros((piece.rank, piece.columns), np.float32)
             compile_function(_project)(matrix.numpy(), basis.numpy(), product)
             parts += [basis.reshape(-1), torch.from_numpy(product).T.reshape(-1)]
@@ -159,14 +181,52 @@ class PowerSGD(Compressor):
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
         """Fill `out` with P Q' of each matrix, and with the entries sent unchanged."""
+        for _ in self._decode(message, layout, out):
+            pass
+
+    def _decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> Iterator[slice]:
+        """Decode the message into `out`; after each part of the vector, yield its positions."""
         for piece, basis, query in self._parts(message, layout):
-            entries = out[piece.start : piece.stop]
-            if piece.rank:
-                rows = query.T.contiguous().numpy()
-                matrix = entries.view(piece.rows, piece.columns).numpy()
-                compile_function(_multiply)(basis.numpy(), rows, matrix)
-            else:
-                entries.copy_(basis)
+            if not piece.rank:
+                positions = slice(piece.start, piece.stop)
+                out[positions] = basis
+                yield positions
+                continue
+            columns = query.T.contiguous().numpy()
+            for rows in piece.row_blocks():
+                positions = piece.positions(rows)
+                matrix = out[positions].view(-1, piece.columns).numpy()
+                compile_function(_multiply)(basis[rows].numpy(), columns, matrix)
+                yield positions
+
+    def exchange(
+        self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
+    ) -> Exchange:
+        """Send `values` with error feedback; the result is that of `Compressor.exchange`.
+
+        The memory is added and changed part by part, while a part is in the cache.
+        """
+        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
+        if not (is_direct and len(memory)):
+            return super().exchange(values, memory, layout, key, kept)
+        following = new_like(values)
+        if self.feedback == "ef14":
+
+            def add(part: slice) -> Tensor:
+                return torch.add(values[part], memory[part], out=following[part])
+
+            message = self._encode(following, layout, kept, add)
+            for part in self._decode(message, layout, values):
+                following[part].sub_(values[part])
+            return Exchange(message, values, following)
+
+        def subtract(part: slice) -> Tensor:
+            return torch.sub(values[part], memory[part], out=following[part])
+
+        message = self._encode(following, layout, kept, subtract)
+        for part in self._decode(message, layout, following):
+            following[part].add_(memory[part])
+        return Exchange(message, following, following)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
         """Return the Q of all matrices, with which the sender's next message starts.

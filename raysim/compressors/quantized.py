@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.compression import Compressor, Direction, Feedback
+from raysim.api.compression import Compressor, Direction, Exchange, Feedback
 from raysim.compressors.bits import pack, unpack, words_of_bits
 from raysim.primitives.checks import at_least, in_range
 from raysim.vectors.blocks import compile_function
@@ -70,8 +70,9 @@ def _round_randomly(
     key: the low and the high word of the message's random number, uint32 [2].
     steps: the numbers 0 GOLDEN, 1 GOLDEN, 2 GOLDEN, ..., uint32 [CHUNK].
     digits: [entries], the array to fill.
-    received: the array for the values that the receiver gets, float32 [entries]; empty without
-    error feedback.
+    received: empty without error feedback. With ef14, the array for the values that the receiver
+    gets, float32 [entries]. With ef21, the next memory has these values, and `received` is working
+    memory, float32 [CHUNK].
     memory: float32 [entries], the last memory with ef21; empty with ef14.
     contraction: float32, the number by which decoded values are multiplied.
     """
@@ -102,7 +103,7 @@ def _round_randomly(
                 out[index] = np.int32(most + np.copysign(level, value))
             if not len(received):
                 continue
-            to = received[first:stop]
+            to = received[: len(part)] if len(memory) else received[first:stop]
             # Products and sums have separate loops. In one loop the compiler could fuse a product
             # and a sum, and round only once. `Compressor.exchange` rounds both.
             for index in range(len(part)):
@@ -137,20 +138,53 @@ def _restore(
             to[index] = np.float32(np.int32(np.int32(part[index]) - most)) * unit
 
 
-def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> None:
-    """Write the sum and the sum of squares of each bucket's values.
+def _sum_squares(values: np.ndarray, starts: np.ndarray, squares: np.ndarray) -> None:
+    """Write the sum of squares of each bucket's values.
 
+    Each sum is computed as four partial sums, because the CPU can make additions to different sums
+    at the same time.
     values: float32 [entries].
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
-    sums: float64 [buckets, 2], the array to fill.
+    squares: float64 [buckets], the array to fill.
     """
-    # Each sum has four partial sums, because the CPU can add to different sums at the same time.
+    for bucket in range(len(starts) - 1):
+        part = values[starts[bucket] : starts[bucket + 1]]
+        whole = len(part) // 4
+        fours = part[: 4 * whole].reshape(whole, 4)
+        squares_0, squares_1, squares_2, squares_3 = 0.0, 0.0, 0.0, 0.0
+        for place in range(whole):
+            four = fours[place]
+            value_0, value_1 = np.float64(four[0]), np.float64(four[1])
+            value_2, value_3 = np.float64(four[2]), np.float64(four[3])
+            squares_0 += value_0 * value_0
+            squares_1 += value_1 * value_1
+            squares_2 += value_2 * value_2
+            squares_3 += value_3 * value_3
+        for place in range(4 * whole, len(part)):
+            value = np.float64(part[place])
+            squares_0 += value * value
+        squares[bucket] = squares_0 + squares_1 + squares_2 + squares_3
+
+
+def _sum_powers(
+    values: np.ndarray, starts: np.ndarray, sums: np.ndarray, largest: np.ndarray
+) -> None:
+    """Write the sum, the sum of squares and the largest absolute value of each bucket.
+
+    Each sum is computed as four partial sums, because the CPU can make additions to different sums
+    at the same time.
+    values: float32 [entries].
+    starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
+    sums: float64 [buckets, 2], the array to fill with the sums and the sums of squares.
+    largest: float64 [buckets], the array to fill with the largest absolute values.
+    """
     for bucket in range(len(starts) - 1):
         part = values[starts[bucket] : starts[bucket + 1]]
         whole = len(part) // 4
         fours = part[: 4 * whole].reshape(whole, 4)
         total_0, total_1, total_2, total_3 = 0.0, 0.0, 0.0, 0.0
         squares_0, squares_1, squares_2, squares_3 = 0.0, 0.0, 0.0, 0.0
+        largest_0, largest_1, largest_2, largest_3 = 0.0, 0.0, 0.0, 0.0
         for place in range(whole):
             four = fours[place]
             value_0, value_1 = np.float64(four[0]), np.float64(four[1])
@@ -163,23 +197,18 @@ def _sum_powers(values: np.ndarray, starts: np.ndarray, sums: np.ndarray) -> Non
             squares_1 += value_1 * value_1
             squares_2 += value_2 * value_2
             squares_3 += value_3 * value_3
+            largest_0 = max(largest_0, abs(value_0))
+            largest_1 = max(largest_1, abs(value_1))
+            largest_2 = max(largest_2, abs(value_2))
+            largest_3 = max(largest_3, abs(value_3))
         for place in range(4 * whole, len(part)):
             value = np.float64(part[place])
             total_0 += value
             squares_0 += value * value
+            largest_0 = max(largest_0, abs(value))
         sums[bucket, 0] = total_0 + total_1 + total_2 + total_3
         sums[bucket, 1] = squares_0 + squares_1 + squares_2 + squares_3
-
-
-def sum_powers(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the sum and the sum of squares of each bucket's values: float64 [buckets, 2].
-
-    values: float32 [entries].
-    starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
-    """
-    sums = np.empty((len(starts) - 1, 2))
-    compile_function(_sum_powers)(values, starts, sums)
-    return sums
+        largest[bucket] = max(max(largest_0, largest_1), max(largest_2, largest_3))
 
 
 class _Quantizer(Compressor):
@@ -225,8 +254,8 @@ class _Quantizer(Compressor):
 
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
-    ) -> tuple[np.ndarray, Tensor]:
-        """Send `values` with error feedback; return the message and the sender's next memory.
+    ) -> Exchange:
+        """Send `values` with error feedback; the result is that of `Compressor.exchange`.
 
         Entries are encoded, decoded and put into the next memory in one pass.
         """
@@ -234,8 +263,11 @@ class _Quantizer(Compressor):
         if not (is_direct and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
         following = self._add_memory(values, memory)
-        added = memory if self.feedback == "ef21" else NOTHING
-        return self._round(following, layout, key, values, added), following
+        if self.feedback == "ef14":
+            message = self._round(following, layout, key, values, NOTHING)
+            return Exchange(message, values, following)
+        message = self._round(following, layout, key, torch.empty(CHUNK), memory)
+        return Exchange(message, following, following)
 
     def _round(
         self, values: Tensor, layout: Layout, key: int, received: Tensor, memory: Tensor
@@ -306,8 +338,9 @@ class QSGD(_Quantizer):
         values: float32 [layout.trained], the vector to send.
         starts: the boundaries that the function `starts` returned.
         """
-        norms = np.sqrt(sum_powers(values, starts)[:, 1])
-        return np.asarray(norms, np.float32)
+        squares = np.empty(len(starts) - 1)
+        compile_function(_sum_squares)(values, starts, squares)
+        return np.asarray(np.sqrt(squares), np.float32)
 
     def contraction(self, layout: Layout) -> float:
         """Return 1 / (1 + omega), the factor for decoded values under error feedback.
@@ -349,9 +382,9 @@ class TernGrad(_Quantizer):
         values: float32 [layout.trained], the vector to send.
         starts: the boundaries that the function `starts` returned.
         """
-        pieces = np.split(values, starts[1:-1])
-        largest = [max(piece.max(initial=0), -piece.min(initial=0)) for piece in pieces]
-        totals, squares = sum_powers(values, starts).T
+        sums, largest = np.empty((len(starts) - 1, 2)), np.empty(len(starts) - 1)
+        compile_function(_sum_powers)(values, starts, sums, largest)
+        totals, squares = sums.T
         if not self.clip:
             return np.asarray(largest, np.float32)
         sizes = np.diff(starts)

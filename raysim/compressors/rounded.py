@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.compression import WORD_BITS, Compressor, Direction, Feedback
+from raysim.api.compression import Compressor, Direction, Exchange, Feedback
 from raysim.compressors.bits import words_of_bits
 from raysim.primitives.checks import at_least
-from raysim.vectors.blocks import compile_function
+from raysim.vectors.blocks import compile_function, new_like, split_range
 from raysim.vectors.layout import Layout
 
 LARGEST_HALF = float(torch.finfo(torch.float16).max)
+PART = 1 << 17  # entries of a part; the arrays that it needs fit into a CPU's second cache
 
 
 def _count_beyond(values: np.ndarray, bound: float) -> int:
@@ -33,26 +34,86 @@ def _count_beyond(values: np.ndarray, bound: float) -> int:
     return count
 
 
-def _as_words(values: Tensor) -> np.ndarray:
-    """Return the bytes of a tensor as words of 32 bits; the last word is filled up with zeros.
+class _Partwise(Compressor):
+    """A compressor that encodes each part of the vector independently of the other parts.
 
-    values: a tensor on the CPU; each number has 8 or 16 bits.
+    A subclass overrides `words`, `slots`, `encode_part` and `decode_part`.
     """
-    raw = values.view(torch.uint8).numpy()
-    missing = -len(raw) % (WORD_BITS // 8)
-    return np.pad(raw, (0, missing)).view(np.uint32) if missing else raw.view(np.uint32)
+
+    block = 2  # parts start at multiples of this number of entries
+
+    def slots(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
+        """Return the arrays in a message that contain the encoded entries.
+
+        message: uint32 [words]. The result has views of it.
+        """
+        raise NotImplementedError
+
+    def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
+        """Write the encoded entries of a part into the message.
+
+        values: the entries of the part, float32.
+        part: their positions in the vector.
+        slots: the arrays in the message, which `slots` returned.
+        """
+        raise NotImplementedError
+
+    def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
+        """Fill `out` with the decoded entries of a part.
+
+        part, slots: the arguments of `encode_part`.
+        """
+        raise NotImplementedError
+
+    def _parts(self, length: int) -> list[slice]:
+        """Divide a vector into parts that fit into the cache."""
+        return split_range(0, length, max(1, PART // self.block) * self.block)
+
+    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
+        """Return the message: the encoded entries.
+
+        key, kept: not used, because this compressor is not random and remembers nothing.
+        """
+        message = np.zeros(self.words(layout), np.uint32)
+        slots = self.slots(message, layout)
+        for part in self._parts(len(values)):
+            self.encode_part(values[part], part, slots)
+        return message
+
+    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
+        """Fill `out` with the decoded entries."""
+        slots = self.slots(message, layout)
+        for part in self._parts(len(out)):
+            self.decode_part(out[part], part, slots)
+
+    def exchange(
+        self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
+    ) -> Exchange:
+        """Send `values` with error feedback; the result is that of `Compressor.exchange`.
+
+        A part is encoded, decoded and put into the next memory while it is in the cache.
+        """
+        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
+        if not (is_direct and len(memory)):
+            return super().exchange(values, memory, layout, key, kept)
+        message = np.zeros(self.words(layout), np.uint32)
+        slots, following = self.slots(message, layout), new_like(values)
+        for part in self._parts(len(values)):
+            old, new, received = memory[part], following[part], values[part]
+            if self.feedback == "ef14":
+                torch.add(received, old, out=new)
+                self.encode_part(new, part, slots)
+                self.decode_part(received, part, slots)
+                new.sub_(received)
+            else:
+                torch.sub(received, old, out=new)
+                self.encode_part(new, part, slots)
+                self.decode_part(new, part, slots)
+                new.add_(old)
+        return Exchange(message, values if self.feedback == "ef14" else following, following)
 
 
-def _from_words(words: np.ndarray, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the first `count` numbers of a tensor that `_as_words` has turned into words.
-
-    dtype: the type of the tensor's numbers.
-    """
-    raw = torch.from_numpy(np.ascontiguousarray(words).view(np.uint8))
-    return raw[: count * dtype.itemsize].view(dtype)
-
-
-class Float16(Compressor):
+class Float16(_Partwise):
     """A compressor that sends floats of 16 bits."""
 
     name = "float16"
@@ -61,45 +122,52 @@ class Float16(Compressor):
         """Return the size of a message in words of 32 bits; an entry takes 16 bits."""
         return words_of_bits(16 * layout.trained)
 
-    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the entries, rounded to 16 bits.
+    def slots(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
+        """Return the entries as floats of 16 bits."""
+        return (message.view(np.float16),)
 
-        key, kept: not used, because this compressor is not random and remembers nothing.
-        """
+    def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
+        """Round the entries of a part to 16 bits."""
         if compile_function(_count_beyond)(values.numpy(), LARGEST_HALF):
             values = values.clamp(-LARGEST_HALF, LARGEST_HALF)
-        return _as_words(values.half())
+        torch.from_numpy(slots[0][part]).copy_(values)
 
-    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the entries of the message."""
-        out.copy_(_from_words(message, len(out), torch.float16))
+    def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
+        """Fill `out` with the entries of a part."""
+        out.copy_(torch.from_numpy(slots[0][part]))
 
 
-def _scale_blocks(
+def _encode_blocks(
     values: np.ndarray,
     bits: np.ndarray,
     block: int,
     largest: float,
     scales: np.ndarray,
     scale_bits: np.ndarray,
-    out: np.ndarray,
-    is_rounded: bool,
+    quotients: np.ndarray,
+    quotient_bits: np.ndarray,
+    small: np.ndarray,
+    small_bits: np.ndarray,
+    codes: np.ndarray,
+    is_integer: bool,
 ) -> None:
-    """Compute the scale of each block, and divide the block's values by this scale.
+    """Compute the scale of each block, and encode each value divided by this scale.
 
     The scale is max|v| / `largest`, where max|v| is the largest absolute value of the block.
     values: float32 [entries].
     bits: the same memory as `values`, as int32 [entries].
     block: the number of entries in a block.
-    largest: the largest absolute value that the result may have, such as 127.
+    largest: the largest absolute value of an encoded number, such as 127.
     scales: the array to fill with the scales, float32 [blocks].
     scale_bits: the same memory as `scales`, as int32 [blocks].
-    out: the array to fill with the quotients, [entries]; of integers if `is_rounded`, else floats.
-    is_rounded: True rounds each quotient to the nearest integer.
+    quotients, small: working memory, float32 [block].
+    quotient_bits, small_bits: the same memory as `quotients` and `small`, as int32 [block].
+    codes: the array to fill, uint8 [entries].
+    is_integer: True encodes as integers of 8 bits, False as floats of the format E4M3.
     """
     for place in range(len(scales)):
         part = values[place * block : (place + 1) * block]
-        to = out[place * block : (place + 1) * block]
+        to = codes[place * block : (place + 1) * block]
         # Without the sign bit, the bits of floats have the same order as their absolute values. So
         # the maximum is found by comparing integers, which is faster.
         longest = np.int32(0)
@@ -109,19 +177,34 @@ def _scale_blocks(
         scale = scales[place] / np.float32(largest)
         scales[place] = scale
         divisor = scale if scale > 0 else np.float32(1)
+        if is_integer:
+            for index in range(len(part)):
+                to[index] = np.int32(np.rint(part[index] / divisor))
+            continue
+        # A float of 32 bits has 20 more bits of the mantissa than E4M3, and its exponent is larger
+        # by 120. Half of the last remaining bit is added before the other bits are cut off, and one
+        # unit less if the remaining number is even: this rounds to the nearest number.
         for index in range(len(part)):
             quotient = part[index] / divisor
-            to[index] = np.rint(quotient) if is_rounded else quotient
+            quotients[index] = quotient
+            # Numbers below 2^-6 have no leading 1. The sum has their 3 bits at its end, rounded.
+            small[index] = abs(quotient) + np.float32(1 << 14)
+        for index in range(len(part)):
+            number = np.int32(quotient_bits[index] & np.int32(0x7FFFFFFF))
+            sign = np.int32(quotient_bits[index] >> np.int32(24)) & np.int32(0x80)
+            is_odd = np.int32(number >> np.int32(20)) & np.int32(1)
+            rounded = np.int32(number + np.int32(0x7FFFF) + is_odd)
+            code = np.int32(rounded - np.int32(120 << 23)) >> np.int32(20)
+            if number < np.int32(121 << 23):
+                code = np.int32(small_bits[index] - np.int32(141 << 23))
+            to[index] = np.int32(code | sign)
 
 
-def _restore_blocks(
-    codes: np.ndarray, block: int, table: np.ndarray, scales: np.ndarray, out: np.ndarray
-) -> None:
-    """Convert 8-bit codes to floats, and multiply each float by the scale of its block.
+def _decode_integers(codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray) -> None:
+    """Multiply integers of 8 bits by the scale of their block.
 
-    codes: uint8 [entries].
+    codes: int8 [entries].
     block: the number of entries in a block.
-    table: float32 [256]; table[c] is the number that code c stands for.
     scales: float32 [blocks].
     out: float32 [entries], the array to fill.
     """
@@ -130,14 +213,43 @@ def _restore_blocks(
         to = out[place * block : (place + 1) * block]
         scale = scales[place]
         for index in range(len(part)):
-            to[index] = table[part[index]] * scale
+            to[index] = np.float32(part[index]) * scale
 
 
-class Blocks(Compressor):
+def _decode_floats(
+    codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, bits: np.ndarray
+) -> None:
+    """Multiply floats of the format E4M3 by the scale of their block.
+
+    codes: uint8 [entries], the bits of the floats.
+    block: the number of entries in a block.
+    scales: float32 [blocks].
+    out: float32 [entries], the array to fill.
+    bits: the same memory as `out`, as int32 [entries].
+    """
+    for place in range(len(scales)):
+        first = place * block
+        part = codes[first : first + block]
+        to, to_bits = out[first : first + block], bits[first : first + block]
+        scale = scales[place]
+        for index in range(len(part)):
+            code = np.int32(part[index])
+            number = np.int32((code & np.int32(0x7F)) << np.int32(20)) + np.int32(120 << 23)
+            to_bits[index] = number | np.int32((code & np.int32(0x80)) << np.int32(24))
+        for index in range(len(part)):
+            code = np.int32(part[index])
+            size = np.int32(code & np.int32(0x7F))
+            value = to[index]
+            if size < 8:  # below 2^-6 the numbers are multiples of 2^-9
+                value = np.copysign(np.float32(size) * np.float32(2.0**-9), value)
+            to[index] = value * scale
+
+
+class Blocks(_Partwise):
     """A compressor that sends numbers of 8 bits, and a scale for each block of entries.
 
-    A subclass overrides the function `to_numbers` and two attributes: `dtype`, the type of the
-    numbers, and `largest`, their largest absolute value.
+    A subclass sets two attributes: `dtype`, the type of the numbers, and `largest`, their largest
+    absolute value.
     block: the number of entries that share a scale, which is a float of 32 bits.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
@@ -161,38 +273,42 @@ class Blocks(Compressor):
         """
         return self.blocks(layout) + words_of_bits(8 * layout.trained)
 
-    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the scales, then the numbers of 8 bits.
-
-        key, kept: not used, because this compressor is not random and remembers nothing.
-        """
-        scales = np.empty(self.blocks(layout), np.float32)
-        numbers = self.to_numbers(values.numpy(), scales)
-        return np.concatenate([scales.view(np.uint32), _as_words(numbers)])
-
-    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the numbers, each multiplied by the scale of its block."""
+    def slots(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
+        """Return the scales, float32 [blocks], and the codes of the entries, uint8 [entries]."""
         blocks = self.blocks(layout)
-        codes = message[blocks:].view(np.uint8)[: len(out)]
-        table = torch.arange(256, dtype=torch.uint8).view(self.dtype).float().numpy()
-        scales = message[:blocks].view(np.float32)
-        compile_function(_restore_blocks)(codes, self.block, table, scales, out.numpy())
+        return message[:blocks].view(np.float32), message[blocks:].view(np.uint8)
 
-    def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Compute the scale of each block, and return the scaled values as numbers of 8 bits.
+    def _scales(self, part: slice, scales: np.ndarray) -> np.ndarray:
+        """Return the scales of the blocks in a part of the vector."""
+        return scales[part.start // self.block : -(-part.stop // self.block)]
 
-        A scaled value is the value divided by the scale of its block.
-        values: float32 [layout.trained], the vector to send.
-        scales: the array to fill with the scale of each block, float32 [blocks].
-        """
-        raise NotImplementedError
+    def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
+        """Compute the scales of the blocks in a part, and the codes of its entries."""
+        scales, array = self._scales(part, slots[0]), values.numpy()
+        quotients, small = np.empty((2, self.block), np.float32)
+        compile_function(_encode_blocks)(
+            array,
+            array.view(np.int32),
+            self.block,
+            self.largest,
+            scales,
+            scales.view(np.int32),
+            quotients,
+            quotients.view(np.int32),
+            small,
+            small.view(np.int32),
+            slots[1][part],
+            not self.dtype.is_floating_point,
+        )
 
-    def _fill(
-        self, values: np.ndarray, scales: np.ndarray, out: np.ndarray, is_rounded: bool
-    ) -> None:
-        bits, scale_bits = values.view(np.int32), scales.view(np.int32)
-        run = compile_function(_scale_blocks)
-        run(values, bits, self.block, self.largest, scales, scale_bits, out, is_rounded)
+    def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
+        """Fill `out` with the numbers of a part, each multiplied by the scale of its block."""
+        codes, scales, array = slots[1][part], self._scales(part, slots[0]), out.numpy()
+        if self.dtype.is_floating_point:
+            run = compile_function(_decode_floats)
+            run(codes, self.block, scales, array, array.view(np.int32))
+        else:
+            compile_function(_decode_integers)(codes.view(np.int8), self.block, scales, array)
 
 
 class Int8(Blocks):
@@ -202,12 +318,6 @@ class Int8(Blocks):
     paper = "Dettmers et al., ICLR 2022"
     largest = 127.0
 
-    def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Compute the scale of each block; return the scaled values as integers of 8 bits."""
-        numbers = np.empty(len(values), np.int8)
-        self._fill(values, scales, numbers, is_rounded=True)
-        return torch.from_numpy(numbers)
-
 
 class Fp8(Blocks):
     """A compressor that sends floats of 8 bits (E4M3), and a scale for each block of entries."""
@@ -216,9 +326,3 @@ class Fp8(Blocks):
     paper = "Micikevicius et al., 2022"
     largest = 448.0
     dtype = torch.float8_e4m3fn
-
-    def to_numbers(self, values: np.ndarray, scales: np.ndarray) -> Tensor:
-        """Compute the scale of each block; return the scaled values as floats of 8 bits."""
-        scaled = np.empty_like(values)
-        self._fill(values, scales, scaled, is_rounded=False)
-        return torch.from_numpy(scaled).to(torch.float8_e4m3fn)

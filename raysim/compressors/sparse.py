@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raysim.api.compression import Compressor, Direction, Feedback
+from raysim.api.compression import Compressor, Direction, Exchange, Feedback
 from raysim.compressors.bits import pack_positions, unpack_positions, words_of_positions
 from raysim.primitives.checks import in_range
 from raysim.vectors.blocks import compile_function, new_like
@@ -88,12 +88,10 @@ def _collect(
     return count
 
 
-def _copy_twice(memory: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-    """Copy `memory` to two arrays, and replace -0 by 0; all arrays are float32 [d]."""
+def _copy_memory(memory: np.ndarray, out: np.ndarray) -> None:
+    """Copy `memory` to `out`, and replace -0 by 0; both are float32 [d]."""
     for index in range(len(memory)):
-        value = memory[index] + np.float32(0)
-        first[index] = value
-        second[index] = value
+        out[index] = memory[index] + np.float32(0)
 
 
 def largest_positions(values: np.ndarray, count: int, memory: np.ndarray = NOTHING) -> np.ndarray:
@@ -115,9 +113,14 @@ def largest_positions(values: np.ndarray, count: int, memory: np.ndarray = NOTHI
     return np.flatnonzero(is_large) if positions is None else positions[is_large]
 
 
-def _difference(values: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Return values - memory; an empty memory stands for zeros."""
-    return values - memory if len(memory) else values
+def _difference(
+    values: np.ndarray, memory: np.ndarray, chosen: slice | np.ndarray = slice(None)
+) -> np.ndarray:
+    """Return the chosen entries of values - memory; an empty memory stands for zeros.
+
+    chosen: a slice of the entries, or their positions.
+    """
+    return values[chosen] - memory[chosen] if len(memory) else values[chosen]
 
 
 def _candidates(
@@ -133,7 +136,7 @@ def _candidates(
     if length <= SMALL or 4 * count >= length:
         return None
     step = length // SAMPLE
-    sample = np.abs(_difference(values[::step], memory[::step]))
+    sample = np.abs(_difference(values, memory, slice(None, None, step)))
     wanted = math.ceil(len(sample) * count / length * 1.25) + 16
     threshold = np.partition(sample, len(sample) - wanted)[len(sample) - wanted]
     positions = np.empty(2 * count + length // 64, np.int64)
@@ -152,6 +155,7 @@ def _candidates(
 class _Sparse(Compressor):
     """A compressor that sends only some entries of the vector.
 
+    A subclass overrides `words`, `_encode` and `_decode`.
     share: the share of the entries that are sent, above 0 and at most 1.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.
     feedback: the error feedback, "none", "ef21" or "ef14"; `Compressor` explains it.
@@ -166,6 +170,62 @@ class _Sparse(Compressor):
     def count(self, layout: Layout) -> int:
         """Return k, the number of entries in a message."""
         return math.ceil(self.share * layout.trained)
+
+    def _encode(
+        self, values: np.ndarray, layout: Layout, key: int, memory: np.ndarray = NOTHING
+    ) -> np.ndarray:
+        """Return the message for the vector `values` - `memory`.
+
+        values: float32 [layout.trained].
+        key: a random number below 2^63.
+        memory: float32 [layout.trained]; empty for zeros.
+        """
+        raise NotImplementedError
+
+    def _decode(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of the entries in a message, and their decoded values [k]."""
+        raise NotImplementedError
+
+    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
+        """Return the message: k entries, and what the receiver needs to find their positions.
+
+        key: a random number below 2^63.
+        kept: not used, because a message does not depend on earlier messages.
+        """
+        return self._encode(values.numpy(), layout, key)
+
+    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
+        """Fill `out` with the decoded entries at their positions, and with 0 elsewhere."""
+        positions, entries = self._decode(message, layout)
+        out.zero_()
+        out.numpy()[positions] = entries
+
+    def exchange(
+        self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
+    ) -> Exchange:
+        """Send `values` with error feedback; the result is that of `Compressor.exchange`.
+
+        Only the sent entries are computed, so this takes less time.
+        """
+        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
+        if not (is_direct and len(memory)):
+            return super().exchange(values, memory, layout, key, kept)
+        if self.feedback == "ef14":
+            following = self._add_memory(values, memory)
+            message = self._message(following, layout, key, kept)
+            positions, entries = self._decode(message, layout)
+            entries = entries * np.float32(self.contraction(layout))
+            values.zero_()
+            values.numpy()[positions] = entries
+            following.numpy()[positions] -= entries
+            return Exchange(message, values, following)
+        message = self._encode(values.numpy(), layout, key, memory.numpy())
+        positions, entries = self._decode(message, layout)
+        entries = entries * np.float32(self.contraction(layout))
+        following = new_like(memory)
+        compile_function(_copy_memory)(memory.numpy(), following.numpy())
+        following.numpy()[positions] += entries
+        return Exchange(message, following, following)
 
 
 class TopK(_Sparse):
@@ -182,63 +242,18 @@ class TopK(_Sparse):
         count = self.count(layout)
         return count + words_of_positions(count, layout.trained)
 
-    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the k entries with the largest absolute values, then their positions.
-
-        key, kept: not used, because this compressor is not random and remembers nothing.
-        """
-        return self._encode(values.numpy(), layout)
-
     def _encode(
-        self, values: np.ndarray, layout: Layout, memory: np.ndarray = NOTHING
+        self, values: np.ndarray, layout: Layout, key: int, memory: np.ndarray = NOTHING
     ) -> np.ndarray:
-        """Return the message for the vector `values` - `memory`.
-
-        memory: float32 [layout.trained]; empty for zeros.
-        """
+        """Return the k entries with the largest absolute values, then their positions."""
         positions = largest_positions(values, self.count(layout), memory)
-        entries = values[positions]
-        if len(memory):
-            entries -= memory[positions]
+        entries = _difference(values, memory, positions)
         return np.concatenate([entries.view(np.uint32), pack_positions(positions, len(values))])
 
-    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the entries of the message at their positions, and with 0 elsewhere."""
-        entries = message[: self.count(layout)].view(np.float32)
-        out.zero_()
-        out.numpy()[self._positions(message, layout)] = entries
-
-    def exchange(
-        self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
-    ) -> tuple[np.ndarray, Tensor]:
-        """Send `values` with error feedback; return the message and the sender's next memory.
-
-        The result is that of `Compressor.exchange`, in less time. The docstring of that function
-        explains the arguments.
-        """
-        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
-        if self.feedback == "ef14":
-            following = self._add_memory(values, memory)
-            message = self._message(following, layout, key, kept)
-            positions = torch.from_numpy(self._positions(message, layout)).to(values.device)
-            self._receive(message, layout, values)
-            following.index_fill_(0, positions, 0)
-            return message, following
-        if not (is_direct and len(memory)):
-            return super().exchange(values, memory, layout, key, kept)
-        message = self._encode(values.numpy(), layout, memory.numpy())
-        positions = torch.from_numpy(self._positions(message, layout))
-        received = torch.from_numpy(message[: len(positions)].view(np.float32))
-        received = received + memory.index_select(0, positions)
-        following = new_like(values)
-        compile_function(_copy_twice)(memory.numpy(), values.numpy(), following.numpy())
-        values.index_copy_(0, positions, received)
-        following.index_copy_(0, positions, received)
-        return message, following
-
-    def _positions(self, message: np.ndarray, layout: Layout) -> np.ndarray:
+    def _decode(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         count = self.count(layout)
-        return unpack_positions(message[count:], count, layout.trained)
+        positions = unpack_positions(message[count:], count, layout.trained)
+        return positions, message[:count].view(np.float32)
 
 
 class RandK(_Sparse):
@@ -258,22 +273,18 @@ class RandK(_Sparse):
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
         return generator.choice(layout.trained, self.count(layout), replace=False, shuffle=False)
 
-    def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the seed, then the k entries.
-
-        key: the number that becomes the seed.
-        kept: not used, because a message does not depend on earlier messages.
-        """
+    def _encode(
+        self, values: np.ndarray, layout: Layout, key: int, memory: np.ndarray = NOTHING
+    ) -> np.ndarray:
+        """Return the seed, then the k entries. The seed is `key`."""
         seed = np.array([key], np.uint64).view(np.uint32)
-        entries = values.numpy()[self._positions(seed, layout)]
+        entries = _difference(values, memory, self._positions(seed, layout))
         return np.concatenate([seed, entries.view(np.uint32)])
 
-    def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the entries times d / k at their positions, and with 0 elsewhere."""
-        count = self.count(layout)
-        out.zero_()
-        entries = message[2:].view(np.float32) * np.float32(layout.trained / count)
-        out.numpy()[self._positions(message[:2], layout)] = entries
+    def _decode(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of the entries, and the entries times d / k."""
+        scale = np.float32(layout.trained / self.count(layout))
+        return self._positions(message[:2], layout), message[2:].view(np.float32) * scale
 
     def contraction(self, layout: Layout) -> float:
         """Return k / d, the factor for decoded values under error feedback.

@@ -376,8 +376,9 @@ class Server:
         step = direction.clone()  # the direction may be server state of a method
         state = Entries[Tensor](self, "state", name)
         key = int(self.stream("compression").integers(2**63 - 1))
-        state |= compressor.send(step, state, self.layout, key)
-        return step
+        received, following = compressor.send(step, state, self.layout, key)
+        state |= following
+        return received
 
     def _combine(
         self, aggregation: Aggregation, updates: Sequence[Update | None], sums: GroupSums

@@ -80,11 +80,12 @@ class UpdateBuilder:
         seconds: float,
         is_summed: bool,
         probe: Probe | None,
-    ) -> Update:
-        """Return the update of a trained job.
+    ) -> tuple[Update, Tensor]:
+        """Return the update of a trained job, and its delta [layout.shared] on the device.
 
-        The update's delta is the trained minus the received parameters. The function computes it in
-        the shared part of the trainer's vector, so the trained parameters are overwritten.
+        The delta is the trained minus the received parameters, as the server decodes it. The
+        function computes it in the shared part of the trainer's vector, so the trained parameters
+        are overwritten. The caller must not change the delta, because it may be a client state.
 
         job: the job as it was dispatched.
         running: the job as it was trained.
@@ -99,8 +100,8 @@ class UpdateBuilder:
         check_report(ctx.report, "job")
         delta = self.vector.shared.sub_(base)
         loss, norm = self._check(job, ctx.losses, loss_rows, delta, ctx.upload)
-        self._compress(ctx, delta)
-        return Update(
+        delta = self._compress(ctx, delta)
+        update = Update(
             job=job.number,
             client=job.client,
             version=job.version,
@@ -119,6 +120,7 @@ class UpdateBuilder:
             replica=job.replica,
             delta=None if is_summed else self.copies.copy(new_like(delta).copy_(delta)),
         )
+        return update, delta
 
     def failure(self, job: Job, error: BaseException) -> Failure:
         """Return the failure of a job that raised an error."""
@@ -132,14 +134,21 @@ class UpdateBuilder:
         trace = "" if isinstance(error, NotFiniteError) else format_traceback(error)
         return Failure(job.number, job.client, job.version, self.worker, method, text, trace)
 
-    def _compress(self, ctx: Context, delta: Tensor) -> None:
-        """Replace the delta of the parameters by what the server decodes from the message."""
+    def _compress(self, ctx: Context, delta: Tensor) -> Tensor:
+        """Return the delta [layout.shared] as the server decodes it; `delta` is overwritten."""
         if self.compression is None:
-            return
+            return delta
         name, compressor = self.compression
         state = Entries[Tensor](ctx, "state", name)
         key = int(ctx.stream("compression").integers(2**63 - 1))
-        state |= compressor.send(delta[: self.layout.trained], state, self.layout, key)
+        sent = delta[: self.layout.trained]
+        received, following = compressor.send(sent, state, self.layout, key)
+        state |= following
+        if len(received) == len(delta):
+            return received
+        if received is not sent:
+            sent.copy_(received)
+        return delta
 
     def _check(
         self,

@@ -360,13 +360,14 @@ class _TrainingCall:
         if job.probe:
             score_batch = worker.spec.score_batch
             probe = probe_local_model(worker.trainer, running.ctx, worker.probed_rows, score_batch)
-        update = worker.updates.update(job, running, broadcast.base, seconds, is_summed, probe)
+        updates, base = worker.updates, broadcast.base
+        update, delta = updates.update(job, running, base, seconds, is_summed, probe)
         methods = running.ctx.state
         if worker.layout.has_personal:
             left = copy_client_state(worker.vector, methods)
         else:  # two empty copies would take 5 us per job
             left = ClientState(state.personal, state.counters, methods)
-        self._settle(position, update, worker.vector.shared if is_summed else None, left)
+        self._settle(position, update, delta if is_summed else None, left)
 
     def fail(self, position: int, error: BaseException) -> None:
         """Record that a job has failed; the client's state does not change.

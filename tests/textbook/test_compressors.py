@@ -259,6 +259,21 @@ class TestRounded:
             error = np.abs(decoded[start : start + 256] - part) / scale
             np.testing.assert_allclose(error, nearest, atol=1e-3)
 
+    def test_fp8_decodes_to_the_same_bits_as_torch(self) -> None:
+        codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        middles = (codes[1:] + codes[:-1]) / 2
+        infinity = torch.tensor(math.inf)
+        neighbours = [middles.nextafter(infinity), middles.nextafter(-infinity)]
+        drawn = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * 30
+        positive = torch.cat([codes, middles, *neighbours, drawn.clamp(-447, 447)])
+        values = torch.cat([positive, -positive])
+        values = values[: len(values) // 31 * 31].view(-1, 31)
+        # With a largest value of 448, the scale of a block is 1.
+        values = torch.cat([torch.full((len(values), 1), 448.0), values], dim=1).flatten()
+        decoded = coded(Fp8(32), values.numpy(), layout_of(nn.Linear(len(values), 1, bias=False)))
+        expected = values.to(torch.float8_e4m3fn).float()
+        assert torch.equal(torch.from_numpy(decoded).view(torch.int32), expected.view(torch.int32))
+
     def test_blocks_of_zeros_stay_zero_after_rounding(self) -> None:
         zeros = np.zeros(LAYOUT.trained, np.float32)
         assert (coded(Int8(), zeros) == 0).all()
@@ -319,6 +334,11 @@ ALL = [
     TopK(0.1), RandK(0.3), QSGD(7, 64), QSGD(3, None), TernGrad(), SignSGD(None), Int8(64), Fp8(64),
     Float16(), PowerSGD(1),
 ]  # fmt: skip
+# Compressors that override `exchange`.
+FAST = [
+    TopK(0.01), TopK(0.3), RandK(0.01), QSGD(), QSGD(300, 100), QSGD(1, None), TernGrad(), Int8(),
+    Int8(100), Fp8(), Float16(), PowerSGD(2),
+]  # fmt: skip
 
 
 class TestFeedback:
@@ -336,7 +356,7 @@ class TestFeedback:
         for turn in range(4):
             update = values_of(LAYOUT, turn)
             received = torch.from_numpy(update.copy())
-            state = compressor.send(received, state, LAYOUT, KEY + turn)
+            received, state = compressor.send(received, state, LAYOUT, KEY + turn)
             if kind == "ef21":
                 memory = expected = memory + largest(update - memory)
             else:
@@ -362,8 +382,8 @@ class TestFeedback:
         try:
             for turn in range(turns):
                 values = torch.from_numpy(update.copy())
-                state = compressor.send(values, state, LAYOUT, KEY + turn)
-                received.append(values.numpy().copy())
+                decoded, state = compressor.send(values, state, LAYOUT, KEY + turn)
+                received.append(decoded.numpy().copy())
         finally:
             compressor.feedback = "none"
         final = received[-1] if kind == "ef21" else np.mean(received, axis=0)
@@ -371,11 +391,7 @@ class TestFeedback:
         once = np.linalg.norm(coded(compressor, update) - update) / np.linalg.norm(update)
         assert error < max(0.25 * once, 1e-5)
 
-    @pytest.mark.parametrize(
-        "compressor",
-        [TopK(0.01), TopK(0.3), QSGD(), QSGD(300, 100), QSGD(1, None), TernGrad()],
-        ids=str,
-    )
+    @pytest.mark.parametrize("compressor", FAST, ids=str)
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
     def test_fast_exchange_of_a_compressor_equals_the_base_class_bit_for_bit(
         self, compressor: Compressor, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -387,9 +403,9 @@ class TestFeedback:
             received = torch.from_numpy(values_of(layout, turn))
             expected = received.clone()
             before, old = fast, fast.clone()
-            arguments = layout, KEY + turn, torch.empty(0)
-            message, fast = compressor.exchange(received, fast, *arguments)
-            words, plain = Compressor.exchange(compressor, expected, plain, *arguments)
+            arguments = layout, KEY + turn, compressor.initial(layout)
+            message, received, fast = compressor.exchange(received, fast, *arguments)
+            words, expected, plain = Compressor.exchange(compressor, expected, plain, *arguments)
             assert (message == words).all()
             assert torch.equal(received.view(torch.int32), expected.view(torch.int32))
             assert torch.equal(fast.view(torch.int32), plain.view(torch.int32))
