@@ -8,12 +8,12 @@ Let v be the vector to send, and C(v) the vector that the receiver decodes from 
 feedback also uses a memory m, which starts at 0:
 
     none   send v:      the receiver gets C(v)
-    ef21   send v - m:  the receiver gets m + C(v - m); the next m is this value
+    ef21   send v - m:  the receiver gets m + C(v - m); the next m is what it gets
     ef14   send v + m:  the receiver gets C(v + m); the next m is v + m - C(v + m)
 
 Sources: ef21 is Algorithm 2 of Richtarik, Sokolov and Fatkhullin, "EF21: A New, Simpler,
-Theoretically Better, and Practically Faster Error Feedback" (NeurIPS 2021). With direction="both"
-it is EF21-BC of Fatkhullin et al. (2021). ef14 is the error feedback of Seide et al. (Interspeech
+Theoretically Better, and Practically Faster Error Feedback" (NeurIPS 2021). With direction="both",
+ef21 is EF21-BC of Fatkhullin et al. (2021). ef14 is the error feedback of Seide et al. (Interspeech
 2014), as analysed by Karimireddy et al. (ICML 2019).
 
 Departures from the papers
@@ -115,12 +115,12 @@ class Compressor(Method):
         return torch.empty(0)
 
     def contraction(self, layout: Layout) -> float:
-        """Return the number by which decoded values are multiplied under error feedback.
+        """Return f, the number by which decoded values are multiplied under error feedback.
 
-        The default is 1. Error feedback converges only if |f C(v) - v| < |v| for every vector v.
-        Here C(v) is the decoded vector, and f the number that this function returns. If C(v) is
-        random, with the mean v and a variance of at most omega |v|^2, return 1 / (1 + omega). The
-        inequality is then true in expectation (EF21, Section 2).
+        The default is 1. Let C(v) be the decoded vector for the vector v. Error feedback converges
+        only if |f C(v) - v| < |v| for every v. If C(v) is random, with the mean v and a variance of
+        at most omega |v|^2, return 1 / (1 + omega). The inequality is then true in expectation
+        (EF21, Section 2).
         """
         return 1.0
 

@@ -33,10 +33,12 @@ class UpdateCode(Protocol):
 
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
-    ) -> dict[str, Tensor]:
-        """Replace `values`, in place, by what the receiver decodes; return the sender's next state.
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Send a vector; return the vector that the receiver gets, and the sender's next state.
 
-        values: [layout.trained], the vector to send.
+        The received vector may be a tensor of the next state, so do not change it.
+
+        values: [layout.trained], the vector to send. It is overwritten.
         state: the sender's state after its last message, by name.
         key: a random number below 2^63 for this message.
         """

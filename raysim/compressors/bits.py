@@ -165,8 +165,8 @@ def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
     This is the code of Elias (1974) and Fano (1971). It takes about 2 + log2(length / n) bits for
     each of the n positions. The size depends only on `length` and n.
 
-    The l lowest bits of each position are stored unchanged, with l from `_low_bits`. The higher
-    bits of position number i, from 0, are a number h. They are stored by setting bit h + i in a
+    The l lowest bits of each position are stored unchanged; `_low_bits` returns l. Let h be the
+    i-th position without its l lowest bits, counted from i = 0. For each i, bit h + i is set in a
     second string of bits.
     """
     count, low = len(positions), _low_bits(len(positions), length)

@@ -10,15 +10,14 @@ sender's previous message. M' is the transpose of M:
     C(M) = P Q'
 
 Departures from the paper
-- Each client has its own P and Q, and sends both. The paper averages P and then Q over the workers,
-  which takes two exchanges in a step.
+- Each client has its own P and Q, and sends both. In the paper the workers average P, and then Q.
 - Before the first message, Q has normal random numbers, which are the same for all clients. After
   each message, the Q of this message is stored as client state.
 - The paper uses error feedback. To use it, set compression.feedback=ef14.
 - P is orthogonalised by the QR decomposition.
 
 A tensor of more than two dimensions is treated as a matrix; its first dimension gives the rows.
-Vectors are sent unchanged, and so are matrices for which P and Q would be larger than M.
+Vectors are sent unchanged. So are matrices whose P and Q together would be larger than M.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Communication in Distributed Deep Learning" (NeurIPS 2017), Algorithm 1 and Sect
 A value v_i becomes C(v)_i, with a random number u that is uniform in [0, 1), and s levels:
 
     qsgd      C(v)_i = |v| sign(v_i) floor(s |v_i| / |v| + u) / s
-    fedpaq    the same, with one bucket for all parameters
+    fedpaq    the same as qsgd, with one bucket for all parameters
     terngrad  C(v)_i = m sign(v_i) [|v_i| > m u]
 
 For qsgd, |v| is the norm of the bucket that contains v_i. For terngrad, m is the largest absolute
@@ -17,8 +17,8 @@ value in the tensor that contains v_i, and [...] is 1 if the condition is true, 
 
 Departures from the papers
 - QSGD uses fewer bits for frequent levels (Elias coding). Here each level has the same number of
-  bits, so that the size is known before the training. s = 1, 3, 7 levels need 2, 3, 4 bits with the
-  sign.
+  bits, so that the size is known before the training. An entry takes 2 bits for s = 1, 3 bits for
+  s = 3, and 4 bits for s = 7, with its sign.
 - FedPAQ averages uniformly. To do the same, set weighting=uniform.
 - v is a client's update, and not a gradient.
 """
@@ -291,7 +291,10 @@ class _Quantizer(Compressor):
         return np.concatenate([scales.view(np.uint32), pack(digits, self.width)])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the decoded entries c k / s: scale c, signed level k, s = `levels`."""
+        """Fill `out` with the decoded entries.
+
+        An entry is c k / s, with the scale c of its bucket, its signed level k, and s = `levels`.
+        """
         starts = self.starts(layout)
         buckets = len(starts) - 1
         dtype = np.uint16 if self.width > 8 else np.uint8

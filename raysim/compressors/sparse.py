@@ -97,8 +97,8 @@ def _copy_memory(memory: np.ndarray, out: np.ndarray) -> None:
 def largest_positions(values: np.ndarray, count: int, memory: np.ndarray = NOTHING) -> np.ndarray:
     """Return the positions of the `count` largest entries of values - memory, ascending.
 
-    Entries are compared by their absolute values. Of two equal ones, the one with the lower
-    position is taken.
+    Entries are compared by their absolute values. If two absolute values are equal, the entry with
+    the lower position is taken.
     values: float32 [d], finite.
     memory: float32 [d], finite; empty for zeros.
     """
@@ -130,7 +130,7 @@ def _candidates(
 
     A sample of the entries gives a threshold, and all entries above it are returned in the order of
     their positions. The arguments are those of `largest_positions`.
-    Return None if this way is not faster, or if the sample gave a bad threshold.
+    Return None for short vectors, for large shares, and if the sample gave a bad threshold.
     """
     length = len(values)
     if length <= SMALL or 4 * count >= length:
