@@ -216,7 +216,7 @@ def _run_with_restarts(
             if restarts_left == 0 or not has_begun:
                 raise ProcessLostError(_with_advice(error)) from error
             reason = str(error).rstrip(".")
-            say(console, f"{reason}. The run restarts now from its last checkpoint")
+            say(console, f"{reason}. The run restarts from its last checkpoint")
         except RefusedError as error:
             if not place.is_restart:
                 raise

@@ -350,9 +350,9 @@ class TestReport:
             records.start(number, {"local.lr": 0.1})
         records.report_restart(1, "")
         assert "trial 1" in capsys.readouterr().out
-        assert records.status() == "0/6 trials · 1 running · 1 waiting to start again"
+        assert records.status() == "0/6 trials have ended · 1 running · 1 waiting to start again"
         records.start(1, {"local.lr": 0.1})
-        assert records.status() == "0/6 trials · 2 running"
+        assert records.status() == "0/6 trials have ended · 2 running"
         assert records.most_running == 2
 
     def test_only_finished_trials_with_the_best_score_count_as_ties(self, tmp_path: Path) -> None:
