@@ -32,8 +32,10 @@ from torch import Tensor
 from raysim.api.compression import Compressor, Direction, Exchange, Feedback
 from raysim.primitives.checks import at_least
 from raysim.primitives.streams import stream
-from raysim.vectors.blocks import BLOCK, compile_function, new_like, split_range
+from raysim.vectors.blocks import compile_function, new_like, split_range
 from raysim.vectors.layout import Layout
+
+PART = 1 << 19  # about so many entries of a matrix are computed at once, to stay in the cache
 
 
 def _project(matrix: np.ndarray, basis: np.ndarray, product: np.ndarray) -> None:
@@ -83,7 +85,7 @@ class _Piece(NamedTuple):
 
     def row_blocks(self) -> list[slice]:
         """Divide the rows of the matrix into blocks that fit into the cache."""
-        return split_range(0, self.rows, max(1, BLOCK // max(1, self.columns)))
+        return split_range(0, self.rows, max(1, PART // max(1, self.columns)))
 
     def positions(self, rows: slice) -> slice:
         """Return the positions in the vector of some rows of the matrix."""

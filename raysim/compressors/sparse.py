@@ -46,7 +46,7 @@ def _collect(
     flags: np.ndarray,
     words: np.ndarray,
     positions: np.ndarray,
-    magnitudes: np.ndarray,
+    entries: np.ndarray,
 ) -> int:
     """Find the large entries of values - memory; return their number.
 
@@ -57,7 +57,7 @@ def _collect(
     flags: working memory, uint8 [CHUNK].
     words: the same memory as `flags`, uint64 [CHUNK / 8].
     positions: the array to fill with the positions of the entries, in ascending order.
-    magnitudes: the array to fill with the absolute values of the entries, as long as `positions`.
+    entries: the array to fill with the entries, float32, as long as `positions`.
     """
     # A chunk of entries is compared first: each entry gets a byte, 1 if it is large, else 0. Then 8
     # of these bytes are read as one word. Most words are 0, so the loop over bits is short.
@@ -82,7 +82,7 @@ def _collect(
                 byte = np.int64((lowest * np.uint64(BYTE_INDEX)) >> np.uint64(56))
                 place = 8 * word + byte
                 entry = part[place] - old[place] if len(old) else part[place]
-                positions[count], magnitudes[count] = start + place, abs(entry)
+                positions[count], entries[count] = start + place, entry
                 count += 1
                 bits ^= lowest
     return count
@@ -94,23 +94,27 @@ def _copy_memory(memory: np.ndarray, out: np.ndarray) -> None:
         out[index] = memory[index] + np.float32(0)
 
 
-def largest_positions(values: np.ndarray, count: int, memory: np.ndarray = NOTHING) -> np.ndarray:
-    """Return the positions of the `count` largest entries of values - memory, ascending.
+def largest_entries(
+    values: np.ndarray, count: int, memory: np.ndarray = NOTHING
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions and the values of the `count` largest entries of values - memory.
 
     Entries are compared by their absolute values. If two absolute values are equal, the entry with
-    the lower position is taken.
+    the lower position is taken. The positions are ascending.
     values: float32 [d], finite.
     memory: float32 [d], finite; empty for zeros.
     """
     candidates = _candidates(values, count, memory)
-    positions, magnitudes = candidates or (None, np.abs(_difference(values, memory)))
+    positions, entries = candidates or (None, _difference(values, memory))
+    magnitudes = np.abs(entries)
     threshold = np.partition(magnitudes, len(magnitudes) - count)[len(magnitudes) - count]
     is_large = magnitudes >= threshold
     surplus = np.count_nonzero(is_large) - count
     if surplus:
         ties = np.flatnonzero(magnitudes == threshold)
         is_large[ties[len(ties) - surplus :]] = False
-    return np.flatnonzero(is_large) if positions is None else positions[is_large]
+    chosen = np.flatnonzero(is_large)
+    return chosen if positions is None else positions[chosen], entries[chosen]
 
 
 def _difference(
@@ -126,10 +130,10 @@ def _difference(
 def _candidates(
     values: np.ndarray, count: int, memory: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return positions and magnitudes of some entries, among them the `count` largest ones.
+    """Return positions and values of some entries, among them the `count` largest ones.
 
     A sample of the entries gives a threshold, and all entries above it are returned in the order of
-    their positions. The arguments are those of `largest_positions`.
+    their positions. The arguments are those of `largest_entries`.
     Return None for short vectors, for large shares, and if the sample gave a bad threshold.
     """
     length = len(values)
@@ -140,16 +144,14 @@ def _candidates(
     wanted = math.ceil(len(sample) * count / length * 1.25) + 16
     threshold = np.partition(sample, len(sample) - wanted)[len(sample) - wanted]
     positions = np.empty(2 * count + length // 64, np.int64)
-    magnitudes = np.empty(len(positions), np.float32)
+    entries = np.empty(len(positions), np.float32)
     flags = np.empty(CHUNK, np.uint8)
     collect = compile_function(_collect)
-    collected = collect(
-        values, memory, threshold, flags, flags.view(np.uint64), positions, magnitudes
-    )
+    collected = collect(values, memory, threshold, flags, flags.view(np.uint64), positions, entries)
     # The sample was not typical: too many entries are that large, or too few.
     if collected > len(positions) or collected < count:
         return None
-    return positions[:collected], magnitudes[:collected]
+    return positions[:collected], entries[:collected]
 
 
 class _Sparse(Compressor):
@@ -246,8 +248,7 @@ class TopK(_Sparse):
         self, values: np.ndarray, layout: Layout, key: int, memory: np.ndarray = NOTHING
     ) -> np.ndarray:
         """Return the k entries with the largest absolute values, then their positions."""
-        positions = largest_positions(values, self.count(layout), memory)
-        entries = _difference(values, memory, positions)
+        positions, entries = largest_entries(values, self.count(layout), memory)
         return np.concatenate([entries.view(np.uint32), pack_positions(positions, len(values))])
 
     def _decode(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
