@@ -23,7 +23,7 @@ from raysim.vectors.blocks import compile_function, new_like, split_range
 from raysim.vectors.layout import Layout
 
 LARGEST_HALF = float(torch.finfo(torch.float16).max)
-PART = 1 << 17  # entries of a part; the arrays that it needs fit into a CPU's second cache
+PART = 1 << 18  # entries of a part; the arrays that it needs fit into a CPU's second cache
 
 
 def _count_beyond(values: np.ndarray, bound: float) -> int:
