@@ -27,13 +27,14 @@ Departures from the papers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raysim.api.method import Method
+from raysim.api.update_code import Direction as Direction
 from raysim.primitives.checks import one_of
 from raysim.vectors.blocks import new_like
 from raysim.vectors.layout import Layout
@@ -41,7 +42,6 @@ from raysim.vectors.layout import Layout
 if TYPE_CHECKING:
     from raysim.api.setup import Setup
 
-Direction: TypeAlias = Literal["up", "down", "both"]
 Feedback: TypeAlias = Literal["none", "ef21", "ef14"]
 
 WORD_BITS = 32  # a message is a whole number of words, so that traffic is a whole number of floats
@@ -74,8 +74,8 @@ class Compressor(Method):
     """
 
     def __init__(self, direction: Direction = "up", feedback: Feedback = "none"):
-        self.direction = one_of("compression.direction", direction, ("up", "down", "both"))
-        self.feedback = one_of("compression.feedback", feedback, ("none", "ef21", "ef14"))
+        self.direction = one_of("compression.direction", direction, get_args(Direction))
+        self.feedback = one_of("compression.feedback", feedback, get_args(Feedback))
 
     # --- what a compressor overrides --------------------------------------------------------------
     def words(self, layout: Layout) -> int:

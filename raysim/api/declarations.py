@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -25,7 +25,11 @@ from raysim.models.split import example_inputs
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.kinds import POSITION_KINDS, Kind, TargetField, Tokens
 from raysim.vectors.layout import Layout
-from raysim.vectors.optimizer import OptimizerSettings
+from raysim.vectors.optimizer import OptimizerKind, OptimizerSettings
+
+FinetuneSamples: TypeAlias = Literal["own", "all"]
+RateSchedule: TypeAlias = Literal["constant", "cosine", "linear", "step"]
+RateUnit: TypeAlias = Literal["rounds", "steps"]
 
 
 @dataclass(frozen=True)
@@ -153,11 +157,11 @@ class Finetune:
     epochs: int = 0
     head: bool = False
     last: bool = False
-    samples: Literal["own", "all"] = "own"
+    samples: FinetuneSamples = "own"
 
     def __post_init__(self) -> None:
         at_least("evaluate.finetune.epochs", self.epochs, 0)
-        one_of("evaluate.finetune.samples", self.samples, ("own", "all"))
+        one_of("evaluate.finetune.samples", self.samples, get_args(FinetuneSamples))
 
 
 @dataclass(frozen=True)
@@ -258,9 +262,6 @@ class Evaluation:
         return self.decompose > 0 and version % self.decompose == 0
 
 
-SCHEDULES = ("constant", "cosine", "linear", "step")
-
-
 @dataclass(frozen=True)
 class Local:
     """The settings `local.*`: how a client trains.
@@ -296,20 +297,20 @@ class Local:
     job of the client to the next.
     """
 
-    optimizer: Literal["sgd", "adam", "adamw", "lion", "muon"] = "sgd"
+    optimizer: OptimizerKind = "sgd"
     lr: float = 0.1
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
     clip: float = 0.0
     lr_decay: float = 1.0
-    schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
+    schedule: RateSchedule = "constant"
     schedule_rounds: int | None = None
     final_lr: float = 0.0
     drop_every: int | None = None
     drop_factor: float = 0.1
     warmup_rounds: int = 0
-    schedule_over: Literal["rounds", "steps"] = "rounds"
+    schedule_over: RateUnit = "rounds"
     warmup_steps: int = 0
     rates: dict[str, float] = field(default_factory=dict, hash=False)
     epochs: int | None = 1
@@ -339,8 +340,8 @@ class Local:
 
     def _check_schedule(self) -> None:
         """Raise ValueError if a setting of the schedule is missing or out of range."""
-        one_of("local.schedule", self.schedule, SCHEDULES)
-        one_of("local.schedule_over", self.schedule_over, ("rounds", "steps"))
+        one_of("local.schedule", self.schedule, get_args(RateSchedule))
+        one_of("local.schedule_over", self.schedule_over, get_args(RateUnit))
         at_least("local.warmup_rounds", self.warmup_rounds, 0)
         at_least("local.warmup_steps", self.warmup_steps, 0)
         in_range("local.final_lr", self.final_lr, least=0, most=self.lr)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from raysim.primitives.checks import one_of
 from raysim.primitives.errors import first_line, nearest
 from raysim.primitives.extras import import_optional
 from raysim.primitives.kinds import IGNORED, POSITION_KINDS, Kind, TargetField
+
+ScoredUnit: TypeAlias = Literal["sample", "set"]
 
 MetricFunction: TypeAlias = Callable[[Tensor, Tensor], Any]
 MAX_TRIED_ROWS = 64
@@ -89,7 +91,7 @@ class Metric:
     function: MetricFunction
     name: str | None = None
     higher: bool | None = None
-    per: Literal["sample", "set"] | None = None
+    per: ScoredUnit | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -97,7 +99,7 @@ class Metric:
                 f"metrics: {self.function!r} is not a function. Give a function of outputs and "
                 "labels."
             )
-        one_of("metrics.per", self.per, ("sample", "set", None))
+        one_of("metrics.per", self.per, (*get_args(ScoredUnit), None))
 
     @property
     def title(self) -> str:
@@ -306,7 +308,7 @@ def _own_rule(metric: Metric, task: ScoredTask) -> MetricRule:
     return MetricRule(name, None, summarise, metric.is_higher_better)
 
 
-def _find_per(metric: Metric, task: ScoredTask) -> Literal["sample", "set"]:
+def _find_per(metric: Metric, task: ScoredTask) -> ScoredUnit:
     """Call a user's metric once, to find out whether it scores each sample or a whole set.
 
     The metric is called with random outputs. Return "sample" if it returns a score for each sample,

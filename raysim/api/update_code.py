@@ -7,18 +7,20 @@ that interface use this protocol instead of the class `Compressor`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
 from raysim.vectors.layout import Layout
+
+Direction: TypeAlias = Literal["up", "down", "both"]
 
 
 class UpdateCode(Protocol):
     """The attributes and functions of a `Compressor` that a run uses."""
 
     name: ClassVar[str]
-    direction: Literal["up", "down", "both"]
+    direction: Direction
 
     @property
     def compresses_up(self) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from raysim.data.causal import CHARACTERS, Document, cut_document, pack, text_vocabulary
 from raysim.data.raw import Origin, Raw, Source, require_root
 from raysim.primitives.checks import at_least, in_range, one_of, require
 from raysim.primitives.files import regular_file
+
+CorpusUser: TypeAlias = Literal["file", "document"]
 
 MAX_NAMED_FILES = 5  # files without text that are named
 
@@ -88,11 +90,11 @@ class Text(_Corpus):
 
     root: str | None = None
     separator: str | None = None
-    user: Literal["file", "document"] = "file"
+    user: CorpusUser = "file"
 
     def check(self) -> None:
         super().check()
-        one_of("data.user", self.user, ("file", "document"))
+        one_of("data.user", self.user, get_args(CorpusUser))
         require("data.separator", self.separator, self.separator != "", "some text, or null")
 
     def files(self) -> list[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from raysim.data.csr import Floats, Ints
 from raysim.data.splits import fraction_count
 from raysim.primitives.checks import above, one_of, require
+
+RotatedUnit: TypeAlias = Literal["none", "client", "image"]
+Interpolation: TypeAlias = Literal["nearest", "bilinear"]
+TestRotation: TypeAlias = Literal["spread", "all"]
 
 Pixel = TypeVar("Pixel", bound=np.generic)
 
@@ -38,16 +42,16 @@ class Rotation:
     The default angles and interpolation are those of FedBR's paper.
     """
 
-    per: Literal["none", "client", "image"] = "none"
+    per: RotatedUnit = "none"
     angles: list[float] = field(default_factory=lambda: [15.0 * step for step in range(10)])
     concentration: float = 1.0
-    interpolation: Literal["nearest", "bilinear"] = "nearest"
-    test: Literal["spread", "all"] = "spread"
+    interpolation: Interpolation = "nearest"
+    test: TestRotation = "spread"
 
     def __post_init__(self) -> None:
-        one_of("data.rotation.per", self.per, ("none", "client", "image"))
-        one_of("data.rotation.interpolation", self.interpolation, ("nearest", "bilinear"))
-        one_of("data.rotation.test", self.test, ("spread", "all"))
+        one_of("data.rotation.per", self.per, get_args(RotatedUnit))
+        one_of("data.rotation.interpolation", self.interpolation, get_args(Interpolation))
+        one_of("data.rotation.test", self.test, get_args(TestRotation))
         is_valid = self.angles and all(math.isfinite(angle) for angle in self.angles)
         require(
             "data.rotation.angles", self.angles, is_valid, "a list of at least one angle in degrees"
@@ -122,7 +126,7 @@ def rotate_images(
     *,
     images: ArrayLike,
     angles: ArrayLike,
-    interpolation: Literal["bilinear", "nearest"] = "bilinear",
+    interpolation: Interpolation = "bilinear",
 ) -> NDArray[np.generic]:
     """Turn each image of [n, c, h, w] by its angle; return images of the same type.
 

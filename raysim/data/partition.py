@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -58,6 +58,10 @@ __all__ = [  # the pure functions too: the shared test vectors name them in this
     "shard_split",
     "subsample",
 ]
+
+DrawnShares: TypeAlias = Literal["class", "client"]
+Concentration: TypeAlias = Literal["symmetric", "prior_scaled"]
+Turns: TypeAlias = Literal["rotating", "sequential"]
 
 MAX_ATTEMPTS = 10_000  # draws of a split before it fails because a client is below the minimum size
 # Shares drawn before a large split fails, after about four seconds. Settings that need more draws
@@ -231,7 +235,7 @@ class Dirichlet(Partitioner):
     balance: bool = False
     minimum: int | None = None
     grouping: int | None = None
-    per: Literal["class", "client"] = "class"
+    per: DrawnShares = "class"
 
     def check(self) -> None:
         _check_clients("partition.clients", self.clients)
@@ -240,7 +244,7 @@ class Dirichlet(Partitioner):
             at_least("partition.minimum", self.minimum, 0)
         if self.grouping is not None:
             at_least("partition.grouping", self.grouping, 1)
-        one_of("partition.per", self.per, ("class", "client"))
+        one_of("partition.per", self.per, get_args(DrawnShares))
 
     def assign(self, draws: Draws) -> CSR:
         total, order = len(draws.labels), draws.order()
@@ -308,15 +312,15 @@ class DirichletClient(Partitioner):
     by_class: ClassVar[bool] = True
     clients: int
     alpha: float
-    concentration: Literal["symmetric", "prior_scaled"] = "symmetric"
+    concentration: Concentration = "symmetric"
     remaining: bool = False
-    turns: Literal["rotating", "sequential"] = "rotating"
+    turns: Turns = "rotating"
 
     def check(self) -> None:
         _check_clients("partition.clients", self.clients)
         above("partition.alpha", self.alpha, 0)
-        one_of("partition.concentration", self.concentration, ("symmetric", "prior_scaled"))
-        one_of("partition.turns", self.turns, ("rotating", "sequential"))
+        one_of("partition.concentration", self.concentration, get_args(Concentration))
+        one_of("partition.turns", self.turns, get_args(Turns))
         if self.remaining and (self.concentration, self.turns) != ("prior_scaled", "sequential"):
             raise ValueError(
                 "partition.remaining=true needs partition.concentration=prior_scaled and "

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from raysim.primitives.kinds import (
 )
 from raysim.primitives.memory import check_memory
 
-AUGMENTATIONS = ("crop", "flip", "rotate", "resized_crop", "jitter", "grey")
+Augmentation: TypeAlias = Literal["crop", "flip", "rotate", "resized_crop", "jitter", "grey"]
 BYTES_PER_TOKEN = 64  # model=gru, the smallest network for tokens, has 16 parameters for each token
 
 
@@ -124,9 +124,7 @@ class Source:
     pool: int = 1
     mean: list[float] | None = None
     std: list[float] | None = None
-    augment: list[Literal["crop", "flip", "rotate", "resized_crop", "jitter", "grey"]] = field(
-        default_factory=list
-    )
+    augment: list[Augmentation] = field(default_factory=list)
     crop_padding: int = 4
     rotate_degrees: float = 30.0
     crop_area: list[float] = field(default_factory=lambda: [0.7, 1.0])
@@ -155,9 +153,10 @@ class Source:
         self.check()
 
     def _check_augmentation(self) -> None:
-        are_known = set(self.augment) <= set(AUGMENTATIONS)
-        names = f"{', '.join(AUGMENTATIONS[:-1])} and {AUGMENTATIONS[-1]}"
-        require("data.augment", self.augment, are_known, f"a list of {names}, or []")
+        names = get_args(Augmentation)
+        are_known = set(self.augment) <= set(names)
+        listed = f"{', '.join(names[:-1])} and {names[-1]}"
+        require("data.augment", self.augment, are_known, f"a list of {listed}, or []")
         at_least("data.crop_padding", self.crop_padding, 0)
         between("data.rotate_degrees", self.rotate_degrees, 0, 180)
         area = self.crop_area

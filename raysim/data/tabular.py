@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,8 @@ from raysim.primitives.checks import in_range, one_of
 from raysim.primitives.files import existing_file, regular_file
 from raysim.primitives.kinds import Kind, Tokens
 
-TABLE_NAMES = ("breast_cancer", "wine", "diabetes")
+TableName: TypeAlias = Literal["breast_cancer", "wine", "diabetes"]
+
 ARRAY_NAMES = ("x", "y", "user")  # of a NumPy archive
 INPUT, TARGET = "x.", "y."  # start of the names of several inputs, and of the parts of a target
 ROWS = ".rows"  # end of the name of the number of rows that each sample has in a part of a target
@@ -36,11 +37,11 @@ class Tabular(Source):
     test_fraction: the share of each class that is for testing; for diabetes, of all rows.
     """
 
-    name: Literal["breast_cancer", "wine", "diabetes"]
+    name: TableName
     test_fraction: float = 0.2
 
     def check(self) -> None:
-        one_of("data.name", self.name, TABLE_NAMES)
+        one_of("data.name", self.name, get_args(TableName))
         in_range("data.test_fraction", self.test_fraction, least=0, below=1)
 
     def read(self) -> Raw:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from raysim.primitives.files import parse_json, regular_file, user_path
 from raysim.primitives.kinds import Tokens
 from raysim.primitives.memory import check_memory
 from raysim.primitives.streams import stream
+
+SequenceLabel: TypeAlias = Literal["next", "chain"]
 
 # The characters of LEAF's Shakespeare, in LEAF's order.
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -332,7 +334,7 @@ class Markov(Source):
     vocabulary: int = 20
     length: int = 16
     shortest: int = 8
-    label: Literal["next", "chain"] = "next"
+    label: SequenceLabel = "next"
     chains: int = 4
     skew: float = 0.3
     seed: int = 0
@@ -345,7 +347,7 @@ class Markov(Source):
         at_least("data.vocabulary", self.vocabulary, 2)
         between("data.shortest", self.shortest, 1, self.length)
         between("data.skew", self.skew, 0, 1)
-        one_of("data.label", self.label, ("next", "chain"))
+        one_of("data.label", self.label, get_args(SequenceLabel))
         tokens = self.users * (self.samples + self.test_samples) * (self.length + 1)
         check_memory(
             f"data.users={self.users} with sequences of data.length={self.length}", 16 * tokens

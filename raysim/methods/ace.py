@@ -29,14 +29,13 @@ Departures from the paper
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.methods.client_rows import (
-    PLACES,
     declare_rows,
     most_rows,
     padded,
@@ -175,7 +174,7 @@ class ACE(Method):
         self.server_lr = at_least("method.ace.server_lr", server_lr, 0.0)
         if max_staleness is not None:
             at_least("method.ace.max_staleness", max_staleness, 0)
-        one_of("method.ace.cache", cache, PLACES)
+        one_of("method.ace.cache", cache, get_args(CachePlace))
         self.max_staleness, self.initialise, self.cache = max_staleness, initialise, cache
         self.budget = at_least("method.ace.budget", budget, 0.0)
 

@@ -28,14 +28,13 @@ Departures from the paper
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from raysim.api.method import Method
 from raysim.methods.client_rows import (
-    PLACES,
     declare_rows,
     most_rows,
     refuse_sample_weights,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-AVERAGES = ("all", "seen")
+AveragedClients: TypeAlias = Literal["all", "seen"]
 
 
 def calibrated_step(
@@ -119,13 +118,13 @@ class CA2FL(Method):
     def __init__(
         self,
         server_lr: float = 1.0,
-        average: Literal["all", "seen"] = "all",
+        average: AveragedClients = "all",
         cache: CachePlace = "disk",
         budget: float = 8.0,
     ):
         self.server_lr = at_least("method.ca2fl.server_lr", server_lr, 0.0)
-        one_of("method.ca2fl.average", average, AVERAGES)
-        one_of("method.ca2fl.cache", cache, PLACES)
+        one_of("method.ca2fl.average", average, get_args(AveragedClients))
+        one_of("method.ca2fl.cache", cache, get_args(CachePlace))
         self.average, self.cache = average, cache
         self.budget = at_least("method.ca2fl.budget", budget, 0.0)
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-PLACES = ("disk", "memory")
-
 
 def most_rows(server: ServerView) -> int:
     """Return the largest possible number of rows: the number of clients with training samples."""

@@ -23,7 +23,7 @@ Departures from the paper
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from raysim.api.declarations import Local
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
+
+TrainingMode: TypeAlias = Literal["alternate", "grl"]
 
 DISCRIMINATOR = "dann.discriminator"
 
@@ -125,7 +127,7 @@ class Dann(Method):
         width: int = 256,
         discriminator_steps: int = 1,
         rate: float = 1.0,
-        mode: Literal["alternate", "grl"] = "alternate",
+        mode: TrainingMode = "alternate",
     ):
         self.lam = at_least("method.dann.lam", lam, 0.0)
         self.width = int(at_least("method.dann.width", width, 1))
@@ -141,7 +143,7 @@ class Dann(Method):
                 "to 1, or set method.dann.mode=alternate."
             )
         self.rate = rate
-        self.mode = one_of("method.dann.mode", mode, ("alternate", "grl"))
+        self.mode = one_of("method.dann.mode", mode, get_args(TrainingMode))
 
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the run's local.steps, or `discriminator_steps` + 1 if that is larger.

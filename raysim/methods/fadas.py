@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-RULES = ("scale", "cap")
+StalenessRule: TypeAlias = Literal["scale", "cap"]
+
 MOMENTS = ("first_moment", "second_moment", "max_second_moment")
 
 
@@ -54,7 +55,7 @@ def delay_adaptive_lr(
     threshold: the largest staleness at which the rate is `server_lr`.
     rule: for a larger staleness s, "scale" returns server_lr / s, "cap" min(server_lr, 1 / s).
     """
-    one_of("method.fadas.rule", rule, RULES)
+    one_of("method.fadas.rule", rule, get_args(StalenessRule))
     if max_staleness <= threshold:
         return server_lr
     return min(server_lr, 1.0 / max_staleness) if rule == "cap" else server_lr / max_staleness
@@ -167,7 +168,7 @@ class FADAS(Method):
         self,
         server_lr: float = 1e-3,
         threshold: int | None = 1,
-        rule: Literal["scale", "cap"] = "scale",
+        rule: StalenessRule = "scale",
         beta1: float = 0.9,
         beta2: float = 0.99,
         eps: float = 1e-8,
@@ -176,7 +177,7 @@ class FADAS(Method):
         self.server_lr = at_least("method.fadas.server_lr", server_lr, 0.0)
         if threshold is not None:
             at_least("method.fadas.threshold", threshold, 0)
-        one_of("method.fadas.rule", rule, RULES)
+        one_of("method.fadas.rule", rule, get_args(StalenessRule))
         above("method.fadas.eps", eps, 0.0, "it keeps the divisor away from 0")
         for key, decay in (("beta1", beta1), ("beta2", beta2)):
             in_range(f"method.fadas.{key}", decay, least=0.0, below=1.0)

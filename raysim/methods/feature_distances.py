@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Metric: TypeAlias = Literal["mmd", "mse", "mmd_moments", "mmd_classes"]
-METRICS = get_args(Metric)
 
 
 def mmd(

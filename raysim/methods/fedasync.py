@@ -26,7 +26,7 @@ Departures from the paper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-KINDS = ("polynomial", "hinge", "constant")
+WeightKind: TypeAlias = Literal["polynomial", "hinge", "constant"]
 
 
 def staleness_weight(
@@ -55,7 +55,7 @@ def staleness_weight(
     """
     if staleness < 0:
         raise ValueError(f"staleness={staleness} must be at least 0.")
-    one_of("method.fedasync.kind", kind, KINDS)
+    one_of("method.fedasync.kind", kind, get_args(WeightKind))
     if kind == "polynomial":
         return float((staleness + 1.0) ** -a)
     return 1.0 if kind == "constant" or staleness <= b else 1.0 / (a * (staleness - b) + 1.0)
@@ -140,14 +140,14 @@ class FedAsync(Method):
     def __init__(
         self,
         alpha: float = 0.6,
-        kind: Literal["polynomial", "hinge", "constant"] = "polynomial",
+        kind: WeightKind = "polynomial",
         a: float = 0.5,
         b: float = 4.0,
         max_staleness: int | None = None,
         alpha_decay: float = 1.0,
     ):
         self.alpha = between("method.fedasync.alpha", alpha, 0.0, 1.0)
-        one_of("method.fedasync.kind", kind, KINDS)
+        one_of("method.fedasync.kind", kind, get_args(WeightKind))
         self.kind, self.a = kind, at_least("method.fedasync.a", a, 0.0)
         self.b = at_least("method.fedasync.b", b, 0.0)
         if max_staleness is not None:

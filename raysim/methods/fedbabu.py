@@ -15,7 +15,7 @@ Departures from the paper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from raysim.api.context import Stage
 from raysim.api.declarations import Finetune
@@ -24,6 +24,8 @@ from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
     from raysim.api.setup import Setup
+
+FinetunedPart: TypeAlias = Literal["head", "all"]
 
 
 class FedBABU(Method):
@@ -36,9 +38,9 @@ class FedBABU(Method):
     name = "fedbabu"
     paper = "Oh et al., ICLR 2022"
 
-    def __init__(self, epochs: int = 5, finetune: Literal["head", "all"] = "head"):
+    def __init__(self, epochs: int = 5, finetune: FinetunedPart = "head"):
         self.epochs = int(at_least("method.fedbabu.epochs", epochs, 0))
-        self.finetune = one_of("method.fedbabu.finetune", finetune, ("head", "all"))
+        self.finetune = one_of("method.fedbabu.finetune", finetune, get_args(FinetunedPart))
 
     def setup(self, run: Setup) -> None:
         """Fix the head during jobs, and declare the fine-tuning before a client is scored."""

@@ -18,7 +18,7 @@ Departures from the paper
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from raysim.primitives.checks import one_of
 if TYPE_CHECKING:
     from raysim.api.local_job import PersonalModel
     from raysim.api.setup import Setup
+
+Scope: TypeAlias = Literal["all", "statistics", "affine", "none"]
+KeptLayers: TypeAlias = Literal["batch", "all"]
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 AFFINE = ("weight", "bias")
@@ -118,8 +121,8 @@ class FedBN(Method):
 
     def __init__(
         self,
-        scope: Literal["all", "statistics", "affine", "none"] = "all",
-        layers: Literal["batch", "all"] = "batch",
+        scope: Scope = "all",
+        layers: KeptLayers = "batch",
         name_rule: str | None = None,
         reestimate: bool = False,
     ):
@@ -141,7 +144,7 @@ class FedBN(Method):
                 "or method.fedbn.scope=statistics."
             )
         self.scope = scope
-        self.layers = one_of("method.fedbn.layers", layers, ("batch", "all"))
+        self.layers = one_of("method.fedbn.layers", layers, get_args(KeptLayers))
         self.name_rule, self.reestimate = name_rule, reestimate
 
     def setup(self, run: Setup) -> None:

@@ -28,7 +28,7 @@ Departures from the paper
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -42,7 +42,13 @@ from raysim.data.sources import Source
 from raysim.methods.mixup import soft_targets
 
 # The shared test vectors expect `random_sample_mean` in this module.
-from raysim.methods.pseudo_data import PseudoData, random_sample_mean as random_sample_mean
+from raysim.methods.pseudo_data import (
+    PseudoData,
+    PseudoKind,
+    PseudoRefresh,
+    SamplingRule,
+    random_sample_mean as random_sample_mean,
+)
 from raysim.primitives.checks import at_least, one_of
 
 if TYPE_CHECKING:
@@ -51,6 +57,10 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
     from raysim.models import Classifier
+
+TemperatureMode: TypeAlias = Literal["multiply", "divide"]
+Projection: TypeAlias = Literal["paper", "code", "none"]
+FeatureRefresh: TypeAlias = Literal["step", "round"]
 
 
 def contrastive_loss(
@@ -83,12 +93,9 @@ def _similarity_scale(tau: float, temperature_mode: str) -> float:
     temperature_mode: "multiply" gives tau, "divide" gives 1/tau.
     Raises ValueError for another mode, and for a division by a number that is not positive.
     """
+    one_of("method.fedbr.temperature_mode", temperature_mode, get_args(TemperatureMode))
     if temperature_mode == "multiply":
         return tau
-    if temperature_mode != "divide":
-        raise ValueError(
-            f"method.fedbr.temperature_mode={temperature_mode!r} must be 'multiply' or 'divide'."
-        )
     if tau <= 0.0:
         raise ValueError(
             f"method.fedbr.temperature_mode=divide cannot divide by the temperature {tau} "
@@ -182,19 +189,19 @@ class FedBR(Method):
         mu: float = 0.5,
         tau1: float = 2.0,
         tau2: float = 2.0,
-        temperature_mode: Literal["multiply", "divide"] = "multiply",
+        temperature_mode: TemperatureMode = "multiply",
         max_step: bool = True,
-        projection: Literal["paper", "code", "none"] = "paper",
-        pseudo: Literal["rsm", "mixture"] = "rsm",
-        pseudo_refresh: Literal["round", "once"] = "round",
+        projection: Projection = "paper",
+        pseudo: PseudoKind = "rsm",
+        pseudo_refresh: PseudoRefresh = "round",
         pseudo_batch: int = 64,
         samples_per_mean: int = 10,
         means_per_client: int | None = None,
-        sources: Literal["balanced", "unbalanced", "classes"] = "balanced",
+        sources: SamplingRule = "balanced",
         fresh: bool = False,
         proxy: Source | None = None,
         mix_samples: int = 1,
-        global_features: Literal["step", "round"] = "step",
+        global_features: FeatureRefresh = "step",
     ):
         self.lam = at_least("method.fedbr.lam", lam, 0.0)
         self.mu = at_least("method.fedbr.mu", mu, 0.0)
@@ -202,17 +209,17 @@ class FedBR(Method):
             _similarity_scale(tau, temperature_mode)
         self.tau1, self.tau2, self.temperature_mode = tau1, tau2, temperature_mode
         self.max_step = max_step
-        self.projection = one_of("method.fedbr.projection", projection, ("paper", "code", "none"))
-        self.pseudo = one_of("method.fedbr.pseudo", pseudo, ("rsm", "mixture"))
+        self.projection = one_of("method.fedbr.projection", projection, get_args(Projection))
+        self.pseudo = one_of("method.fedbr.pseudo", pseudo, get_args(PseudoKind))
         self.pseudo_refresh = one_of(
-            "method.fedbr.pseudo_refresh", pseudo_refresh, ("round", "once")
+            "method.fedbr.pseudo_refresh", pseudo_refresh, get_args(PseudoRefresh)
         )
         self.pseudo_batch = pseudo_batch
         self.samples_per_mean, self.sources = samples_per_mean, sources
         self.means_per_client = pseudo_batch if means_per_client is None else means_per_client
         self.fresh, self.proxy = fresh, proxy
         self.global_features = one_of(
-            "method.fedbr.global_features", global_features, ("step", "round")
+            "method.fedbr.global_features", global_features, get_args(FeatureRefresh)
         )
         self.mix_samples = int(at_least("method.fedbr.mix_samples", mix_samples, 0))
         self._pseudo_data = PseudoData(

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, get_args
 
 import numpy as np
 import torch
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
 
-FRACTIONS = ("samples", "loss")
-KINDS = ("cosine", "linear", "filter", "all")
+InclusionKind: TypeAlias = Literal["cosine", "linear", "filter", "all"]
+FractionUnit: TypeAlias = Literal["samples", "loss"]
 
 
 class SampleSplit(TypedDict):
@@ -96,7 +96,7 @@ def inclusion_fraction(*, epoch: int, total_epochs: int, kind: str = "cosine") -
         return (1.0 - math.cos(math.pi * epoch / total_epochs)) / 2.0
     if kind == "linear":
         return epoch / total_epochs
-    one_of("method.fedbss.kind", kind, KINDS)
+    one_of("method.fedbss.kind", kind, get_args(InclusionKind))
     return 1.0 if kind == "all" else 0.0
 
 
@@ -169,14 +169,14 @@ class FedBSS(Method):
         self,
         warmup_rounds: int = 50,
         refresh: int = 1,
-        kind: Literal["cosine", "linear", "filter", "all"] = "cosine",
-        fraction_of: Literal["samples", "loss"] = "samples",
+        kind: InclusionKind = "cosine",
+        fraction_of: FractionUnit = "samples",
     ):
         self.warmup_rounds = int(at_least("method.fedbss.warmup_rounds", warmup_rounds, 0))
         self.refresh = int(at_least("method.fedbss.refresh", refresh, 1))
         inclusion_fraction(epoch=1, total_epochs=1, kind=kind)
         self.kind = kind
-        self.fraction_of = one_of("method.fedbss.fraction_of", fraction_of, FRACTIONS)
+        self.fraction_of = one_of("method.fedbss.fraction_of", fraction_of, get_args(FractionUnit))
 
     def setup(self, run: Setup) -> None:
         """Declare the client state and the selection of samples; refuse tasks without classes."""

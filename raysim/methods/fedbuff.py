@@ -19,7 +19,7 @@ Departures from the paper
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-NORMALIZATIONS = ("count", "weights", "none")
+Normalization: TypeAlias = Literal["count", "weights", "none"]
 
 
 def arrival_weights(
@@ -58,7 +58,7 @@ def buffer_divisor(*, weights: Tensor, normalization: str = "count") -> float:
         return float(len(weights))
     if normalization == "weights":
         return weight_total(weights)
-    one_of("method.fedbuff.normalization", normalization, NORMALIZATIONS)
+    one_of("method.fedbuff.normalization", normalization, get_args(Normalization))
     return 1.0
 
 
@@ -126,9 +126,7 @@ class FedBuff(Method):
     paper = "Nguyen et al., AISTATS 2022"
     weighting = "uniform"
 
-    def __init__(
-        self, exponent: float = 0.5, normalization: Literal["count", "weights", "none"] = "count"
-    ):
+    def __init__(self, exponent: float = 0.5, normalization: Normalization = "count"):
         self.exponent = at_least("method.fedbuff.exponent", exponent, 0.0)
         buffer_divisor(weights=torch.ones(1), normalization=normalization)
         self.normalization = normalization

@@ -29,7 +29,7 @@ Departures from the paper
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -47,12 +47,14 @@ from raysim.primitives.checks import at_least, between, one_of
 from raysim.primitives.errors import RefusedError
 from raysim.vectors.blocks import split_range
 from raysim.vectors.gram import linear_combination
-from raysim.vectors.row_store import GIB, check_budget
+from raysim.vectors.row_store import GIB, CachePlace, check_budget
 
 if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
+
+WarmupRule: TypeAlias = Literal["fedavg", "selected"]
 
 # Combinations that a batch may try; their tables take at most 100 MB.
 MAX_COMBINATIONS = 1_000_000
@@ -311,16 +313,16 @@ class FedCDA(Method):
         batches: int = 3,
         smoothness: float = 1.0,
         warmup_rounds: int = 50,
-        warmup: Literal["fedavg", "selected"] = "fedavg",
-        cache: Literal["disk", "memory"] = "disk",
+        warmup: WarmupRule = "fedavg",
+        cache: CachePlace = "disk",
         budget: float = 8.0,
     ):
         self.memory = int(between("method.fedcda.memory", memory, 1, MAX_COMBINATIONS))
         self.batches = int(at_least("method.fedcda.batches", batches, 1))
         self.smoothness = at_least("method.fedcda.smoothness", smoothness, 0.0)
         self.warmup_rounds = int(at_least("method.fedcda.warmup_rounds", warmup_rounds, 0))
-        self.warmup = one_of("method.fedcda.warmup", warmup, ("fedavg", "selected"))
-        self.cache = one_of("method.fedcda.cache", cache, ("disk", "memory"))
+        self.warmup = one_of("method.fedcda.warmup", warmup, get_args(WarmupRule))
+        self.cache = one_of("method.fedcda.cache", cache, get_args(CachePlace))
         self.budget = at_least("method.fedcda.budget", budget, 0.0)
 
     # --- before the run -----------------------------------------------------------------------

@@ -20,7 +20,7 @@ Departures from the paper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
 
-Variant = Literal["authors", "paper", "fedbr"]
+Variant: TypeAlias = Literal["authors", "paper", "fedbr"]
 
 
 def decorrelation_penalty(features: Tensor, variant: str = "authors") -> Tensor:

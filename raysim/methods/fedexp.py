@@ -25,7 +25,7 @@ Departures from the paper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-SCALES = ("one", "count")
+EpsilonScale: TypeAlias = Literal["one", "count"]
+
 # Entries that are squared and summed in float32 at once: so few that BLAS does not use threads and
 # no digits are lost.
 _BLOCK = 8192
@@ -150,13 +151,13 @@ class FedExP(Method):
     def __init__(
         self,
         epsilon: float = 1e-3,
-        epsilon_scale: Literal["one", "count"] = "one",
+        epsilon_scale: EpsilonScale = "one",
         epsilon_decay: float = 1.0,
         minimum: float = 1.0,
     ):
         above("method.fedexp.epsilon", epsilon, 0.0, "it bounds the step")
         in_range("method.fedexp.epsilon_decay", epsilon_decay, above=0.0, most=1.0)
-        one_of("method.fedexp.epsilon_scale", epsilon_scale, SCALES)
+        one_of("method.fedexp.epsilon_scale", epsilon_scale, get_args(EpsilonScale))
         self.epsilon = epsilon
         self.epsilon_scale = epsilon_scale
         self.epsilon_decay = epsilon_decay

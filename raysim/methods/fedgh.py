@@ -49,7 +49,6 @@ from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.recombination import parameters_of, recombine
 from raysim.primitives.checks import above, one_of
 from raysim.vectors.gram import (
-    GRANULARITIES,
     Granularity,
     gram_matrix,
     linear_combination,
@@ -173,7 +172,7 @@ class FedGH(Method):
     ):
         one_of("method.fedgh.order", order, get_args(Order))
         one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
-        one_of("method.fedgh.granularity", granularity, GRANULARITIES)
+        one_of("method.fedgh.granularity", granularity, get_args(Granularity))
         self.order = order
         self.conflict_test = conflict_test
         self.granularity = granularity

@@ -22,7 +22,7 @@ Departures from the paper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
 
-DENOMINATORS = ("all", "others")
+Denominator: TypeAlias = Literal["all", "others"]
 
 
 def calibration_margins(*, class_counts: Tensor, tau: float, count_floor: float = 0.0) -> Tensor:
@@ -120,11 +120,11 @@ class FedLC(Method):
     def __init__(
         self,
         tau: float = 1.0,
-        denominator: Literal["all", "others"] = "all",
+        denominator: Denominator = "all",
         count_floor: float = 0.0,
     ):
         self.tau = at_least("method.fedlc.tau", tau, 0.0)
-        one_of("method.fedlc.denominator", denominator, DENOMINATORS)
+        one_of("method.fedlc.denominator", denominator, get_args(Denominator))
         self.denominator = denominator
         self.count_floor = at_least("method.fedlc.count_floor", count_floor, 0.0)
 

@@ -50,7 +50,7 @@ from raysim.api.method import Method
 from raysim.methods.fedavg import weight_total, weighted_sum
 from raysim.methods.recombination import recombine
 from raysim.primitives.checks import above, at_least, in_range, one_of
-from raysim.vectors.gram import GRANULARITIES, Granularity, gram_matrix
+from raysim.vectors.gram import Granularity, gram_matrix
 
 if TYPE_CHECKING:
     from raysim.api.context import Outputs
@@ -316,7 +316,7 @@ class PrincipalGradient(Method):
     ):
         in_range("method.fedld_principal.fraction", fraction, above=0.0, most=1.0)
         one_of("method.fedld_principal.normalization", normalization, get_args(Normalization))
-        one_of("method.fedld_principal.granularity", granularity, GRANULARITIES)
+        one_of("method.fedld_principal.granularity", granularity, get_args(Granularity))
         self.fraction = fraction
         self.normalization = normalization
         self.granularity = granularity

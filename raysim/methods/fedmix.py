@@ -34,7 +34,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.server_view import ServerView
     from raysim.api.setup import Setup
+
+PairCount: TypeAlias = Literal["each", "one"]
+TaylorScale: TypeAlias = Literal["paper", "public"]
 
 
 def mean_pairs(
@@ -168,17 +171,19 @@ class FedMix(Method):
         lam: float = 0.1,
         means: int = 64,
         samples_per_mean: int = 10,
-        pairs: Literal["each", "one"] = "each",
+        pairs: PairCount = "each",
         naive: bool = False,
-        taylor_scale: Literal["paper", "public"] = "paper",
+        taylor_scale: TaylorScale = "paper",
         fresh: bool = False,
     ):
         self.lam = between("method.fedmix.lam", lam, 0.0, 1.0)
         self.means = int(at_least("method.fedmix.means", means, 1))
         self.samples_per_mean = int(at_least("method.fedmix.samples_per_mean", samples_per_mean, 1))
-        self.pairs = one_of("method.fedmix.pairs", pairs, ("each", "one"))
+        self.pairs = one_of("method.fedmix.pairs", pairs, get_args(PairCount))
         self.naive = naive
-        self.taylor_scale = one_of("method.fedmix.taylor_scale", taylor_scale, ("paper", "public"))
+        self.taylor_scale = one_of(
+            "method.fedmix.taylor_scale", taylor_scale, get_args(TaylorScale)
+        )
         self.fresh = fresh
 
     def setup(self, run: Setup) -> None:

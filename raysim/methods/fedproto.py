@@ -28,7 +28,7 @@ Departures from the paper
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob, PersonalModel
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
+
+Predictor: TypeAlias = Literal["head", "prototype"]
 
 # The logit of a class without a prototype, finite so that losses are finite.
 NEVER = -1e30
@@ -113,9 +115,9 @@ class FedProto(Method):
     name = "fedproto"
     paper = "Tan et al., AAAI 2022"
 
-    def __init__(self, lam: float = 1.0, predict: Literal["head", "prototype"] = "head"):
+    def __init__(self, lam: float = 1.0, predict: Predictor = "head"):
         self.lam = at_least("method.fedproto.lam", lam, 0.0)
-        self.predict = one_of("method.fedproto.predict", predict, ("head", "prototype"))
+        self.predict = one_of("method.fedproto.predict", predict, get_args(Predictor))
 
     # --- before the run -----------------------------------------------------------------------
     def setup(self, run: Setup) -> None:

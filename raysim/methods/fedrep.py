@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from raysim.api.context import Stage
 from raysim.api.declarations import FORWARD, Participation
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from raysim.api.context import Plan
     from raysim.api.declarations import Local
     from raysim.api.setup import Setup
+
+TrainingMode: TypeAlias = Literal["alternate", "joint"]
 
 
 def head_steps(steps: int, head_epochs: int, body_epochs: int) -> int:
@@ -61,11 +63,11 @@ class FedRep(Method):
 
     def __init__(
         self,
-        mode: Literal["alternate", "joint"] = "alternate",
+        mode: TrainingMode = "alternate",
         head_epochs: int = 10,
         body_epochs: int = 1,
     ):
-        self.mode = one_of("method.fedrep.mode", mode, ("alternate", "joint"))
+        self.mode = one_of("method.fedrep.mode", mode, get_args(TrainingMode))
         self.head_epochs = at_least("method.fedrep.head_epochs", head_epochs, 1)
         self.body_epochs = at_least("method.fedrep.body_epochs", body_epochs, 1)
 

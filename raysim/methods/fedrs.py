@@ -20,7 +20,7 @@ Departures from the paper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
 
-KINDS = ("binary", "relative")
+ScaleKind: TypeAlias = Literal["binary", "relative"]
 
 
 def class_scales(*, class_counts: Tensor, alpha: float, kind: str = "binary") -> Tensor:
@@ -82,9 +82,9 @@ class FedRS(Method):
     name = "fedrs"
     paper = "Li and Zhan, KDD 2021"
 
-    def __init__(self, alpha: float = 0.5, kind: Literal["binary", "relative"] = "binary"):
+    def __init__(self, alpha: float = 0.5, kind: ScaleKind = "binary"):
         self.alpha = between("method.fedrs.alpha", alpha, 0.0, 1.0)
-        one_of("method.fedrs.kind", kind, KINDS)
+        one_of("method.fedrs.kind", kind, get_args(ScaleKind))
         self.kind = kind
 
     def model(self, task: Task, model: nn.Module) -> nn.Module:

@@ -54,7 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -64,11 +64,11 @@ from torch import Tensor, nn
 from raysim.api.context import Stage, without_gradient
 from raysim.api.declarations import FORWARD
 from raysim.api.method import Method
-from raysim.methods.feature_distances import METRICS, Metric, feature_distance, mmd as mmd
+from raysim.methods.feature_distances import Metric, feature_distance, mmd as mmd
 from raysim.methods.feature_networks import make_generator, make_rtnet
 from raysim.methods.fedbn import batchnorm_names
 from raysim.methods.mixup import soft_targets
-from raysim.methods.ramps import RAMPS, RampForm, rampup_coefficient as rampup_coefficient
+from raysim.methods.ramps import RampForm, rampup_coefficient as rampup_coefficient
 from raysim.primitives.checks import above, at_least, between, one_of
 
 if TYPE_CHECKING:
@@ -76,6 +76,9 @@ if TYPE_CHECKING:
     from raysim.api.declarations import Local, Participation
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
+
+NoiseKind: TypeAlias = Literal["normal", "uniform"]
+GeneratorNorm: TypeAlias = Literal["shared", "local"]
 
 GENERATOR, RTNET = "fraug.generator", "fraug.rtnet"
 # The ratio of the norms of generated and real features at which a run warns; it is far above the
@@ -244,11 +247,11 @@ class FRAug(Method):
         self,
         rounds: int | None = None,
         noise_dim: int = 256,
-        noise: Literal["normal", "uniform"] = "normal",
+        noise: NoiseKind = "normal",
         generator_lam: float = 1.0,
         generator_metric: Metric = "mmd",
         generator_lr_factor: float = 5.0,
-        generator_norm: Literal["shared", "local"] = "shared",
+        generator_norm: GeneratorNorm = "shared",
         rtnet_lam: float = 1.0,
         rtnet_metric: Metric = "mmd",
         rtnet_lr_factor: float = 2.5,
@@ -267,16 +270,20 @@ class FRAug(Method):
         key = "method.fraug"
         self.rounds = _optional_count(f"{key}.rounds", rounds)
         self.noise_dim = int(at_least(f"{key}.noise_dim", noise_dim, 1))
-        self.noise = one_of(f"{key}.noise", noise, ("normal", "uniform"))
+        self.noise = one_of(f"{key}.noise", noise, get_args(NoiseKind))
         self.generator_lam = at_least(f"{key}.generator_lam", generator_lam, 0.0)
-        self.generator_metric = one_of(f"{key}.generator_metric", generator_metric, METRICS)
+        self.generator_metric = one_of(
+            f"{key}.generator_metric", generator_metric, get_args(Metric)
+        )
         self.generator_lr_factor = above(f"{key}.generator_lr_factor", generator_lr_factor, 0.0)
-        self.generator_norm = one_of(f"{key}.generator_norm", generator_norm, ("shared", "local"))
+        self.generator_norm = one_of(
+            f"{key}.generator_norm", generator_norm, get_args(GeneratorNorm)
+        )
         self.rtnet_lam = at_least(f"{key}.rtnet_lam", rtnet_lam, 0.0)
-        self.rtnet_metric = one_of(f"{key}.rtnet_metric", rtnet_metric, METRICS)
+        self.rtnet_metric = one_of(f"{key}.rtnet_metric", rtnet_metric, get_args(Metric))
         self.rtnet_lr_factor = above(f"{key}.rtnet_lr_factor", rtnet_lr_factor, 0.0)
         self.rtnet_norm = rtnet_norm
-        self.ramp = one_of(f"{key}.ramp", ramp, RAMPS)
+        self.ramp = one_of(f"{key}.ramp", ramp, get_args(RampForm))
         self.gamma = at_least(f"{key}.gamma", gamma, 0.0)
         self.ramp_rounds = _optional_count(f"{key}.ramp_rounds", ramp_rounds)
         self.weight = between(f"{key}.weight", weight, 0.0, 1.0)

@@ -20,7 +20,7 @@ Departures from the paper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
+
+CountedBatches: TypeAlias = Literal["first", "all"]
+Prior: TypeAlias = Literal["uniform", "samples"]
 
 
 # The method computes the same without these functions, which state the rule on plain tensors.
@@ -87,12 +90,12 @@ class GroupDRO(Method):
     def __init__(
         self,
         step_size: float = 0.01,
-        batches: Literal["first", "all"] = "first",
-        prior: Literal["uniform", "samples"] = "uniform",
+        batches: CountedBatches = "first",
+        prior: Prior = "uniform",
     ):
         self.step_size = at_least("method.groupdro.step_size", step_size, 0.0)
-        self.batches = one_of("method.groupdro.batches", batches, ("first", "all"))
-        self.prior = one_of("method.groupdro.prior", prior, ("uniform", "samples"))
+        self.batches = one_of("method.groupdro.batches", batches, get_args(CountedBatches))
+        self.prior = one_of("method.groupdro.prior", prior, get_args(Prior))
 
     def setup(self, run: Setup) -> None:
         """Keep the logarithm of each client's weight on the server; each job uploads its loss."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-GRANULARITIES = ("kernel", "tensor")
-ALIGNS = ("always", "conflict")
+Granularity: TypeAlias = Literal["kernel", "tensor"]
+AlignmentRule: TypeAlias = Literal["always", "conflict"]
+
 _CONVOLUTION = re.compile(r"((?:.*\.)?layer\d+)\.(\d+)\.(conv\d+)\.weight")
 _NORM = re.compile(r"((?:.*\.)?blocks\.\d+)\.norm2\.weight")
 
@@ -197,14 +198,14 @@ class InCo(Method):
 
     def __init__(
         self,
-        granularity: Literal["kernel", "tensor"] = "kernel",
-        align: Literal["always", "conflict"] = "always",
+        granularity: Granularity = "kernel",
+        align: AlignmentRule = "always",
         clamp_max: float = 5.0,
         value_clip: float | None = 0.1,
         eps: float = 1e-7,
     ):
-        one_of("method.inco.granularity", granularity, GRANULARITIES)
-        one_of("method.inco.align", align, ALIGNS)
+        one_of("method.inco.granularity", granularity, get_args(Granularity))
+        one_of("method.inco.align", align, get_args(AlignmentRule))
         self.granularity = granularity
         self.align = align
         self.clamp_max = at_least("method.inco.clamp_max", clamp_max, 0.0)

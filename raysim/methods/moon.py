@@ -19,7 +19,7 @@ Departures from the paper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from raysim.api.context import Outputs
     from raysim.api.local_job import LocalJob
     from raysim.api.setup import Setup
+
+ProjectionHead: TypeAlias = Literal["mlp", "none"]
 
 
 def model_contrastive_loss(
@@ -76,7 +78,7 @@ class Moon(Method):
         self,
         mu: float = 1.0,
         temperature: float = 0.5,
-        head: Literal["mlp", "none"] = "mlp",
+        head: ProjectionHead = "mlp",
         width: int | None = None,
         out: int = 256,
         previous: int = 1,
@@ -84,7 +86,7 @@ class Moon(Method):
         self.mu = at_least("method.moon.mu", mu, 0.0)
         above("method.moon.temperature", temperature, 0.0)
         self.temperature = temperature
-        self.head = one_of("method.moon.head", head, ("mlp", "none"))
+        self.head = one_of("method.moon.head", head, get_args(ProjectionHead))
         self.width = None if width is None else int(at_least("method.moon.width", width, 1))
         self.out = int(at_least("method.moon.out", out, 1))
         self.previous = int(at_least("method.moon.previous", previous, 1))

@@ -33,7 +33,7 @@ Departures from the paper
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,12 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob, PersonalModel
     from raysim.api.setup import Setup
 
-COUNTED = ("bottom_up", "top_down")
+CountedStrategy: TypeAlias = Literal["bottom_up", "top_down"]
+Strategy: TypeAlias = Literal[
+    CountedStrategy, "no_bn", "no_classifier", "no_bn_no_classifier", "all", "none", "adaptive"
+]
+
 BATCHNORM = nn.modules.batchnorm._BatchNorm
-STRATEGIES = (*COUNTED, "no_bn", "no_classifier", "no_bn_no_classifier", "all", "none", "adaptive")
 
 
 def fixed_loading_mask(*, num_layers: int, strategy: str, num_loaded: int) -> Tensor:
@@ -61,7 +64,7 @@ def fixed_loading_mask(*, num_layers: int, strategy: str, num_loaded: int) -> Te
 
     Raises ValueError for another strategy, and for more layers than the model has.
     """
-    one_of("method.partialfed.strategy", strategy, COUNTED)
+    one_of("method.partialfed.strategy", strategy, get_args(CountedStrategy))
     if not 0 <= num_loaded <= num_layers:
         raise ValueError(
             f"method.partialfed.num_loaded={num_loaded}: the model has {num_layers} layers. Set "
@@ -143,16 +146,7 @@ class PartialFed(Method):
 
     def __init__(
         self,
-        strategy: Literal[
-            "bottom_up",
-            "top_down",
-            "no_bn",
-            "no_classifier",
-            "no_bn_no_classifier",
-            "all",
-            "none",
-            "adaptive",
-        ] = "no_bn_no_classifier",
+        strategy: Strategy = "no_bn_no_classifier",
         num_loaded: int | None = None,
         max_staleness: int | None = None,
         policy_steps: int = 10,
@@ -163,7 +157,7 @@ class PartialFed(Method):
         floor: float = 0.1,
         sample_decision: bool = False,
     ):
-        one_of("method.partialfed.strategy", strategy, STRATEGIES)
+        one_of("method.partialfed.strategy", strategy, get_args(Strategy))
         self.strategy = strategy
         self.num_loaded = num_loaded
         if num_loaded is not None:
@@ -182,12 +176,12 @@ class PartialFed(Method):
 
     def _check_strategy(self) -> None:
         """Raise ValueError if a setting is missing, or is set but not used by the strategy."""
-        if self.strategy in COUNTED and self.num_loaded is None:
+        if self.strategy in get_args(CountedStrategy) and self.num_loaded is None:
             raise ValueError(
                 f"method.partialfed.num_loaded=null: method.partialfed.strategy={self.strategy} "
                 "needs the number of layers to load. Set method.partialfed.num_loaded=1 or more."
             )
-        if self.strategy not in COUNTED and self.num_loaded is not None:
+        if self.strategy not in get_args(CountedStrategy) and self.num_loaded is not None:
             raise ValueError(
                 f"method.partialfed.num_loaded={self.num_loaded} has no effect with "
                 f"method.partialfed.strategy={self.strategy}. Set "

@@ -22,7 +22,7 @@ Departures from the paper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob, PersonalModel
     from raysim.api.setup import Setup
 
-MODES = ("after_local", "finetune", "finetune_last")
+ModelMode: TypeAlias = Literal["after_local", "finetune", "finetune_last"]
 
 
 class PFedAvg(Method):
@@ -51,11 +51,11 @@ class PFedAvg(Method):
 
     def __init__(
         self,
-        mode: Literal["after_local", "finetune", "finetune_last"] = "after_local",
+        mode: ModelMode = "after_local",
         adapt_epochs: int = 1,
         head_only: bool = False,
     ):
-        one_of("method.pfedavg.mode", mode, MODES)
+        one_of("method.pfedavg.mode", mode, get_args(ModelMode))
         if head_only and mode == "after_local":
             raise ValueError(
                 "method.pfedavg.head_only=true has no effect with "

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from raysim.api.server_view import ServerView
     from raysim.api.setup import Setup
 
-SOURCES = ("balanced", "unbalanced", "classes")
+PseudoKind: TypeAlias = Literal["rsm", "mixture"]
+PseudoRefresh: TypeAlias = Literal["round", "once"]
+SamplingRule: TypeAlias = Literal["balanced", "unbalanced", "classes"]
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,12 @@ class PseudoData:
     Raises ValueError for settings that do not fit together.
     """
 
-    kind: str
-    refresh: str
+    kind: PseudoKind
+    refresh: PseudoRefresh
     rows: int
     samples_per_mean: int
     means_per_client: int
-    sources: str
+    sources: SamplingRule
     fresh: bool
     proxy: Source | None
 
@@ -71,7 +73,7 @@ class PseudoData:
         at_least("method.fedbr.pseudo_batch", self.rows, 1)
         at_least("method.fedbr.samples_per_mean", self.samples_per_mean, 1)
         at_least("method.fedbr.means_per_client", self.means_per_client, 1)
-        one_of("method.fedbr.sources", self.sources, SOURCES)
+        one_of("method.fedbr.sources", self.sources, get_args(SamplingRule))
         is_mixture = self.kind == "mixture"
         if is_mixture and (self.proxy is None or type(self.proxy) is Source):
             raise ValueError(

@@ -7,10 +7,9 @@ Aila, "Temporal Ensembling for Semi-Supervised Learning" (ICLR 2017).
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 RampForm: TypeAlias = Literal["exp", "laine_aila", "reciprocal", "constant"]
-RAMPS = get_args(RampForm)
 
 
 def rampup_coefficient(step: int, total_steps: int, gamma: float, form: str = "exp") -> float:

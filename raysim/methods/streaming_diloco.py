@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from raysim.api.server_view import Aggregation, ServerView
     from raysim.api.setup import Setup
 
-Pattern = Literal["strided", "sequential"]
+Pattern: TypeAlias = Literal["strided", "sequential"]
 
 # Methods that read a client's whole movement, or keep models or values for each parameter.
 WHOLE_MODEL_METHODS = (
@@ -122,7 +122,7 @@ class StreamingDiLoCo(Method):
         self.fragments = at_least("method.streaming_diloco.fragments", fragments, 1)
         self.server_lr = at_least("method.streaming_diloco.server_lr", server_lr, 0.0)
         self.momentum = between("method.streaming_diloco.momentum", momentum, 0.0, 1.0)
-        self.pattern = one_of("method.streaming_diloco.pattern", pattern, ("strided", "sequential"))
+        self.pattern = one_of("method.streaming_diloco.pattern", pattern, get_args(Pattern))
 
     def setup(self, run: Setup) -> None:
         """Declare the client state and server state; count only sent fragments as traffic."""

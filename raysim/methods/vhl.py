@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from raysim.api.local_job import LocalJob
     from raysim.api.server_view import ServerView
     from raysim.api.setup import Setup
+
+LabelMode: TypeAlias = Literal["extra", "shared"]
 
 
 def supervised_contrastive_loss(
@@ -183,14 +185,14 @@ class Vhl(Method):
         temperature: float = 0.07,
         virtual_batch: int = 128,
         virtual: int = 2000,
-        label_mode: Literal["extra", "shared"] = "extra",
+        label_mode: LabelMode = "extra",
         align_epochs: int = 5,
     ):
         self.alpha = at_least("method.vhl.alpha", alpha, 0.0)
         self.gamma = at_least("method.vhl.gamma", gamma, 0.0)
         self.kappa = at_least("method.vhl.kappa", kappa, 0.0)
         self.temperature = above("method.vhl.temperature", temperature, 0.0)
-        self.label_mode = one_of("method.vhl.label_mode", label_mode, ("extra", "shared"))
+        self.label_mode = one_of("method.vhl.label_mode", label_mode, get_args(LabelMode))
         self.virtual_batch = int(at_least("method.vhl.virtual_batch", virtual_batch, 1))
         self.virtual = int(at_least("method.vhl.virtual", virtual, 1))
         self.align_epochs = int(at_least("method.vhl.align_epochs", align_epochs, 0))

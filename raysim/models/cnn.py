@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from torch import nn
 
 from raysim.models.classifier import ModelRecipe, Shape
 from raysim.models.lora import Lora
 from raysim.primitives.checks import one_of
+
+PoolSize: TypeAlias = Literal[2, 3]
+ConvolutionPadding: TypeAlias = Literal[0, 2]
+PoolStride: TypeAlias = Literal[2, 3]
+DigitsVariant: TypeAlias = Literal["fraug", "fedbn"]
+SmallCnnNorm: TypeAlias = Literal["none", "batch", "group"]
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,15 @@ class Cnn(ModelRecipe):
 
     reads: ClassVar[Literal["images"]] = "images"
 
-    pool: Literal[2, 3] = 3
-    padding: Literal[0, 2] = 2
-    stride: Literal[2, 3] = 2
+    pool: PoolSize = 3
+    padding: ConvolutionPadding = 2
+    stride: PoolStride = 2
     lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
-        one_of("model.pool", self.pool, (2, 3))
-        one_of("model.padding", self.padding, (0, 2))
-        one_of("model.stride", self.stride, (2, 3))
+        one_of("model.pool", self.pool, get_args(PoolSize))
+        one_of("model.padding", self.padding, get_args(ConvolutionPadding))
+        one_of("model.stride", self.stride, get_args(PoolStride))
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         pool_padding = int((self.pool, self.padding, self.stride) == (3, 2, 2))
@@ -116,11 +122,11 @@ class DigitsCnn(ModelRecipe):
 
     reads: ClassVar[Literal["images"]] = "images"
 
-    variant: Literal["fraug", "fedbn"] = "fraug"
+    variant: DigitsVariant = "fraug"
     lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
-        one_of("model.variant", self.variant, ("fraug", "fedbn"))
+        one_of("model.variant", self.variant, get_args(DigitsVariant))
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         pool = (3, 2, 1) if self.variant == "fraug" else (2, 2, 0)
@@ -159,11 +165,11 @@ class SmallCnn(ModelRecipe):
 
     reads: ClassVar[Literal["images"]] = "images"
 
-    norm: Literal["none", "batch", "group"] = "none"
+    norm: SmallCnnNorm = "none"
     lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
-        one_of("model.norm", self.norm, ("none", "batch", "group"))
+        one_of("model.norm", self.norm, get_args(SmallCnnNorm))
 
     def extractor(self, input_shape: Shape) -> tuple[nn.Module, int]:
         size = flat_size("small_cnn", input_shape, 32, 2 * [(3, 1, 1), (2, 2, 0)])

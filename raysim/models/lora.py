@@ -12,13 +12,15 @@ import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
 
 from raysim.primitives.checks import above, at_least, in_range, one_of
 from raysim.primitives.errors import suggest
 from raysim.primitives.extras import import_optional
+
+BaseType: TypeAlias = Literal["float32", "bfloat16", "nf4"]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Parts of the names of an adapter's factors, and of the layer that it adapts (peft).
@@ -45,13 +47,13 @@ class Lora:
     alpha: float = 16.0
     dropout: float = 0.0
     layers: list[str] | None = None
-    base: Literal["float32", "bfloat16", "nf4"] = "float32"
+    base: BaseType = "float32"
 
     def __post_init__(self) -> None:
         at_least("model.lora.rank", self.rank, 0)
         above("model.lora.alpha", self.alpha, 0)
         in_range("model.lora.dropout", self.dropout, least=0, below=1)
-        one_of("model.lora.base", self.base, ("float32", "bfloat16", "nf4"))
+        one_of("model.lora.base", self.base, get_args(BaseType))
         if self.base != "float32" and not self.rank:
             raise ValueError(
                 f"model.lora.base={self.base} stores frozen weights, and no weight is frozen "

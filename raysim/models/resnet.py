@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, get_args
 
 from torch import nn
 
@@ -15,6 +15,10 @@ from raysim.primitives.checks import one_of
 
 if TYPE_CHECKING:
     from torchvision.models import ResNet as Network
+
+ResNetDepth: TypeAlias = Literal[18, 50]
+ResNetNorm: TypeAlias = Literal["batch", "group"]
+ResNetStem: TypeAlias = Literal["small", "imagenet"]
 
 
 @dataclass(frozen=True)
@@ -32,19 +36,19 @@ class ResNet(ModelRecipe):
 
     reads: ClassVar[Literal["images"]] = "images"
 
-    depth: Literal[18, 50]
-    norm: Literal["batch", "group"] = "batch"
+    depth: ResNetDepth
+    norm: ResNetNorm = "batch"
     groups: int = 2
-    stem: Literal["small", "imagenet"] = "small"
+    stem: ResNetStem = "small"
     pretrained: bool = False
     lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
-        one_of("model.depth", self.depth, (18, 50))
-        one_of("model.norm", self.norm, ("batch", "group"))
+        one_of("model.depth", self.depth, get_args(ResNetDepth))
+        one_of("model.norm", self.norm, get_args(ResNetNorm))
         # the number must divide the 64 channels of the first layer
         one_of("model.groups", self.groups, (1, 2, 4, 8, 16, 32, 64))
-        one_of("model.stem", self.stem, ("small", "imagenet"))
+        one_of("model.stem", self.stem, get_args(ResNetStem))
         if self.pretrained and (self.norm, self.stem) != ("batch", "imagenet"):
             raise ValueError(
                 f"model.pretrained=true has no weights for model.norm={self.norm} with "

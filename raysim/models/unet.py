@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from raysim.models.classifier import Classifier, ModelRecipe, Shape
 from raysim.models.split import WholeNetwork
 from raysim.primitives.checks import at_least, one_of
 from raysim.primitives.kinds import Tokens
+
+UNetNorm: TypeAlias = Literal["none", "batch", "group"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,12 @@ class UNet(ModelRecipe):
 
     width: int = 16
     levels: int = 2
-    norm: Literal["none", "batch", "group"] = "group"
+    norm: UNetNorm = "group"
 
     def __post_init__(self) -> None:
         at_least("model.width", self.width, 1)
         at_least("model.levels", self.levels, 1)
-        one_of("model.norm", self.norm, ("none", "batch", "group"))
+        one_of("model.norm", self.norm, get_args(UNetNorm))
 
     def network(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> Classifier:
         factor = 2**self.levels

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
 
@@ -20,6 +20,8 @@ from raysim.primitives.checks import one_of
 from raysim.primitives.errors import RefusedError, first_line, nearest, suggest
 from raysim.primitives.extras import import_optional
 from raysim.primitives.kinds import Tokens
+
+NetworkTask: TypeAlias = Literal["classify", "causal"]
 
 NAMES_IN_MESSAGE = 5
 NOISY_MODULES = ("modeling_utils", "configuration_utils")  # of transformers; see `_quiet`
@@ -119,10 +121,10 @@ class HuggingFaceModel(ExternalModel):
     name: str
     pretrained: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    task: Literal["classify", "causal"] = "classify"
+    task: NetworkTask = "classify"
 
     def __post_init__(self) -> None:
-        one_of("model.task", self.task, ("classify", "causal"))
+        one_of("model.task", self.task, get_args(NetworkTask))
 
     def make(self, input_shape: Shape, num_classes: int, tokens: Tokens | None) -> nn.Module:
         transformers = import_optional("transformers", f"model.name={self.name}")

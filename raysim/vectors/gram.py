@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from raysim.vectors.tree_sum import weighted_sum
 
 # "model": inner products of whole updates. "tensor": separate ones for each tensor.
 Granularity: TypeAlias = Literal["model", "tensor"]
-GRANULARITIES = get_args(Granularity)
 
 _PART = 1024  # columns multiplied at once: longer float32 sums lose digits
 _EXACT = 8 * _PART  # columns below this number are multiplied in float64

@@ -12,7 +12,6 @@ from torch import Tensor
 from raysim.primitives.checks import at_least, one_of
 
 OptimizerKind: TypeAlias = Literal["sgd", "adam", "adamw", "lion", "muon"]
-OPTIMIZERS = get_args(OptimizerKind)
 LION_BETAS = 0.9, 0.99
 MUON_MOMENTUM = 0.95
 # Coefficients and number of steps of the Newton-Schulz iteration that Muon uses.
@@ -41,7 +40,7 @@ class OptimizerSettings:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        one_of("local.optimizer", self.kind, OPTIMIZERS)
+        one_of("local.optimizer", self.kind, get_args(OptimizerKind))
         at_least("local.momentum", self.momentum, 0.0)
         at_least("local.weight_decay", self.weight_decay, 0.0)
         if self.kind != "sgd" and self.nesterov:

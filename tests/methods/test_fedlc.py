@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.data.partition import CSR, Partition
 from raysim.methods import fedlc
-from raysim.methods.fedlc import DENOMINATORS, FedLC
+from raysim.methods.fedlc import Denominator, FedLC
 from raysim.methods.fedmix import FedMix
 from raysim.methods.fedrs import FedRS
 from raysim.methods.vhl import Vhl
@@ -75,7 +75,7 @@ def test_fedlc_margin_of_a_missing_class_is_infinite_without_a_count_floor(tau: 
 # --- both losses ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("denominator", DENOMINATORS)
+@pytest.mark.parametrize("denominator", get_args(Denominator))
 def test_fedlc_gradient_of_missing_classes_is_zero(
     denominator: str,
 ) -> None:
@@ -87,7 +87,7 @@ def test_fedlc_gradient_of_missing_classes_is_zero(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("denominator", DENOMINATORS)
+@pytest.mark.parametrize("denominator", get_args(Denominator))
 def test_fedlc_loss_and_gradient_are_zero_for_a_client_of_one_class(
     denominator: str, dtype: torch.dtype
 ) -> None:
@@ -98,7 +98,7 @@ def test_fedlc_loss_and_gradient_are_zero_for_a_client_of_one_class(
     assert torch.equal(ended, torch.zeros_like(ended))
 
 
-@pytest.mark.parametrize("denominator", DENOMINATORS)
+@pytest.mark.parametrize("denominator", get_args(Denominator))
 def test_fedlc_loss_of_large_logits_is_finite(denominator: str) -> None:
     for sign in (1e4, -1e4):
         logits = (sign * LOGITS).float()
@@ -137,7 +137,7 @@ SKEWED = partitioned({0, 1}, {1, 2, 3}, {4, 0}, {2, 3, 4})
 
 def test_fedlc_does_not_train_clients_of_one_class_and_reports_how_many() -> None:
     plain = Local(lr=0.5, momentum=0.9, batch=8)
-    for denominator in DENOMINATORS:
+    for denominator in get_args(Denominator):
         study = run_spec(
             FedLC(denominator=denominator), data=partitioned({0}, {1}, {2}, {3}), local=plain
         )  # type: ignore[arg-type]

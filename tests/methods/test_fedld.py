@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -26,8 +26,6 @@ from raysim.methods.fedld import DampedMargin, MarginControl, PrincipalGradient
 from raysim.methods.mixup import Mixup
 from raysim.simulation.server import Server
 from raysim.vectors.layout import plan_layout
-
-NORMALIZATIONS = ("l2", "sum", "none")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -92,7 +90,7 @@ def test_fedld_returns_a_single_update_bit_for_bit() -> None:
         assert torch.equal(aggregate(row, 1, torch.ones(1)), row[0])
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("normalization", get_args(fedld.Normalization))
 def test_fedld_returns_zero_for_updates_of_zero(normalization: str) -> None:
     zeros = torch.zeros(4, 6)
     assert torch.equal(revised(zeros, 3, normalization=normalization), zeros)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ from raysim.methods.fedbn import FedBN
 from raysim.methods.fedlc import FedLC
 from raysim.methods.fedmix import FedMix
 from raysim.methods.fedprox import FedProx
-from raysim.methods.fedrs import KINDS, FedRS
+from raysim.methods.fedrs import FedRS, ScaleKind
 from raysim.methods.mixup import Mixup
 from raysim.methods.moon import Moon
 from raysim.methods.scaffold import Scaffold
@@ -94,7 +94,7 @@ def skewed() -> Any:
     return replace(data, partition=Partition(CSR(np.concatenate(parts), offsets), tests))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", get_args(ScaleKind))
 def test_fedrs_loss_of_mixed_labels_uses_scaled_logits(kind: Any) -> None:
     trained = set()
 

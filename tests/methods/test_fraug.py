@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ from raysim.data.partition import CSR, Partition
 from raysim.experiment.compose import compose
 from raysim.experiment.config_files import to_dict
 from raysim.methods import feature_networks
-from raysim.methods.feature_distances import METRICS, mmd, mmd_of_classes
+from raysim.methods.feature_distances import Metric, mmd, mmd_of_classes
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
 from raysim.methods.fraug import GENERATOR, RTNET, FRAug
@@ -243,7 +243,7 @@ def test_fraug_generated_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> 
     assert last["mse"][-1] > 1_000 * last["mse"][0] and last["mmd"][-1] < 20 * last["mmd"][0]
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", get_args(Metric))
 @pytest.mark.parametrize("lam", [0.0, 10.0])
 def test_fraug_warning_suggests_settings_that_decrease_generated_norms(
     metric: Any, lam: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from torch import Tensor
 from raysim.api.method import Method
 from raysim.api.server_view import Aggregation
 from raysim.methods import inco
-from raysim.methods.inco import ALIGNS, GRANULARITIES, InCo
+from raysim.methods.inco import AlignmentRule, Granularity, InCo
 from raysim.models import ModelRecipe
 from raysim.models.cct import Cct7
 from raysim.models.classifier import Shape
@@ -65,7 +65,7 @@ def test_inco_mixes_a_whole_tensor_if_each_of_its_kernels_is_one_number() -> Non
         assert torch.equal(mixed(target, source), mixed(target, source, granularity="tensor"))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", get_args(Granularity))
 def test_inco_mixes_kernels_of_two_entries_separately(granularity: str) -> None:
     target, source = random(3, 2, 1, 2), random(3, 2, 1, 2, seed=1)
     alike = torch.equal(
@@ -74,7 +74,7 @@ def test_inco_mixes_kernels_of_two_entries_separately(granularity: str) -> None:
     assert alike == (granularity == "tensor")
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", get_args(Granularity))
 def test_inco_halves_target_if_source_is_zero_and_doubles_it_if_equal(
     granularity: str,
 ) -> None:
@@ -95,7 +95,7 @@ def test_inco_compiled_function_changes_only_the_rows_passed_to_it() -> None:
 
 def test_inco_mixing_does_not_change_its_arguments() -> None:
     target, source = TARGET.clone(), SOURCE.clone()
-    for align in ALIGNS:
+    for align in get_args(AlignmentRule):
         mixed(target, source, align=align, value_clip=0.01)
     assert torch.equal(target, TARGET) and torch.equal(source, SOURCE)
 

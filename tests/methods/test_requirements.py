@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from test_conformance import TABLE, declared
@@ -128,19 +128,25 @@ def test_lists_of_methods_that_shift_or_mix_gradients_are_complete() -> None:
     assert mixing == {"fedcm", "flexlora", "flora", "hetlora"}
 
 
-def options_of_methods() -> list[tuple[type[Method], str]]:
-    """Return all pairs of a method and an argument that accepts only a few texts (`Literal`)."""
-    pairs = []
+def options_of_methods() -> list[tuple[type[Method], str, tuple[str, ...]]]:
+    """Return each argument of a method that accepts only a few texts, with these texts.
+
+    An item is the method, the name of the argument, and the texts in its annotation (`Literal`).
+    """
+    options = []
     for method in every_method().values():
         for argument, kind in get_type_hints(method.__init__).items():
             if get_origin(kind) is Literal:
-                pairs.append((method, argument))
-    return pairs
+                options.append((method, argument, get_args(kind)))
+    return options
 
 
-@pytest.mark.parametrize(("method", "argument"), options_of_methods())
-def test_error_of_an_unknown_choice_contains_the_argument_of_the_method(
-    method: type[Method], argument: str
+@pytest.mark.parametrize(("method", "argument", "choices"), options_of_methods())
+def test_error_of_an_unknown_choice_lists_the_choices_of_the_annotation(
+    method: type[Method], argument: str, choices: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ValueError, match=rf"{argument}.*'unknown'|{argument}=unknown"):
+    with pytest.raises(ValueError) as error:
         method(**{argument: "unknown"})
+    message = str(error.value)
+    assert f"{argument}='unknown'" in message
+    assert message.endswith(f"use one of {', '.join(map(repr, choices))}")

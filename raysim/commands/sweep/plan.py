@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from raysim.commands.sweep.overrides import sort_overrides
 from raysim.commands.sweep.space import (
@@ -36,6 +36,8 @@ from raysim.primitives.checks import above, at_least
 from raysim.primitives.errors import RefusedError
 from raysim.primitives.files import user_path
 from raysim.primitives.streams import stream
+
+RankingMode: TypeAlias = Literal["max", "min"]
 
 DEFAULT_TRIALS = 16
 DRAWS_PER_TRIAL = 20  # because draws from a small space are often equal
@@ -90,7 +92,7 @@ class SweepOptions:
     scheduler: Literal["none", "asha", "pbt"] = "none"
     trials: int | None = None
     metric: str | None = None
-    mode: Literal["max", "min"] | None = None
+    mode: RankingMode | None = None
     seeds: int = 1
     concurrent: int | None = None
     workers: int = 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from raysim.commands.sweep.plan import RankingMode
 from raysim.commands.sweep.records import TrialRecord, TrialRecords
 from raysim.primitives.checks import finite_values, one_of
 
@@ -86,7 +87,7 @@ class SweepResult:
         Raise `ValueError` if no trial has a value.
         """
         name = metric or self.metric
-        direction = one_of("mode", mode or self.mode, ("max", "min"))
+        direction = one_of("mode", mode or self.mode, get_args(RankingMode))
         scored: list[tuple[float, TrialResult]] = []
         for trial in self.trials:
             values = finite_values([trial.metrics.get(name)])

@@ -12,11 +12,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from raysim.api.objectives import MetricRule
 from raysim.commands.sweep import report
-from raysim.commands.sweep.plan import SweepOptions, SweepPlan, SweepRequest, read_request, store
+from raysim.commands.sweep.plan import (
+    RankingMode,
+    SweepOptions,
+    SweepPlan,
+    SweepRequest,
+    read_request,
+    store,
+)
 from raysim.commands.sweep.records import ENDED, StatusLine, TrialRecords
 from raysim.commands.sweep.results import SweepResult, collect_results
 from raysim.commands.sweep.space import Choice, ValueRange
@@ -186,7 +193,7 @@ def _choose_metric(
     return replace(plan, options=replace(options, metric=name, mode=mode))
 
 
-def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> Literal["max", "min"]:
+def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> RankingMode:
     """Return "max" if the largest value of a column is the best, else "min".
 
     column: a column of the history; its name begins with "loss", "train_loss" or a metric's name.
