@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import multiprocessing
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -26,21 +27,29 @@ def from_docs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
+def build(folder: Path, errors: Path) -> None:
+    """Build the documentation as HTML, and end this process with Sphinx's exit status.
+
+    folder: where the pages are written, in `site`, and what Sphinx has read, in `read`.
+    errors: the file for warnings and errors.
+    """
+    from sphinx.cmd.build import main
+
+    words = ["-W", "--keep-going", "-q", "-d", str(folder / "read"), str(DOCS)]
+    with errors.open("w") as stream, contextlib.redirect_stderr(stream):
+        status = main([*words, str(folder / "site")])
+    sys.exit(status)
+
+
 @pytest.mark.slow
+@pytest.mark.pictures
 def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-W",
-        "--keep-going",
-        "-q",
-        "-d",
-        str(tmp_path / "read"),
-        str(DOCS),
-    ]
-    built = subprocess.run([*command, str(tmp_path / "site")], capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    errors = tmp_path / "errors"
+    # The new process has the modules that this one has imported.
+    building = multiprocessing.get_context("fork").Process(target=build, args=(tmp_path, errors))
+    building.start()
+    building.join()
+    assert building.exitcode == 0, errors.read_text()
     pages = {path.stem for path in (tmp_path / "site" / "reference" / "methods").glob("*.html")}
     assert pages == {"fedavg", *find_groups().files["method"]}
 
