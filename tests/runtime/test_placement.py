@@ -390,8 +390,8 @@ def driver(second_cache: Path) -> Iterator[Call]:
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
 
-            def call(function: Call, *args: Any) -> Any:
-                return pool.submit(function, *args).result(timeout=1800)
+            def call(function: Call, *args: Any, **options: Any) -> Any:
+                return pool.submit(function, *args, **options).result(timeout=1800)
 
             try:
                 call(_start_cluster, str(second_cache))
@@ -704,9 +704,17 @@ def _huge_job(_: Any) -> MemoryNeed:
 
 
 def _fits(
-    options: RayOptions, job: Any, most: int, device: str = "cuda"
+    options: RayOptions, job: Any, most: int, device: str = "cuda", remotely: bool = False
 ) -> tuple[Size | str, list[str]]:
+    """Plan the workers of a run.
+
+    Return the planned size, or the text of the error, and the texts for the user.
+    job: a function that returns the memory of a job.
+    most: the number of clients in flight.
+    remotely: True: call `job` in a new process on the cluster, as a run does; False: in this one.
+    """
     from raysim.runtime import ray as on_ray
+    from raysim.runtime.ray import driver
 
     told: list[str] = []
 
@@ -716,16 +724,25 @@ def _fits(
         ):  # where Ray is slow to give back what the preflight before had
             told.append(text)
 
-    try:
-        return on_ray.plan_workers(options, run_spec(device=device), most, say, job), told
-    except ValueError as error:
-        return str(error), told
+    def measure_here(_: RayOptions, spec: RunSpec, *others: Any) -> MemoryNeed:
+        *_, measure = others
+        need: MemoryNeed = measure(spec)
+        return need
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not remotely:
+            patch.setattr(driver, "_measure_remotely", measure_here)
+        try:
+            return on_ray.plan_workers(options, run_spec(device=device), most, say, job), told
+        except ValueError as error:
+            return str(error), told
 
 
 def test_number_of_workers_per_gpu_depends_on_the_memory_of_a_job(driver: Call) -> None:
     told = ["a job needs 1.3 GiB of memory, so a GPU has room for 11 workers"]
     one = Size(1, {"CPU": 1.0, "GPU": 1.0})
-    assert driver(_fits, RayOptions(), _small_job, 8) == (one, told), "the node has one CPU"
+    measured = driver(_fits, RayOptions(), _small_job, 8, remotely=True)
+    assert measured == (one, told), "the node has one CPU"
     assert driver(_fits, RayOptions(cpus=0.125), _small_job, 6) == (
         Size(6, {"CPU": 0.125, "GPU": 0.3333}),
         told,
@@ -736,10 +753,11 @@ def test_number_of_workers_per_gpu_depends_on_the_memory_of_a_job(driver: Call) 
     )
     refused, _ = driver(_fits, RayOptions(cpus=0.01, workers=23), _small_job, 100)
     assert refused.startswith("runtime.workers=23 ") and "runtime.workers=22" in refused
-    given = RayOptions(cpus=0.01, gpus=0.05)
-    assert driver(_fits, given, _small_job, 100) == (Size(40, {"CPU": 0.01, "GPU": 0.05}), []), (
+    given = RayOptions(cpus=0.01, gpus=0.1)
+    assert driver(_fits, given, _small_job, 100) == (Size(20, {"CPU": 0.01, "GPU": 0.1}), []), (
         "not measured"
     )
+    given = replace(given, gpus=0.05)
     refused, _ = driver(_fits, replace(given, preflight=True), _small_job, 100)
     assert refused.startswith("runtime.gpus=0.05 ") and "runtime.gpus=0.0909" in refused
     refused, _ = driver(_fits, RayOptions(), _huge_job, 8)
@@ -752,7 +770,7 @@ def _monstrous_job(_: Any) -> MemoryNeed:
 
 def test_cpu_worker_reserves_the_memory_that_preflight_measures(driver: Call) -> None:
     asked = RayOptions(preflight=True)
-    assert driver(_fits, asked, _small_job, 2, "cpu")[0] == Size(
+    assert driver(_fits, asked, _small_job, 2, "cpu", remotely=True)[0] == Size(
         2, {"CPU": 1.0, "memory": GIB * 13 // 10}
     )
     refused, _ = driver(_fits, asked, _monstrous_job, 2, "cpu")
