@@ -412,9 +412,9 @@ class Counted(MarkovAvailability):
         self.looks += len(clients)
         return super().are_available(clients, now)
 
-    def _placed(self, clients: np.ndarray, step: int) -> np.ndarray:
+    def _places(self, clients: np.ndarray, step: int) -> np.ndarray:
         self.looks += len(clients)
-        return super()._placed(clients, step)
+        return super()._places(clients, step)
 
 
 @pytest.mark.parametrize(
