@@ -107,8 +107,14 @@ def typeset_line(line: str) -> str:
     return formula(line) if tex is None else f"\n$$\n{tex}\n$$\n"
 
 
+_HEADING = re.compile(r"(?:(?<=\n\n)|\A)([A-Z].*[^.:\n])\n(?=- )")
+
+
 def prose(text: str, write_code: Callable[[str], str] = str) -> str:
     """Convert a docstring to Markdown. Indented lines stay code, and `<` elsewhere is escaped.
+
+    A line becomes a heading if it starts a paragraph, a list follows at once, and the line does not
+    end like a sentence or with a colon.
 
     write_code: function that changes the lines of code.
     """
@@ -119,9 +125,7 @@ def prose(text: str, write_code: Callable[[str], str] = str) -> str:
         else line.replace("``", "`").replace("<", "&lt;")
         for line in lines
     )
-    return "\n".join(
-        re.sub(r"^((?:Choices|Departures) .*[^.:])$", r"## \1\n", line) for line in plain
-    )
+    return _HEADING.sub(r"## \1\n\n", "\n".join(plain))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -69,6 +69,18 @@ def test_method_page_shows_paper_costs_and_settings_of_a_method(from_docs: Any) 
     assert "`uv run python -m jobs.papers.report fedbr/table1`" in reference.method_page("fedbr")
 
 
+def test_method_page_has_a_heading_for_each_list_with_a_title(from_docs: Any) -> None:
+    reference: ModuleType = from_docs("reference")
+    for method, title in {
+        "centralized": "How the run works",
+        "dp_fedavg": "The two epsilons",
+        "hetlora": "Choices that the paper leaves open",
+    }.items():
+        assert f"\n\n## {title}\n\n- " in reference.method_page(method)
+    sentence = "A run can choose:\n- one\n- two"
+    assert reference.prose(sentence) == sentence
+
+
 def test_configuration_page_lists_every_key(from_docs: Any) -> None:
     page = from_docs("reference").configuration()
     for key in (
