@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path, PosixPath
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from tiny_runs import (
 
 from raysim.api.declarations import Evaluation
 from raysim.api.local_job import LocalJob
+from raysim.api.messages import PublishedVersion
 from raysim.api.method import Method
 from raysim.data.dataset import copy_to_cache
 from raysim.experiment.build import build
@@ -886,3 +888,24 @@ def test_coordinator_writes_files_only_after_the_driver_reads_events(tmp_path: P
     others = [event for batch in coordinator.events() for event in batch]
     assert isinstance(others[-1], Finished) and folder.exists()
     assert not any(isinstance(event, Started) for event in others)
+
+
+@pytest.mark.parametrize(
+    ("floats", "workers", "is_stored"),
+    [
+        (50_000, 2, False),
+        (50_000, 8, True),  # eight copies are larger than one stored version
+        (240_000, 1, True),  # too large for a message
+    ],
+)
+def test_small_version_travels_within_messages_and_large_one_is_stored(
+    floats: int, workers: int, is_stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysim.runtime.ray import actors
+
+    monkeypatch.setenv("RAY_max_direct_call_object_size", "1000000")
+    monkeypatch.setattr(actors.ray, "put", lambda value: "stored")
+    runtime = actors.RayRuntime(workers, lambda worker: MagicMock())
+    version = PublishedVersion(0, np.zeros(floats, np.float32), np.empty(0, np.int64))
+    expected: object = "stored" if is_stored else version
+    assert runtime.put(version) is expected

@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 import math
+import os
 import platform
 import time
 import uuid
@@ -47,8 +48,11 @@ from raysim.training.run_spec import RunSpec
 from raysim.training.worker import Worker
 from raysim.vectors.tree_sum import add_up
 
-# A small model is cheaper to send with every call than to store once, which takes 0.5 ms.
-MAX_INLINE_BYTES = 1 << 16
+# A small model is cheaper to send with every call than to store once, which takes about 2 ms. So it
+# is sent if the copies for all workers have at most this many bytes.
+MAX_INLINE_BYTES = 1 << 20
+# The variable with the size of the largest object that Ray sends within messages, and its default.
+INLINE_VARIABLE, INLINE_BYTES = "RAY_max_direct_call_object_size", 100 * 1024
 BATCH_S = 0.1  # seconds in which finished rounds are collected for one message to the driver
 REPLACEMENT_TIMEOUT_S = 300  # for a worker that replaces a dead one to start
 # Seconds between two checks whether a new worker has room. Ray may learn late that a node is lost.
@@ -322,6 +326,8 @@ class RayRuntime:
         self._adders: dict[int, Any] = {}  # by node, the actors that add up sums
         self.workers, self._make, self.combine_from = workers, start, combine_from
         self._first_workers = workers
+        limit = int(os.environ.get(INLINE_VARIABLE, INLINE_BYTES))
+        self._inline_bytes = 0.9 * limit  # a message also has other content
         self._node_ids = list(node_ids) or [coordinator_node] * workers
         self._node_numbers = {coordinator_node: 0}
         self.nodes = [self._number_of(node) for node in self._node_ids]
@@ -357,11 +363,13 @@ class RayRuntime:
     def put(self, value: object) -> object:
         """Put a value into Ray's object store; return a reference to the value.
 
-        All workers of a node share one copy. A version of a small model (at most `MAX_INLINE_BYTES`
-        bytes) is returned unchanged instead, and is sent to the workers with each call.
+        All workers of a node share one copy. A version of a small model is returned unchanged
+        instead, and is sent to the workers with each call.
         """
-        if isinstance(value, PublishedVersion) and value.nbytes <= MAX_INLINE_BYTES:
-            return value
+        if isinstance(value, PublishedVersion):
+            is_small = value.nbytes * len(self.actors) <= MAX_INLINE_BYTES
+            if is_small and value.nbytes <= self._inline_bytes:
+                return value
         return ray.put(value)
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
