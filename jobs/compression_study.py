@@ -1,4 +1,4 @@
-"""Compare compressors on the model of workload W3, with phones' uplinks.
+"""Compare compressors on the model of the workload W3 of `raysim bench`, with phones' uplinks.
 
 This program makes the page docs/studies/compression.md:
 
@@ -174,8 +174,8 @@ TEXT = """# Compressors on phones' uplinks
 
 This study compares compressors (`compression=`) where sending takes most of the time.
 
-The model is that of benchmark W3, an MLP with 9.4 million parameters, which learns the digits of USPS. There are 20 clients by
-Dirichlet(0.5), ten of them in each of 20 rounds, with 2 steps of batch 32. The devices are phones (`fleet=devices` without tablets
+The model is that of the workload W3 of `raysim bench`: an MLP with 9.4 million parameters. It learns the digits of USPS.
+There are 20 clients by Dirichlet(0.5), ten of them in each of 20 rounds, with 2 steps of batch 32. The devices are phones (`fleet=devices` without tablets
 and edge boxes): they send 1.1 to 2.6 MB per second (medians of the classes) and receive 2.5 to 21 MB. There is one seed, and all
 runs have the same learning rate; the size of a vote (0.0001) was set by hand. Accuracy is on the central test set. A compressor works on updates (`direction=up`), unless its
 row says *both*; majority vote is both.

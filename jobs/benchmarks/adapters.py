@@ -165,7 +165,7 @@ def peak_bytes(overrides: list[str]) -> int:
 def measure_memory() -> None:
     """Print a row for each number of workers and clients."""
     size_mib = FROZEN_BYTES / 2**20
-    print(f"the frozen weights of the model take {size_mib:.0f} MiB in float32", flush=True)
+    print(f"the frozen weights of the model need {size_mib:.0f} MiB in float32", flush=True)
     for base in BASES:
         first = None
         for workers, clients in ((1, 4), (2, 4), (2, 64)):
@@ -173,11 +173,12 @@ def measure_memory() -> None:
             words += [f"model.lora.base={base}", "schedule.cohort=4"]
             used = peak_bytes([*MLP, *words])
             first = used if first is None else first
-            more = (used - first) / FROZEN_BYTES
+            more = used - first
             print(
                 f"frozen weights in {base}, workers: {workers}, clients: {clients}: all workers "
-                f"together use at most {used / 2**20:.0f} MiB. Change compared with 1 worker and 4 "
-                f"clients: {more:+.2f} times {size_mib:.0f} MiB",
+                f"together use at most {used / 2**20:.0f} MiB. Compared with 1 worker and 4 "
+                f"clients, this changes by {more / 2**20:+.0f} MiB, which is "
+                f"{more / FROZEN_BYTES:+.2f} times the size of the frozen weights in float32",
                 flush=True,
             )
 

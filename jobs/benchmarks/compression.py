@@ -1,4 +1,4 @@
-"""Measure how much time compressors add to a round of the workloads W1 and W3.
+"""Measure how much time compressors add to a round of the workloads W1 and W3 of `raysim bench`.
 
     uv run python -m jobs.benchmarks.compression W3 W1
 
@@ -66,7 +66,8 @@ def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
 def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: int) -> None:
     """Measure a workload with each compressor and without one; print a line for each compressor.
 
-    name: the workload's name, such as "W1".
+    name: the name of the workload, "W1" or "W3".
+    compressors: the compressors to measure.
     blocks: how often a run without and a run with the compressor are measured, in turn.
     rounds: the number of measured rounds in each of these runs.
     """
@@ -102,7 +103,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "workloads", nargs="*", default=["W3", "W1"], help="workloads to measure (W3 W1)"
+        "workloads",
+        nargs="*",
+        default=["W3", "W1"],
+        help="workloads of raysim bench to measure (W3 W1)",
     )
     parser.add_argument(
         "--blocks", type=int, default=3, help="number of measurements of each compressor (3)"

@@ -244,7 +244,9 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
 def main() -> None:
     """Compare the simulators on the workloads of the command line, and write the results."""
     parser = arguments.parser(__doc__)
-    parser.add_argument("workloads", nargs="*", help="workloads to measure: W1, W2, W3 (all)")
+    parser.add_argument(
+        "workloads", nargs="*", help="workloads of raysim bench to measure: W1, W2, W3 (all)"
+    )
     parser.add_argument("--pfl", help="Python with the packages pfl and torch")
     parser.add_argument("--fedjax", help="Python with the package fedjax")
     parser.add_argument(

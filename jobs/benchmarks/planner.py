@@ -77,6 +77,8 @@ OORT = "oort"  # this selection, with reports of all updates, on a log-normal fl
 class Rate:
     """The speed of the planner for a schedule and a fleet.
 
+    schedule: the name of the schedule.
+    fleet: the name of the fleet; "oort" for the selection Oort on a log-normal fleet.
     start: CPU seconds to the first aggregation.
     events: dispatched and finished jobs per CPU second.
     memory: bytes by which the planner made the process larger.
@@ -103,10 +105,11 @@ def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
                 with multiprocessing.get_context("fork").Pool(1) as pool:
                     rate = pool.apply(_rate, (name, fleet, kind, seconds))
                 results.append(rate)
+                group = "selection" if fleet == OORT else "fleet"
                 say(
-                    f"schedule {name}, fleet or selection {fleet}: the planner simulates "
-                    f"{rate.events:,.0f} events (dispatches and ends of jobs) per CPU second and "
-                    f"needs {rate.memory / 1e6:,.0f} MB of memory"
+                    f"schedule {name}, {group} {fleet}: the planner simulates {rate.events:,.0f} "
+                    "events per CPU second (an event is a dispatch or the end of a job) and needs "
+                    f"{rate.memory / 1e6:,.0f} MB of memory"
                 )
     return results
 
@@ -200,8 +203,8 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
     say(
         "thousands of events (dispatches and ends of jobs) that the planner simulates per CPU "
-        f"second, with {CLIENTS:,} clients and {IN_FLIGHT:,} jobs in flight. A row has a schedule, "
-        "and a column has a fleet or a selection"
+        f"second, with {CLIENTS:,} clients and {IN_FLIGHT:,} jobs in flight. Each row has a "
+        "schedule. Each column has a fleet; the last column has the selection oort"
     )
     say(format_table(text_columns(("schedule", *fleets), rows), terminal_width()))
     jobs, start = whole_run(100)

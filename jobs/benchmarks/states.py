@@ -4,13 +4,13 @@
 
 The benchmark has three parts:
 
-1. It writes checkpoints of workload W1. It also writes checkpoints of a run in which 10,000 clients
-   have a state of SCAFFOLD for W2's model. Before each of these checkpoints, a fixed number of
-   states changes.
-2. It trains 1,000 clients with SCAFFOLD on W2's model, first with all states in memory. Then a
-   tenth of the states is in memory, and the others are on disk.
-3. It trains `--clients` clients with SCAFFOLD on W2's model, with at most 1 GiB of states in
-   memory. The other states need disk space: 18 GB for 100,000 clients.
+1. It writes checkpoints of the workload W1 of `raysim bench`. It also writes checkpoints of a run
+   with 10,000 clients. Each client has a state of SCAFFOLD for the model of the workload W2. Before
+   each of these checkpoints, a fixed number of states changes.
+2. It trains 1,000 clients with SCAFFOLD and the model of W2, first with all client states in
+   memory. Then a tenth of the states is in memory, and the others are on disk.
+3. It trains `--clients` clients with SCAFFOLD and the model of W2, with at most 1 GiB of client
+   states in memory. The other states need disk space: 18 GB for 100,000 clients.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from raysim.simulation.state_log import StatesByClient
 from raysim.training.run_spec import Checkpoint, RunSettings, RunSpec, StateBudget, build_networks
 from raysim.training.worker import Worker
 
-COHORT, SAMPLES = 100, 60  # clients per round and samples per client, as in W2
+COHORT, SAMPLES = 100, 60  # clients per round and samples per client, as in the workload W2
 CLIENTS = 10_000
 CHANGED = (0, 10, 100, 1000)  # clients whose states changed since the last checkpoint
 # The run that is compared with and without a budget: clients, rounds, share of states in memory.
@@ -77,11 +77,11 @@ class CheckpointCost:
 class StateRunCost:
     """The cost of a run whose clients have states.
 
-    budget: the largest size of the states in memory, in GiB; None for no limit.
+    budget: the largest size of the client states in memory, in GiB; None for no limit.
     seen: the number of clients that took part.
     seconds, cpu: wall and CPU seconds of a round.
     memory: the peak of the process in bytes.
-    spilled: bytes of states on disk.
+    spilled: bytes of client states on disk.
     """
 
     clients: int
@@ -96,7 +96,12 @@ class StateRunCost:
 
 # --- checkpoints ----------------------------------------------------------------------------------
 def workload_checkpoints(root: str | None, rounds: int) -> CheckpointCost:
-    """Run W1 in this process with a checkpoint after every round; return their cost."""
+    """Run the workload W1 of `raysim bench` in this process; return the cost of a checkpoint.
+
+    A checkpoint is written after every round.
+    root: the folder of Fashion-MNIST; None downloads it.
+    rounds: the number of checkpoints that are measured.
+    """
     work = WORKLOADS["W1"]
     spec = spec_of_loop(work, source_of(work, root))
     spec = replace(
@@ -130,9 +135,10 @@ def _pairs(
 
 
 def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
-    """Write checkpoints of a run in which every client has a state; return their cost.
+    """Write checkpoints of a run in which every client has a state; return their median cost.
 
-    A state has the size of W2's model.
+    A client state has the size of the model of the workload W2 of `raysim bench`.
+    clients: the number of clients.
     count: the number of clients whose states changed since the last checkpoint.
     blocks: the number of checkpoints.
     """
@@ -159,9 +165,12 @@ def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
 
 # --- states beyond memory -------------------------------------------------------------------------
 def stateful_run(clients: int, rounds: int, budget: float | None) -> RunSpec:
-    """Return a run of SCAFFOLD on W2's model. Each client has 60 of 60,000 shared samples.
+    """Return a run of SCAFFOLD with the model of the workload W2 of `raysim bench`.
 
-    budget: the largest size of the states in memory, in GiB; None for no limit.
+    Each client has 60 of 60,000 samples. Runs of more than 1,000 clients use samples repeatedly.
+    clients: the number of clients.
+    rounds: the number of rounds.
+    budget: the largest size of the client states in memory, in GiB; None for no limit.
     """
     work = WORKLOADS["W2"]
     few = federate(Synthetic(shape=[1, 28, 28], samples=60_000, test_samples=10), IID(clients=2), 0)
@@ -199,7 +208,9 @@ def _train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
 def train(clients: int, rounds: int, budget: float | None) -> StateRunCost:
     """Train `stateful_run` in a new process, so that the peak of memory is that of the run.
 
-    budget: the largest size of the states in memory, in GiB; None for no limit.
+    clients: the number of clients.
+    rounds: the number of rounds.
+    budget: the largest size of the client states in memory, in GiB; None for no limit.
     """
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_train, (clients, rounds, budget))
@@ -219,7 +230,7 @@ def bench(
     first = checkpoints[0]
     share = 100 * first.seconds / (10 * (first.round_seconds or 1))
     say(
-        f"writing a checkpoint of workload W1 takes {first.seconds:.3f} s (CPU time "
+        f"writing a checkpoint of the workload W1 takes {first.seconds:.3f} s (CPU time "
         f"{first.cpu:.3f} s), which is {share:.2f} % of the time of 10 rounds"
     )
     for count in (*CHANGED, CLIENTS):

@@ -89,7 +89,7 @@ class Entry:
 
     @property
     def is_comparable(self) -> bool:
-        """Return True if the runs have the paper's data, so that scores can be compared."""
+        """Return True if the runs use the paper's data set, so that scores can be compared."""
         return self.dataset == self.cell.dataset
 
     @property
@@ -230,9 +230,11 @@ def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
 def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
     """Choose for each data set of a table the setting whose runs are shown first.
 
-    This is the setting at which the user's runs fill the most cells of the table. The runs must
-    have the paper's data. Return the setting (see `Match`) of each data set, by the name of the
-    data set; "" stands for the paper's setting.
+    This is the setting at which the user's runs fill the most cells of the table. Settings of runs
+    on other data than the paper's are not considered. Return a dictionary from the name of each
+    data set to its setting, as a text (see `Match`). The text is "" for the paper's setting, and if
+    there are no runs.
+    entries: the numbers of the table, with our runs for each of them.
     """
 
     # Among settings with equally many cells of the user, the order of this tuple decides.

@@ -169,8 +169,8 @@ class Generation:
     """The settings `evaluate.generate.*`: texts that a language model writes after the last round.
 
     tokens: the largest number of tokens that the model adds to a prompt; 0 writes no texts.
-    prompts: the beginnings of texts; the model continues each of them. A new line in a prompt may
-    be written as \\n. An empty list makes the model write one text without a given beginning.
+    prompts: the beginnings of texts; the model continues each of them. A line break in a prompt may
+    be written as \\n. An empty list makes the model write one text without a prompt.
     temperature: the number by which the logits are divided before a token is drawn; 0 always takes
     the most probable token.
     """
@@ -185,7 +185,10 @@ class Generation:
 
     @property
     def beginnings(self) -> list[str]:
-        """Return the prompts, with new lines; an empty text if there are no prompts."""
+        """Return the texts that the model continues: the prompts, or [""] without prompts.
+
+        In a prompt, a backslash followed by n becomes a line break.
+        """
         return [prompt.replace("\\n", "\n") for prompt in self.prompts] or [""]
 
 

@@ -45,23 +45,27 @@ class _Partwise(Compressor):
     def slots(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
         """Return the arrays in a message that contain the encoded entries.
 
-        message: uint32 [words]. The result has views of it.
+        The arrays are views of the message: a change of them changes the message.
+        message: the message, uint32 [words].
+        layout: the layout of the vector.
         """
         raise NotImplementedError
 
     def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Write the encoded entries of a part into the message.
+        """Encode a part of the vector, and write the encoded entries into the message.
 
         values: the entries of the part, float32.
-        part: their positions in the vector.
-        slots: the arrays in the message, which `slots` returned.
+        part: the positions of the part in the vector.
+        slots: the arrays of the message to write into, as the method `slots` returned them.
         """
         raise NotImplementedError
 
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Fill `out` with the decoded entries of a part.
+        """Decode a part of the vector from the message.
 
-        part, slots: the arguments of `encode_part`.
+        out: the tensor to fill with the decoded entries, float32.
+        part: the positions of the part in the vector.
+        slots: the arrays of the message to read, as the method `slots` returned them.
         """
         raise NotImplementedError
 
@@ -70,8 +74,10 @@ class _Partwise(Compressor):
         return split_range(0, length, max(1, PART // self.block) * self.block)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the message: the encoded entries.
+        """Return the message with the encoded entries, uint32 [words].
 
+        values: the entries of the vector.
+        layout: the layout of the vector.
         key, kept: not used, because this compressor is not random and remembers nothing.
         """
         message = np.zeros(self.words(layout), np.uint32)
@@ -81,7 +87,11 @@ class _Partwise(Compressor):
         return message
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the decoded entries."""
+        """Fill `out` with the decoded entries of a message.
+
+        message: the message, uint32 [words].
+        layout: the layout of the vector.
+        """
         slots = self.slots(message, layout)
         for part in self._parts(len(out)):
             self.decode_part(out[part], part, slots)
@@ -123,17 +133,32 @@ class Float16(_Partwise):
         return words_of_bits(16 * layout.trained)
 
     def slots(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
-        """Return the entries as floats of 16 bits."""
+        """Return an array of the message that contains the entries as floats of 16 bits.
+
+        The array is a view of the message: a change of it changes the message.
+        message: the message, uint32 [words].
+        layout: the layout of the vector.
+        """
         return (message.view(np.float16),)
 
     def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Round the entries of a part to 16 bits."""
+        """Round a part of the vector to floats of 16 bits, and write these into the message.
+
+        values: the entries of the part, float32.
+        part: the positions of the part in the vector.
+        slots: the array of the message to write into, as the method `slots` returned it.
+        """
         if compile_function(_count_beyond)(values.numpy(), LARGEST_HALF):
             values = values.clamp(-LARGEST_HALF, LARGEST_HALF)
         torch.from_numpy(slots[0][part]).copy_(values)
 
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Fill `out` with the entries of a part."""
+        """Copy a part of the vector from the message.
+
+        out: the tensor to fill with the entries of the part, float32.
+        part: the positions of the part in the vector.
+        slots: the array of the message to read, as the method `slots` returned it.
+        """
         out.copy_(torch.from_numpy(slots[0][part]))
 
 
@@ -274,16 +299,34 @@ class Blocks(_Partwise):
         return self.blocks(layout) + words_of_bits(8 * layout.trained)
 
     def slots(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
-        """Return the scales, float32 [blocks], and the codes of the entries, uint8 [entries]."""
+        """Return the arrays of a message: the blocks' scales and the 8 bits of each entry.
+
+        The scales are float32 [blocks]; the bits are uint8 [entries]. Both are views of the
+        message: a change of them changes the message.
+        message: the message, uint32 [words].
+        layout: the layout of the vector.
+        """
         blocks = self.blocks(layout)
         return message[:blocks].view(np.float32), message[blocks:].view(np.uint8)
 
     def _scales(self, part: slice, scales: np.ndarray) -> np.ndarray:
-        """Return the scales of the blocks in a part of the vector."""
+        """Return the scales of the blocks in a part of the vector.
+
+        part: the positions of the part in the vector.
+        scales: the scales of all blocks, float32 [blocks].
+        """
         return scales[part.start // self.block : -(-part.stop // self.block)]
 
     def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Compute the scales of the blocks in a part, and the codes of its entries."""
+        """Encode the blocks in a part of the vector, and write the result into the message.
+
+        Each block gets a scale. Each entry is divided by the scale of its block and rounded to a
+        number of 8 bits.
+        values: the entries of the part, float32.
+        part: the positions of the part in the vector.
+        slots: the two arrays of the message to fill, as the method `slots` returned them: the
+        scales, float32 [blocks], and the 8 bits of each entry, uint8 [entries].
+        """
         scales, array = self._scales(part, slots[0]), values.numpy()
         quotients, small = np.empty((2, self.block), np.float32)
         compile_function(_encode_blocks)(
@@ -302,7 +345,13 @@ class Blocks(_Partwise):
         )
 
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Fill `out` with the numbers of a part, each multiplied by the scale of its block."""
+        """Decode a part of the vector: multiply each number of 8 bits by the scale of its block.
+
+        out: the tensor to fill with the decoded entries, float32.
+        part: the positions of the part in the vector.
+        slots: the two arrays of the message to read, as the method `slots` returned them: the
+        scales, float32 [blocks], and the 8 bits of each entry, uint8 [entries].
+        """
         codes, scales, array = slots[1][part], self._scales(part, slots[0]), out.numpy()
         if self.dtype.is_floating_point:
             run = compile_function(_decode_floats)

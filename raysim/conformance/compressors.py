@@ -22,7 +22,7 @@ KEY = 2**62 + 1  # of a message; a client draws one for each
 def checks(compressor: Compressor, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the checks of a compressor's messages, each with its name.
 
-    study: the tiny run that gives the layout of the vectors.
+    study: the description of a tiny run, whose model gives the layout of the vectors.
     """
     layout = declare_run(study.spec()).layout
     yield "a message has the declared size", partial(check_size, compressor, layout)

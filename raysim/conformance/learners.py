@@ -20,7 +20,7 @@ from raysim.training.run_spec import declare_run
 def checks(learner: Learner, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the checks of a learner, each with its name.
 
-    study: the tiny run in which the learner is tried, without this learner.
+    study: the description of the tiny run in which the learner is tried, without this learner.
     """
     study = replace(study, methods=(*study.methods, learner))
     yield (

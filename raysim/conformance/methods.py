@@ -35,7 +35,7 @@ MIN_SECRET_BYTES = 8
 def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the checks of a method, each with its name.
 
-    study: the tiny run in which the method is tried, without this method.
+    study: the description of the tiny run in which the method is tried, without this method.
     """
     for text, check in _checks(method, study):
         yield text, partial(_call_check, check)

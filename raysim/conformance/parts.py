@@ -30,13 +30,14 @@ from raysim.simulation.network import make_network
 from raysim.simulation.schedule import Buffered, Schedule, Synchronous
 from raysim.training.run_spec import build_networks, declare_run, sample_flops
 
+# Each check has a name, and a function that raises AssertionError if the check fails.
 Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
 
 
 def _run_checks(study: Study) -> Checks:
     """Yield the checks of a run: equal bits on two workers, and after resuming.
 
-    study: the tiny run; the checks are made under each of its schedules.
+    study: the description of one tiny run. The checks are made with each of its schedules.
     """
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
@@ -54,7 +55,7 @@ def _run_checks(study: Study) -> Checks:
 def of_model(model: ModelRecipe, study: Study) -> Checks:
     """Yield the checks of a recipe for networks.
 
-    study: a tiny run; `model` replaces the model of this run in all checks.
+    study: the description of one tiny run. `model` replaces its model in all checks.
     """
     study = replace(study, model=model)
     yield "a seed gives the same values, another one others", partial(_check_seeds, study)
@@ -112,7 +113,7 @@ def _check_head(study: Study) -> None:
 def of_data(data: Source, study: Study) -> Checks:
     """Yield the checks of a source of samples.
 
-    study: a tiny run; `data` replaces the data of this run in all checks.
+    study: the description of one tiny run. `data` replaces its data in all checks.
     """
     yield "it reads the same samples twice", partial(_check_read_twice, data)
     yield "labels and domains name what there is", partial(_check_labels, data)
@@ -150,7 +151,7 @@ def _check_labels(data: Source) -> None:
 def of_partition(partition: Partitioner, study: Study) -> Checks:
     """Yield the checks of a partition.
 
-    study: a tiny run; `partition` replaces the partition of this run in all checks.
+    study: the description of one tiny run. `partition` replaces its partition in all checks.
     """
     yield "a seed gives the same split", partial(_check_split_seeds, partition, study)
     yield (
@@ -209,7 +210,7 @@ def _check_rows(part: CSR, name: str, rows: int) -> None:
 def of_schedule(schedule: Schedule, study: Study) -> Checks:
     """Yield the checks of a schedule.
 
-    study: the tiny run that the checks execute. `schedule` replaces the schedules of `study`.
+    study: the description of one tiny run. `schedule` replaces its schedules in all checks.
     """
     study = replace(study, schedules=(schedule,))
     yield "it keeps its promises, and keeps no state", partial(_check_promises, schedule, study)
@@ -240,7 +241,7 @@ def _check_promises(schedule: Schedule, study: Study) -> None:
 def of_selection(selection: Selection, study: Study) -> Checks:
     """Yield the checks of a selection rule.
 
-    study: a tiny run; `selection` replaces the selection of this run in all checks.
+    study: the description of one tiny run. `selection` replaces its selection in all checks.
     """
     study = replace(study, selection=selection)
     yield "it keeps no state in itself", partial(_check_memory, selection, study)
@@ -260,8 +261,8 @@ def _check_memory(selection: Selection, study: Study) -> None:
 def of_topology(topology: Topology, study: Study) -> Checks:
     """Yield the checks of a topology.
 
-    study: a tiny run; `topology` replaces the topology of this run in all checks. If the study has
-    the default schedules, schedules with two jobs in flight are used instead.
+    study: the description of one tiny run. `topology` replaces its topology in all checks. The
+    default schedules are replaced by schedules with two jobs in flight.
     """
     study = replace(study, topology=topology)
     if study.schedules == Study().schedules:
@@ -307,7 +308,7 @@ def _check_topology_memory(topology: Topology, study: Study) -> None:
 def of_fleet(fleet: Fleet, study: Study) -> Checks:
     """Yield the checks of a fleet.
 
-    study: a tiny run; `fleet` replaces the fleet of this run in all checks.
+    study: the description of one tiny run. `fleet` replaces its fleet in all checks.
     """
     study = replace(study, fleet=fleet)
     yield (
@@ -339,7 +340,8 @@ def _check_devices(fleet: Fleet, study: Study) -> None:
 def of_observer(observer: Observer, study: Study) -> Checks:
     """Yield the checks of an observer.
 
-    study: a tiny run, which the checks make with and without the observer.
+    study: the description of one tiny run. The checks execute this run with and without the
+    observer, and compare the results.
     """
     yield (
         "it follows a run to its end and changes nothing",

@@ -26,7 +26,7 @@ from raysim.training.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class Study:
-    """The tiny run in which the checks try a user's method, model, selection or other part.
+    """The description of the tiny run in which the checks try a user's part, such as a method.
 
     By default the run has small images, six clients with unequal numbers of samples, a small
     network and four clients per round. Set a field, such as `model` or `methods`, to combine the
@@ -67,6 +67,6 @@ class Study:
         )
 
     def each(self) -> Iterator[tuple[Schedule, Fleet]]:
-        """Yield the pair (schedule, fleet) for each schedule of the study."""
+        """Yield the pair (schedule, fleet) for each of the schedules."""
         for schedule in self.schedules:
             yield schedule, self.fleet

@@ -103,9 +103,10 @@ class Text(_Corpus):
             return [root]
         paths = [path for path in sorted(root.rglob("*.txt")) if path.is_file()]
         if not paths:
-            problem = "holds no *.txt" if root.is_dir() else "does not exist"
+            problem = "has no files *.txt" if root.is_dir() else "does not exist"
             raise ValueError(
-                f"data.root={self.root} {problem}. Give a file, or a folder with *.txt."
+                f"data.root={self.root} {problem}. Set data.root to a text file, or "
+                "to a folder with files *.txt."
             )
         return paths
 

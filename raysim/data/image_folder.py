@@ -88,8 +88,8 @@ class ImageFolder(Source):
         pictures = _read_split_file(table[0]) if table else _search(root)
         if not pictures:
             raise ValueError(
-                f"data.root={root} holds no pictures class/*.jpg or domain/class/*.jpg. Give a "
-                "folder with such pictures."
+                f"data.root={root} has no pictures class/*.jpg or domain/class/*.jpg. Set "
+                "data.root to a folder with such pictures."
             )
         return sorted(pictures)
 

@@ -66,8 +66,9 @@ class Strips(Source):
             paths = [*_strip_files(folder, split), _label_file(folder, split)]
             if not all(path.is_file() for path in paths):
                 raise ValueError(
-                    f"data.root={self.root} holds no {set_name}: {split}-000.png (or .webp) or "
-                    f"{split}-labels.npy is missing in {folder}. Give the folder that has them."
+                    f"data.root={self.root} does not contain {set_name}: {split}-000.png (or "
+                    f".webp) or {split}-labels.npy is missing in {folder}. Set data.root to the "
+                    "folder that has these files."
                 )
         return folder
 

@@ -102,10 +102,10 @@ class NumPy(Source):
     def files(self) -> list[Path]:
         root = require_root(self.root, "data=numpy", "a folder with train.npz")
         if not (root / "train.npz").is_file():
-            action = "Give a folder that has it, with x and y in it"
+            action = "Set data.root to a folder with this file"
             if _numbered_archives(root / "train"):
                 action += ", or set data=npz, which reads one file for each client"
-            raise ValueError(f"data.root={self.root} holds no train.npz. {action}.")
+            raise ValueError(f"data.root={self.root} has no file train.npz. {action}.")
         return [root / "train.npz", *existing_file(root / "test.npz")]
 
     def read(self) -> Raw:
@@ -145,11 +145,11 @@ class Npz(Source):
         root = require_root(self.root, "data=npz", content)
         train = _numbered_archives(root / "train")
         if not train:
-            action = "Give a folder that has them, one file for each client"
+            action = "Set data.root to a folder that has such a file for each client"
             if (root / "train.npz").is_file():
                 action += ", or set data=numpy, which reads train.npz"
             raise ValueError(
-                f"data.root={self.root} holds no train/0.npz, train/1.npz, .... {action}."
+                f"data.root={self.root} has no files train/0.npz, train/1.npz and so on. {action}."
             )
         return train + _numbered_archives(root / "test")
 
@@ -169,7 +169,8 @@ class Npz(Source):
                 names.append(f"{path.parent.name}/{path.name}")
         if not archives:
             raise ValueError(
-                f"data.root={self.root} holds no samples in any file. Give a folder with samples."
+                f"data.root={self.root} has only files without samples. Set data.root to a folder "
+                "whose files have samples."
             )
         arrays = _concatenate(archives, names, place)
         sizes = [_count_samples(archive) for archive in archives]

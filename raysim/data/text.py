@@ -75,7 +75,9 @@ class Leaf(Source):
             sorted((root / "test").glob("*.json")),
         )
         if not train:
-            raise ValueError(f"data.root={self.root} holds no train/*.json. Give {content}.")
+            raise ValueError(
+                f"data.root={self.root} has no files train/*.json. Set data.root to {content}."
+            )
         return [*train, *test]
 
     def read(self) -> Raw:

@@ -168,10 +168,11 @@ def _has_key(path: Path, key: str, group: str) -> bool:
 
 
 def option_names(value: object, group: str = "method") -> list[Any]:
-    """Return the options that a value selects in a group with a list: "a+b" is [a, b].
+    """Return the names of the options that an override selects in a group with several options.
 
-    None and "" select no option; for the group "method", "fedavg" also selects none.
-    group: the group of the options, "method" or "observer".
+    value: the value of the override: the name of an option, "a+b" for the options a and b, or a
+    list of names. None and "" select no option. In the group "method", "fedavg" selects none, too.
+    group: the name of the group, "method" or "observer".
     """
     if isinstance(value, str):
         value = value.split("+") if value else []
@@ -192,12 +193,13 @@ def join_options(names: Sequence[object], group: str = "method") -> str:
 
 
 def check_options(group: str, value: object, groups: Groups) -> list[str]:
-    """Return the options of a group that a value selects.
+    """Return the names of the options that an override selects in a group.
 
     group: the name of the group, such as "method".
-    value: the value of an override: the name of an option, or for a list "a+b" or a list of names.
+    value: the value of the override, usually the name of an option. Groups such as "method" accept
+    several options: the text "a+b", a list of names, or None for no option.
     groups: all options.
-    Raise `RefusedError` for an unknown option.
+    Raise `RefusedError` for an option that does not exist or is named twice.
     """
     options = groups.files[group]
     values = option_names(value, group) if group in LISTS else [value]

@@ -218,7 +218,7 @@ def _wrong_object(argument: str, part: object, advice: str) -> RefusedError:
 def _useless_override_error(place: str, part: object, key: str, override: SetValue) -> RefusedError:
     """Return the error for an override that has no effect, because the user passed an object.
 
-    place: the group of the object, such as "model" or "method.fedprox".
+    place: the key of the object, such as "model" or "method.fedprox".
     part: what the user passed to `raysim.run`: an object, a function, or the class of a network.
     key: the key of the override without `place`, such as "width" for "model.width".
     override: the value in the override, and the text of the override for the error.
@@ -226,14 +226,14 @@ def _useless_override_error(place: str, part: object, key: str, override: SetVal
     maker: Any = part if inspect.isfunction(part) or isinstance(part, type) else type(part)
     name = maker.__name__
     argument = key.split(".")[0]
-    advice = "Leave it out"
+    advice = "Leave the override out."
     if argument in inspect.signature(maker).parameters:
-        advice = f"Set it in the object, {name}({argument}=...)"
+        advice = f"Pass {name}({argument}=...) instead."
         if inspect.isfunction(part):
-            advice = f"Set it in the object, functools.partial({name}, {argument}=...)"
+            advice = f"Pass functools.partial({name}, {argument}=...) instead."
     return RefusedError(
-        f"{place}.{key}: '{override.text}' has no effect on {_argument(place)}={name}, which was "
-        f"passed to raysim.run. {advice}"
+        f"{place}.{key}: the override '{override.text}' has no effect, because {name} was passed "
+        f"to raysim.run as the argument {_argument(place)}. {advice}"
     )
 
 

@@ -250,10 +250,12 @@ class VirtualGrid(SimpleGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send messages, wait for their replies, and return the replies by virtual time.
+        """Send messages and wait for their replies; return these in the order of virtual time.
 
-        timeout: how long to wait, in virtual seconds. Later replies are not returned. None waits
-        for all replies, and so does any value in a thread that Flower started.
+        In a thread that Flower started, `timeout` is ignored, and the replies are in the order of
+        the messages.
+        timeout: the longest wait, in virtual seconds; None waits for all replies. Replies that
+        would arrive later are never returned.
         """
         if not self.is_owner():
             return self._send_from_thread(messages)
@@ -288,7 +290,8 @@ class VirtualGrid(SimpleGrid):
         advances to the arrival of the batch's last reply.
         Return a dictionary of pairs, by the ids of the nodes that got messages of the batch. A pair
         has the virtual time of the node's last reply, in seconds, and the number of the client.
-        Raises ReplayError if a message differs from the message in the stored run.
+        Raises ReplayError if a message differs from that of the stored run. The message of the same
+        client and number is compared.
         Raises WorkerDiedError if several workers died, one after another, with the same message.
         """
         with self._lock:
@@ -300,7 +303,7 @@ class VirtualGrid(SimpleGrid):
             return dict(self._batch_times)
 
     def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
-        """Send messages from a thread that Flower started; return the replies.
+        """Send messages from a thread that Flower started; return their replies in this order.
 
         For each message, the thread waits for a free worker and then for the worker's answer. The
         clock does not move.
@@ -346,8 +349,8 @@ class VirtualGrid(SimpleGrid):
         """Answer messages from the stored replies; return the messages that need a worker.
 
         pending: the messages. Lost or answered messages are skipped.
-        Raises ReplayError if a message differs from the message of the same number in the stored
-        run.
+        Raises ReplayError if a message differs from that of the stored run. The message of the same
+        client and number is compared.
         """
         unanswered = []
         for one in pending:
@@ -423,7 +426,7 @@ class VirtualGrid(SimpleGrid):
 
         worker: the number of the worker.
         requests: the messages.
-        Raises WorkerDiedError if the new workers die, too.
+        Raises WorkerDiedError if `MAX_ATTEMPTS` workers die, one after another.
         """
         for attempt in range(MAX_ATTEMPTS):
             with self._lock:
@@ -533,14 +536,16 @@ class VirtualGrid(SimpleGrid):
 
 
 def _describe_deaths(requests: Iterable[Request]) -> WorkerDiedError:
-    """Return the error for messages that could not be answered, because each worker died.
+    """Return the error for messages with which several workers died, one after another.
 
-    requests: the messages.
+    requests: the messages. `MAX_ATTEMPTS` workers, one after another, died while they answered
+    them.
     """
     clients = ", ".join(str(request.client) for request in requests)
     return WorkerDiedError(
-        f"{MAX_ATTEMPTS} workers died while they answered messages (clients: {clients}). "
-        "Check whether the app ends its process, or needs more memory than is available."
+        f"{MAX_ATTEMPTS} workers died, one after another, while they answered the same messages "
+        f"(to clients: {clients}). Check whether the app ends its process, or needs more memory "
+        "than is available."
     )
 
 

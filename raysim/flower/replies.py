@@ -75,8 +75,9 @@ class StoredReplies:
     def find(self, request: Request) -> Answer | None:
         """Return the stored answer to a message; None if there is none.
 
+        An answer is found by the client and the number of its message.
         request: the message.
-        Raises ReplayError if the stored message has other content.
+        Raises ReplayError if the stored answer belongs to a message with other content or type.
         """
         place = self._places.get((request.client, request.number))
         if place is None or self._file is None:
@@ -85,8 +86,9 @@ class StoredReplies:
         if digest != self._digest(request):
             raise ReplayError(
                 f"{self._path}: message {request.number} to client {request.client} differs from "
-                "the stored one. The ServerApp depends on something besides the seed, or the app "
-                "or its settings were changed. Start a new run in another folder."
+                "the message to which the file has the reply. The ServerApp depends on something "
+                "besides the seed, or the app or its settings were changed. Start a new run in "
+                "another folder."
             )
         self._file.seek(start)
         content = np.frombuffer(self._file.read(content_size), np.uint8)

@@ -58,9 +58,11 @@ BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
 def fixed_loading_mask(*, num_layers: int, strategy: str, num_loaded: int) -> Tensor:
-    """Return a mask, bool [num_layers], that is True for the layers that are loaded.
+    """Return a mask, bool [num_layers]: True for the layers that clients load from the server.
 
+    num_layers: the number of layers of the model.
     strategy: "bottom_up" loads the first `num_loaded` layers, "top_down" the last ones.
+    num_loaded: the number of layers to load.
 
     Raises ValueError for another strategy, and for more layers than the model has.
     """
@@ -127,10 +129,11 @@ def _layer(entry: Entry) -> str:
 class PartialFed(Method):
     """A method that loads only some layers of the shared model.
 
-    strategy: which layers a client loads. "bottom_up" loads the first `num_loaded` layers,
-    "top_down" the last ones. "no_bn" loads all layers except BatchNorm, "no_classifier" all layers
-    except the head, and "no_bn_no_classifier" all layers except BatchNorm and the head. "all" loads
-    all layers, "none" no layer. With "adaptive", each client learns a policy that chooses layers.
+    strategy: which layers a client loads from the server. "bottom_up" loads the first `num_loaded`
+    layers, "top_down" the last ones. "no_bn" loads all layers except BatchNorm, "no_classifier" all
+    layers except the head, and "no_bn_no_classifier" all layers except BatchNorm and the head.
+    "all" loads all layers, "none" no layer. With "adaptive", each client learns a policy that
+    chooses layers.
     num_loaded: the number of loaded layers, for "bottom_up" and "top_down"; otherwise None.
     max_staleness: the largest number of versions since the base version of a client's last job. If
     more versions have passed, the client loads all layers. None sets no limit.
@@ -257,7 +260,7 @@ class PartialFed(Method):
         return self.max_staleness is not None and age > self.max_staleness
 
     def _mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Return a mask of the L layers, bool [L]: True where this job loads the received layer.
+        """Return a mask of the L layers, bool [L]: True where the job loads the server's layer.
 
         layers: the paths of the model's layers.
         """
@@ -266,8 +269,9 @@ class PartialFed(Method):
         return self._fixed_mask(layers, job.model)
 
     def _fixed_mask(self, layers: Sequence[str], model: nn.Module) -> Tensor:
-        """Return a mask of the L layers, bool [L]: True where a fixed strategy loads a layer.
+        """Return a mask of the L layers, bool [L]: True where jobs load the server's layer.
 
+        Use this for all strategies except "adaptive".
         layers: the paths of the layers in `model`.
         """
         if self.num_loaded is not None:
@@ -277,9 +281,10 @@ class PartialFed(Method):
         return torch.tensor([self._loads(path, model) for path in layers], dtype=torch.bool)
 
     def _loads(self, path: str, model: nn.Module) -> bool:
-        """Return True if the strategy, which depends on the type of a layer, loads this layer.
+        """Return True if clients load this layer from the server, False if they keep their own.
 
-        path: the path of the layer in the model.
+        Use this for strategies that depend on the type of a layer, such as "no_bn".
+        path: the path of the layer in `model`.
         """
         if self.strategy == "none":
             return False
@@ -289,9 +294,10 @@ class PartialFed(Method):
 
     # --- the adaptive policy ------------------------------------------------------------------
     def _learnt_mask(self, job: LocalJob, layers: Sequence[str]) -> Tensor:
-        """Train the policy for some steps; return which layers it then loads: bool [L].
+        """Train the policy for `policy_steps` steps; return which of the L layers the job loads.
 
-        The model does not change.
+        The result, bool [L], is True for layers that the job loads from the server. The model does
+        not change.
         layers: the paths of the model's L layers.
         """
         logits = job.state["logits"].clone()

@@ -243,7 +243,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _lock_soon(handle: TextIO) -> bool:
-    """Try to lock a file for a short time; return False if another process still has the lock."""
+    """Lock a file; return False if another process has locked it during the whole wait.
+
+    The function waits at most `SILENT_WAIT_S` seconds. The lock lasts until the file is closed.
+    """
     deadline = time.monotonic() + SILENT_WAIT_S
     while not _lock(handle):
         if time.monotonic() >= deadline:

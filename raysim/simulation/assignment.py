@@ -132,18 +132,19 @@ def assign_groups(
     return [_jobs_of(share) for share in shares]
 
 
-def assign_runs(
+def assign_consecutive_jobs(
     jobs: Sequence[Job], loads: Sequence[float], nodes: Sequence[int]
 ) -> list[list[Job]]:
-    """Divide jobs into runs of consecutive jobs with equal work; return the jobs of each worker.
+    """Give each worker consecutive jobs, so that loads become equal; return each worker's jobs.
 
-    Use this if workers train in lanes. Then a worker needs as long as its fullest lane, and
-    consecutive jobs fill all lanes equally. A run usually consists of more groups than the units of
-    `assign_groups`, but the sums of models that are small enough for lanes cost little.
+    Use this if workers train in lanes. A worker needs as long as its fullest lane, and consecutive
+    jobs fill all lanes equally. Workers then send more sums of updates than with `assign_groups`.
+    That costs little, because only small models are trained in lanes.
 
     jobs: the jobs, in the order in which they are aggregated.
     loads: for each worker, the number of samples that it must already train.
-    nodes: the number of each worker's node. The runs of a node's workers follow each other.
+    nodes: for each worker, the number of its node. The jobs of one node's workers are consecutive,
+    too.
     """
     works = [job.work for job in jobs]
     level = _equal_load(sum(works), loads)

@@ -20,8 +20,8 @@ import numpy as np
 from raysim.api.messages import Failure, GroupSums, Job, TrainingResult, Update
 from raysim.simulation.assignment import (
     StateHome,
+    assign_consecutive_jobs,
     assign_groups,
-    assign_runs,
     assign_units,
     total_work,
     units_by_client,
@@ -185,7 +185,8 @@ class Dispatcher:
             job_of = {job.number: job for job in jobs}
             whole = [[job_of[number] for number in group] for group in groups]
             if self._has_lanes:
-                shares = assign_runs([*itertools.chain(*whole)], loads, nodes)
+                consecutive = [*itertools.chain(*whole)]
+                shares = assign_consecutive_jobs(consecutive, loads, nodes)
             else:
                 shares = assign_groups(whole, loads, nodes, keeps_nodes=self._adds_on_nodes(nodes))
             return {worker: share for worker, share in zip(workers, shares, strict=True) if share}

@@ -283,8 +283,9 @@ class Evaluator:
         """Return the mean loss of every replica for each client, float64 [replicas, clients].
 
         clients: the clients, on whose training samples the losses are computed.
-        samples: the largest number of a client's samples that are used. If the client has more,
-        they are drawn; the draw depends on client and version. None uses all samples.
+        samples: the largest number of samples of a client that are used; None uses all samples. If
+        a client has more samples, this many are drawn at random, again after each aggregation.
+        replicas: the replicas of the run.
         versions: the published versions of the replicas.
         """
         calls: list[list[Call]] = []
@@ -390,7 +391,7 @@ class Evaluator:
 
         A task of a client goes to the worker that has the client's state. All other tasks are
         divided evenly.
-        sources: for each task, a function that returns a reference to its version.
+        sources: for each task, a function that returns a reference to the version to score.
         """
         # By worker: consecutive tasks with one version.
         tasks_of_worker: dict[int, list[tuple[Source, list[ScoringTask]]]] = {}
@@ -443,13 +444,14 @@ class Evaluator:
     def losses(
         self, clients: Sequence[int], samples: int | None, version: int, sources: Sequence[Source]
     ) -> np.ndarray:
-        """Return the mean loss on each client's training samples, float64 [clients].
+        """Compute the mean loss on each client's training samples; return float64 [clients].
 
-        Wait for the workers that compute the losses.
-        samples: the largest number of a client's samples that are used. If the client has more,
-        they are drawn; the draw depends on client and version. None uses all samples.
-        version: the number of the current version.
-        sources: for each client, a function that returns a reference to the version to use.
+        The workers compute the losses, and this function waits for them.
+        samples: the largest number of samples of a client that are used; None uses all samples. If
+        a client has more samples, this many are drawn at random.
+        version: the number of aggregations so far. It changes only which samples are drawn.
+        sources: for each client, a function that returns a reference to a published version. The
+        loss of this version is computed.
         """
         calls = self._start_losses(clients, samples, version, sources)
         return self._collect_losses(clients, calls)

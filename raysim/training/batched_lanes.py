@@ -95,15 +95,22 @@ def _unnest(module: nn.Module) -> list[nn.Module]:
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """A linear layer for all lanes at once, x w^T + b, with its own backward.
+    """A linear layer for all K lanes at once, x w^T + b, with its own backward.
 
-    The shapes are x [K, B, n], w [K, m, n] and b [K, m]; b may be None. `grad_w` [K, m, n] is a
-    tensor into which `backward` writes the gradient of w.
+    `forward` explains x, w and b.
     """
 
     @staticmethod
     def forward(ctx: Any, grad_w: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        """Return x w^T + b: [K, B, m]."""
+        """Return the outputs x w^T + b of a linear layer in each of K lanes, [K, B, m].
+
+        B is the number of samples in the batch of a lane.
+        ctx: the object in which autograd keeps tensors for `backward`.
+        grad_w: memory for the gradient of w, [K, m, n]. Only `backward` writes it.
+        x: the n inputs of each sample, [K, B, n].
+        w: the weights of each lane, [K, m, n].
+        b: the bias of each lane, [K, m]; None for a layer without bias.
+        """
         ctx.save_for_backward(x, w)
         ctx.grad_w = grad_w
         if b is None:
@@ -112,7 +119,11 @@ class _BatchedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Return the gradients of x, w and b; None for `grad_w`."""
+        """Return the gradients of the arguments of `forward`; None for `grad_w`.
+
+        The gradient of w is written into the tensor `grad_w` that `forward` received.
+        grad: the gradient of the outputs, [K, B, m].
+        """
         x, w = ctx.saved_tensors
         grad_x = torch.bmm(grad, w) if ctx.needs_input_grad[1] else None
         # Autograd would return the gradient of w in the memory layout of w^T, and adding it to w
@@ -125,8 +136,10 @@ class _BatchedLinear(torch.autograd.Function):
 
 
 class _LinearLanes:
-    """A linear layer of all lanes; a call computes its outputs [K, B, m] from inputs [K, B, n].
+    """A linear layer of all K lanes.
 
+    A call computes m outputs for each sample, [K, B, m], from n inputs of each sample, [K, B, n]. B
+    is the number of samples in the batch of a lane.
     parts: the weights [K, m, n] and, if the layer has one, the bias [K, m].
     precision: the dtype of the products; None takes the dtype of the weights.
     """
@@ -147,7 +160,11 @@ class _LinearLanes:
 
 
 class BatchedLanes(LaneLoop[Lane]):
-    """A loop that trains K clients with one batched computation per step."""
+    """A loop that trains K clients with one batched computation per step.
+
+    trainer: the trainer of the worker.
+    count: the number K of lanes.
+    """
 
     def __init__(self, trainer: Trainer, count: int):
         vector = trainer.vector
@@ -170,9 +187,10 @@ class BatchedLanes(LaneLoop[Lane]):
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Return the parameters of all lanes, and the tensors that the optimizer changes.
 
-        The keys of the first result are the ids of the network's parameters, its values are tensors
-        [K, ...]. The second result has the trained parameters. If `local.clip` is set, it has
-        slices [K, n] of the lanes' vectors that contain these parameters.
+        The keys of the first result are the ids of the network's parameters. Its values are tensors
+        [K, ...] with the parameters of all K lanes. The second result has the trained parameters.
+        If `local.clip` is set, it has slices [K, n] of the lanes' vectors that contain these
+        parameters.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}
@@ -246,13 +264,16 @@ class BatchedLanes(LaneLoop[Lane]):
         return losses.unbind()
 
     def _outputs(self, inputs: Tensor) -> Tensor:
-        """Return the outputs of all lanes' networks, [K, B, C], for inputs [K, B, ...]."""
+        """Return the outputs of the networks of all K lanes, [K, B, outputs].
+
+        inputs: a batch of B samples for each lane, [K, B, ...].
+        """
         for layer in self.layers:
             inputs = layer(inputs)
         return inputs
 
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Scale down each lane's gradient if its norm is above `local.clip`.
+        """Scale down the gradient of each of the K lanes if its norm is above `local.clip`.
 
         The result fits the tensors that the optimizer changes (`_leaves`). If `local.clip` is 0,
         return `gradients` unchanged. Otherwise return a tensor [K, n] for each contiguous slice of
@@ -268,7 +289,11 @@ class BatchedLanes(LaneLoop[Lane]):
         return list(flat.split([run.stop - run.start for run in self.group.runs], dim=1))
 
     def _stack(self, busy: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
-        """Stack the lanes' batches: inputs and targets [K, B, ...], weights of samples [K, B]."""
+        """Stack the batches of K lanes; return the inputs, the targets and the samples' weights.
+
+        Inputs and targets are [K, B, ...], the weights [K, B]. B is the number of rows of a lane.
+        busy: the lanes that have a job. The rows of the other lanes have weight 0.
+        """
         batches = {lane.row: lane.next_batch for lane in busy}
         is_full = all(len(batch.inputs) == self.batch for batch in batches.values())
         if len(busy) == self.count and is_full:
@@ -286,7 +311,7 @@ class BatchedLanes(LaneLoop[Lane]):
         )
 
     def _weights(self, batches: Mapping[int, Batch]) -> Tensor:
-        """Return the weight of each sample in the loss of its lane, [K, B].
+        """Return the weight of each of B samples in the loss of each of K lanes, [K, B].
 
         The weight is 1 / (size of the lane's batch). It is 0 for samples that only pad a smaller
         batch, and for all samples of lanes without a job.

@@ -51,7 +51,7 @@ class Init:
         for key in ("only", "redraw"):
             if getattr(self, key) == []:
                 raise ValueError(
-                    f"init.{key}=[] is empty. Name parts of the model, or set init.{key}=null."
+                    f"init.{key}=[] is empty. List parts of the model, or set init.{key}=null."
                 )
 
 
@@ -108,7 +108,7 @@ class InitialWeights:
             raise ValueError(
                 f"init.file={self.init.file}: its adapters were trained with other frozen "
                 "weights than this run has. Set seed, model and data as in the run that wrote "
-                "the file, or draw new adapters with init.redraw."
+                "the file. Or give the adapters random values with init.redraw."
             )
 
     def _select(self, targets: _Targets) -> dict[str, np.ndarray]:
@@ -124,8 +124,8 @@ class InitialWeights:
             raise ValueError(
                 f"init.file={self.init.file} has none of the tensors that this run loads: the "
                 f"run needs {_format_names(sorted(used))}, but the file has only "
-                f"{_format_names(self.tensors)}. Choose another file, or choose other parts of "
-                "the model with init.only and init.redraw."
+                f"{_format_names(self.tensors)}. Choose another file, or change init.only (parts "
+                "that start from the file) and init.redraw (parts that get random values)."
             )
         self._check_complete(targets, used, chosen, only is not None)
         for name, array in chosen.items():
@@ -149,9 +149,10 @@ class InitialWeights:
         ]
         if unknown and self.init.only is None and len(unknown) < len(self.tensors):
             raise ValueError(
-                f"init.file={self.init.file}: no network of this run has {_format_names(unknown)}. "
-                "Give the parts to load with init.only, such as init.only=model, or leave parts "
-                "out with init.redraw."
+                f"init.file={self.init.file} has tensors that no network of this run has: "
+                f"{_format_names(unknown)}. Set init.only to the parts that start from the file, "
+                "such as init.only=extractor. Or set init.redraw to the parts that get random "
+                "values, such as init.redraw=head."
             )
         return {names[name]: array for name, array in self.tensors.items() if name in names}
 
@@ -191,8 +192,8 @@ class InitialWeights:
         missing = [name for name in needed if name not in available]
         if missing:
             raise ValueError(
-                f"init.file={self.init.file} lacks {_format_names(missing)}. Draw these tensors "
-                "with init.redraw, or choose another file."
+                f"init.file={self.init.file} lacks {_format_names(missing)}. Give these tensors "
+                "random values with init.redraw, or choose another file."
             )
 
     def _check_fits(self, name: str, array: np.ndarray, target: Tensor) -> None:
@@ -206,8 +207,8 @@ class InitialWeights:
         if array.shape != tuple(target.shape):
             raise ValueError(
                 f"{where} has the shape {list(array.shape)}, but the run needs "
-                f"{list(target.shape)}. Draw new values for this tensor with init.redraw, or "
-                "choose another model or file."
+                f"{list(target.shape)}. Give this tensor random values with init.redraw, or choose "
+                "another model or file."
             )
         value = torch.from_numpy(np.asarray(array))
         if value.is_floating_point() != target.is_floating_point():

@@ -11,7 +11,7 @@ from raysim.training.trainer import RunningJob, Trainer
 class JobHandler(Protocol):
     """The interface with which a loop begins and ends the jobs that it trains.
 
-    The loop names a job by its position in `numbers`.
+    The loop names a job by its position in the property `numbers`, from 0.
     """
 
     @property
@@ -22,9 +22,9 @@ class JobHandler(Protocol):
     def is_ready(self, position: int) -> bool:
         """Return True if a job can begin now.
 
-        False if it starts from the client state at the end of an earlier job that has not ended
-        yet.
-        position: the position of the job in `numbers`.
+        Return False if the job starts from the client state at the end of an earlier job that has
+        not ended yet.
+        position: the position of the job in the property `numbers`, from 0.
         """
         ...
 
@@ -32,22 +32,22 @@ class JobHandler(Protocol):
         """Load the model and the state of a job's client into the trainer; return the running job.
 
         Afterwards `Trainer.vector` contains the model.
-        position: the position of the job in `numbers`.
+        position: the position of the job in the property `numbers`, from 0.
         """
         ...
 
     def end(self, position: int, running: RunningJob) -> None:
-        """Make the result of a finished job, whose trained model is in `Trainer.vector`.
+        """Store the result of a finished job, whose trained model is in `Trainer.vector`.
 
-        position: the position of the job in `numbers`.
-        running: the job as `begin` returned it.
+        position: the position of the job in the property `numbers`, from 0.
+        running: the object that `begin` returned for this job.
         """
         ...
 
     def fail(self, position: int, error: BaseException) -> None:
-        """Record the error that a job raised; the job's result is then a failure.
+        """Store the error that a job raised; the result of the job is then a failure.
 
-        position: the position of the job in `numbers`.
+        position: the position of the job in the property `numbers`, from 0.
         error: the error.
         """
         ...
@@ -60,11 +60,17 @@ class OneByOne:
         self.trainer = trainer
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return the positions of jobs in `numbers`, in the order in which they will begin."""
+        """Return the positions of jobs in `numbers`, in the order in which they will begin.
+
+        numbers: the numbers of the jobs.
+        """
         return range(len(numbers))
 
     def train(self, jobs: JobHandler) -> None:
-        """Train the jobs in order; every job is ready when its turn comes."""
+        """Train the jobs in order. Every job is ready when the earlier jobs have ended.
+
+        jobs: the object that begins and ends the jobs.
+        """
         for position in range(len(jobs.numbers)):
             try:
                 running = jobs.begin(position)

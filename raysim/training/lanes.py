@@ -125,7 +125,10 @@ class LaneLoop(ABC, Generic[L]):
         return order
 
     def train(self, jobs: JobHandler) -> None:
-        """Train all jobs. Raises LanesError if a step cannot be computed in lanes."""
+        """Train all jobs. Raises LanesError if a step cannot be computed in lanes.
+
+        jobs: the object that begins and ends the jobs.
+        """
         waiting = self._assign(jobs.numbers)
         try:
             while True:
@@ -163,8 +166,9 @@ class LaneLoop(ABC, Generic[L]):
     def _fill(self, lane: L, waiting: list[int], jobs: JobHandler) -> None:
         """End a lane's job if it is finished, and begin the lane's next job that is ready.
 
-        waiting: the positions of the lane's jobs that have not begun. A job that begins is removed
-        from this list.
+        waiting: the positions, in `jobs.numbers`, of the lane's jobs that have not begun. A job
+        that begins is removed from this list.
+        jobs: the object that begins and ends the jobs.
         """
         while lane.batch is None:
             try:

@@ -21,7 +21,8 @@ from raysim.training.lanes import LanesError
 from raysim.training.run_spec import RunSpec
 
 # The number of lanes by clients in flight, so that the lanes of a few workers are busy. Measured on
-# benchmark W2 with two workers: 25 lanes take a sixth longer than 10, as less stays in the cache.
+# the workload W2 of `raysim bench` with two workers: 25 lanes take a sixth longer than 10, because
+# less stays in the cache.
 _LANES_BY_CONCURRENCY = ((40, 10), (20, 5))
 _MAX_BATCHED_PARAMETERS = 1_000_000  # in larger models the products take all the time
 # The number of lanes on a GPU with recorded steps: 10 lanes took 0.61 to 0.79 times as long as one

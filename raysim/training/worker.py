@@ -347,10 +347,10 @@ class _TrainingCall:
         return self._received[1]
 
     def end(self, position: int, running: RunningJob) -> None:
-        """Make the update and the client state of a job from the trainer's vector.
+        """Store the update and the client state of a finished job, from the trainer's vector.
 
         position: the position of the job among the jobs of this call.
-        running: the job as `begin` returned it.
+        running: the object that `begin` returned for this job.
         """
         worker, job = self.worker, self.jobs[position]
         begun, state, broadcast = self._begun[position]
@@ -373,6 +373,8 @@ class _TrainingCall:
         """Record that a job has failed; the client's state does not change.
 
         Raise the error again if the job had not yet received its client state and its version.
+        position: the position of the job among the jobs of this call.
+        error: the error that the job raised.
         """
         if position not in self._begun:
             raise error

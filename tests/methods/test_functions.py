@@ -145,7 +145,7 @@ class TestFedBR:
         with pytest.raises(ValueError, match="temperature_mode"):
             fedbr.contrastive_loss(z, z, z, 2.0, 2.0, "times")
 
-    def test_fedbr_mixture_of_a_client_without_samples_equals_the_means(self) -> None:
+    def test_fedbr_pseudo_data_are_the_proxy_means_if_there_are_no_samples(self) -> None:
         means, no_samples = random(3, 2), torch.zeros(3, 0, dtype=torch.int64)
         labels = torch.tensor([0, 1, 2, 3])
         mixed = fedbr.mixture_pseudo_data(means, random(4, 2, seed=1), labels, no_samples, 4)

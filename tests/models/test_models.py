@@ -214,7 +214,7 @@ def test_only_stochastic_networks_have_outputs_that_depend_on_the_seed(name: str
 
 
 def sequential(name: str) -> nn.Sequential:
-    """Return one of the benchmark's networks W1, W2, W3."""
+    """Return the network of one of the workloads W1, W2 and W3 of `raysim bench`."""
     torch.manual_seed(20240)
     if name == "cnn pool 2":
         first = [nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
@@ -360,7 +360,7 @@ def test_vgg_initial_weights_have_the_variance_of_fan_out() -> None:
         assert not m.bias.any()
 
 
-def test_cct_initial_weights_have_the_deviations_of_the_released_code() -> None:
+def test_cct_initial_weights_have_the_released_codes_standard_deviations() -> None:
     net = Cct7().build(CIFAR, 100, seed=1).extractor
     convolution, position, block = net[0], net[4], net[5]
     assert convolution.weight.std().item() == pytest.approx((2 / 27) ** 0.5, rel=0.05)

@@ -33,7 +33,7 @@ def test_git_commit_of_a_submitted_run_comes_from_environment_variable(
     assert source_commit() == {"commit": "abc", "dirty": "true"}
 
 
-def test_git_commit_and_uncommitted_changes_are_in_the_source_tags() -> None:
+def test_mlflow_tags_contain_git_commit_and_mark_uncommitted_changes() -> None:
     git("init", "-q")
     Path("a.py").write_text("1\n")
     git("add", "a.py")

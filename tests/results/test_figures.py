@@ -88,7 +88,7 @@ def test_outputs_figure_shows_up_to_six_clients(
     assert size(tmp_path / "outputs.png") == pixels
 
 
-def test_outputs_figure_is_drawn_if_clients_have_seen_all_classes(tmp_path: Path) -> None:
+def test_outputs_figure_is_drawn_even_if_clients_have_seen_all_classes(tmp_path: Path) -> None:
     figures.draw_outputs([make(seen=3)], tmp_path / "outputs.png", "outputs")
     assert size(tmp_path / "outputs.png") == (910, 390)
 

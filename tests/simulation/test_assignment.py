@@ -11,8 +11,8 @@ from raysim.api.messages import Job
 from raysim.simulation.assignment import (
     MAX_SLOWDOWN,
     StateHome,
+    assign_consecutive_jobs,
     assign_groups,
-    assign_runs,
     assign_units,
     total_work,
     units_by_client,
@@ -117,23 +117,24 @@ def test_jobs_of_one_part_of_the_summation_tree_go_to_one_node() -> None:
 
 def test_consecutive_jobs_for_two_workers_fill_their_ten_lanes_equally() -> None:
     jobs = jobs_of([60.0] * 100)
-    runs = assign_runs(jobs, [0.0, 0.0], [0, 0])
-    assert [len(run) for run in runs] == [50, 50]
-    for run in runs:
-        lanes = [(job.number + job.number // 10) % 10 for job in run]
+    shares = assign_consecutive_jobs(jobs, [0.0, 0.0], [0, 0])
+    assert [len(share) for share in shares] == [50, 50]
+    for share in shares:
+        lanes = [(job.number + job.number // 10) % 10 for job in share]
         assert {lanes.count(lane) for lane in range(10)} == {5}
 
 
 def test_loaded_worker_gets_fewer_jobs_than_an_idle_worker() -> None:
-    runs = assign_runs(jobs_of([1.0] * 10), [4.0, 0.0], [0, 0])
-    assert [len(run) for run in runs] == [3, 7]
-    runs = assign_runs(jobs_of([1.0] * 3), [9.0, 0.0], [0, 0])
-    assert [len(run) for run in runs] == [0, 3]
+    shares = assign_consecutive_jobs(jobs_of([1.0] * 10), [4.0, 0.0], [0, 0])
+    assert [len(share) for share in shares] == [3, 7]
+    shares = assign_consecutive_jobs(jobs_of([1.0] * 3), [9.0, 0.0], [0, 0])
+    assert [len(share) for share in shares] == [0, 3]
 
 
 def test_workers_of_one_node_get_jobs_that_follow_each_other() -> None:
-    runs = assign_runs(jobs_of([1.0] * 8), [0.0] * 4, [0, 1, 0, 1])
-    assert [[job.number for job in run] for run in runs] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    shares = assign_consecutive_jobs(jobs_of([1.0] * 8), [0.0] * 4, [0, 1, 0, 1])
+    numbers = [[job.number for job in share] for share in shares]
+    assert numbers == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
 @given(
@@ -144,9 +145,9 @@ def test_each_job_goes_to_one_worker_and_loads_are_nearly_equal(
     works: list[float], loads: list[float]
 ) -> None:
     jobs = jobs_of(works)
-    runs = assign_runs(jobs, loads, [0] * len(loads))
-    assert [job for run in runs for job in run] == jobs
+    shares = assign_consecutive_jobs(jobs, loads, [0] * len(loads))
+    assert [job for share in shares for job in share] == jobs
     level = max(max(loads), (sum(works) + sum(loads)) / len(loads))
     largest = max(works, default=0.0)
-    for run, load in zip(runs, loads, strict=True):
-        assert load + total_work(run) <= level + largest + 1e-6
+    for share, load in zip(shares, loads, strict=True):
+        assert load + total_work(share) <= level + largest + 1e-6

@@ -1,4 +1,4 @@
-"""Test forecasts of runs."""
+"""Test forecasts of runs: staleness, virtual time and lost jobs before anything is trained."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_forecast_counts_discarded_work() -> None:
     assert result == Forecast(in_flight=2.0, seconds=1.0, staleness=0.0, lost=0.0, discarded=0.5)
 
 
-def test_forecast_counts_staleness_of_simultaneous_updates() -> None:
+def test_predicted_staleness_is_right_if_updates_arrive_at_the_same_time() -> None:
     result = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 10)
     # Of ten steps the last five take from 2 s to 4 s: staleness 2, 0, 1, 2, 0.
     assert result == Forecast(in_flight=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
 
 
-def test_forecast_divides_time_among_simultaneous_aggregations() -> None:
+def test_forecast_divides_seconds_by_all_aggregations_at_the_same_time() -> None:
     # All three updates arrive after 1 s, each of them is an aggregation.
     result = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 2)
     assert result.seconds == 0.5 and result.in_flight == 3.0

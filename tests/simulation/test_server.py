@@ -193,14 +193,14 @@ class Doubling(Method):
 @pytest.mark.parametrize(
     "method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name
 )
-def test_server_learning_rate_and_divisor_do_not_scale_buffers(method: Method) -> None:
+def test_server_rate_and_divisor_do_not_scale_batchnorm_statistics(method: Method) -> None:
     result = step(server(method), [update(client) for client in ALL])
     plain = step(server(), [update(client) for client in ALL])
     assert torch.equal(result.vector[TRAINED:], plain.vector[TRAINED:])
     assert not torch.equal(result.vector[:TRAINED], plain.vector[:TRAINED])
 
 
-def test_buffers_of_stale_updates_are_averaged() -> None:
+def test_batchnorm_statistics_of_stale_updates_are_averaged() -> None:
     target = server(FedBuff(), weighting="uniform")
     step(target, [update(client) for client in (0, 1)])
     step(target, [update(client, version=1) for client in (2, 3)], bases={1: target.published()})
@@ -217,7 +217,7 @@ def test_buffers_of_stale_updates_are_averaged() -> None:
     )
 
 
-def test_integer_buffers_get_the_largest_value_of_all_clients() -> None:
+def test_batchnorm_batch_counters_get_the_largest_value_of_all_clients() -> None:
     result = step(server(), [update(client, counter=1 + client % 5) for client in ALL])
     assert result.counters.tolist() == [5]
 

@@ -82,7 +82,7 @@ def test_memory_budget_of_client_states_does_not_change_bits(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_states_in_memory_are_within_budget_or_in_flight(schedule: str) -> None:
+def test_memory_budget_limits_client_states_except_those_of_jobs_in_flight(schedule: str) -> None:
     most, each = 2, size("scaffold")
     runtime = several_workers(study("scaffold"), 2)
     coordinator = coordinate(

@@ -153,11 +153,11 @@ def test_run_with_client_states_has_equal_bits_if_machines_change(
 def test_sum_of_updates_is_sent_only_once_over_a_slow_link(
     network: NetworkCluster, tmp_path: Path
 ) -> None:
-    """A sum of updates crosses a slow link only once, and changes no bit.
+    """Train over a slow link; each sum of updates is sent once, and the results stay the same.
 
-    It takes more than three seconds on the link. Meanwhile raysim looks for lost nodes every
-    second, and must not fetch the sum again. So the coordinator's machine receives at most 30% more
-    bytes than the history says.
+    Sending a sum takes more than three seconds. Meanwhile raysim looks for lost nodes every second,
+    and must not fetch the sum again. So the coordinator's machine receives at most 30% more bytes
+    than the history says. The checksums are equal to those of a run in one process.
     """
     head, _, lost = network.machines
     lost.start()

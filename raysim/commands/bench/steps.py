@@ -210,7 +210,7 @@ def measure_pairs(
     for block in range(blocks):
         for name, time_pair in pairs.items():
             seconds[name].append(time_pair())
-        say(f"measurement {block + 1} of {blocks} of all methods is finished")
+        say(f"every method has been measured {block + 1} of {blocks} times")
 
     results = []
     for name, measured in seconds.items():

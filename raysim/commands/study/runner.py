@@ -60,7 +60,7 @@ def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> Stu
 
     Nothing is written. Return a copy of the study, in which the fields `config`, `is_finished`
     and `warnings` of each run are up to date.
-    allow: the packages whose classes the options use.
+    allow: the user's own packages whose classes the options may use.
     parallel: the number of runs at a time.
     Raise `RefusedError` for the first run whose settings are impossible, or that cannot be
     continued.
@@ -122,7 +122,7 @@ def make_runs(
     """Execute the runs that are not finished; return why runs failed, by the name of the run.
 
     parallel: the number of runs at a time.
-    allow: the packages whose classes the options use.
+    allow: the user's own packages whose classes the options may use.
     say: function that gets a line for each run that has ended.
     show: function that displays the progress on the terminal. It gets the text "running: NAMES"
     and, if `parallel` is 1, a second text after every round, such as " · round 3/20".
@@ -199,7 +199,10 @@ def _run_one_by_one(
 ) -> Generator[RunEnd]:
     """Execute runs one after another in this process, on one Ray cluster.
 
-    Yield how each run ended, when it has ended.
+    Yield the outcome of each run when the run ends.
+    study: the study, whose folder gets the logs of the runs.
+    runs: the runs to execute.
+    allow: the user's own packages whose classes the options may use.
     begin: function that is called with each run before it starts.
     show_progress: function that is called with a text such as " · round 3/20" after every round.
     """
@@ -284,10 +287,14 @@ def _run_in_parallel(
     begin: Callable[[StudyRun], None],
     parallel: int,
 ) -> Generator[RunEnd]:
-    """Execute `parallel` runs at a time on one Ray cluster, each in a process of its own.
+    """Execute several runs at a time on one Ray cluster, each in a process of its own.
 
-    Yield how each run ended, when it has ended.
+    Yield the outcome of each run when the run ends.
+    study: the study, whose folder gets the logs of the runs.
+    runs: the runs to execute.
+    allow: the user's own packages whose classes the options may use.
     begin: function that is called with each run before it starts.
+    parallel: the number of runs at a time.
     """
     waiting = list(runs)
     children: dict[int, ChildRun] = {}  # by the file descriptor of the answer

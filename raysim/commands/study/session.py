@@ -85,7 +85,7 @@ def study(
     parallel: the number of runs at a time.
     metrics: the names of the metrics to compare; () compares the usual metrics.
     conf: your own folders of options.
-    allow: the packages whose classes the options use.
+    allow: your own packages whose classes the options may use.
     quiet: print nothing.
 
     Raise `RefusedError` if an override or a run is impossible (nothing is written then), and
@@ -114,7 +114,11 @@ def study(
 
 
 def _own_metrics(planned: StudyPlan) -> list[str]:
-    """Return the names of the additional metrics that `evaluate.metrics` of the runs lists."""
+    """Return the names of all metrics in the setting `evaluate.metrics` of any run of a study.
+
+    The name of the metric "mine.metrics.brier" is "brier".
+    planned: the study.
+    """
     names: dict[str, None] = {}
     for run in planned.runs:
         for path in run.config["evaluate"].get("metrics") or ():
@@ -130,7 +134,7 @@ def _make_and_report(
     planned: the checked study.
     parallel: the number of runs at a time.
     metrics: the names of the metrics to compare; () compares the usual metrics.
-    allow: the packages whose classes the options use.
+    allow: the user's own packages whose classes the options may use.
     quiet: print nothing.
     """
     from rich.console import Console

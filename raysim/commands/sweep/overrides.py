@@ -1,4 +1,4 @@
-"""Sort a sweep's overrides: options of the sweep, searched keys, and fixed values."""
+"""Sort the overrides of a sweep: its options, the keys whose values it tries, fixed values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SweepOverrides:
     """The overrides of a sweep in three groups.
 
     options: settings of the sweep, by the names of `SweepOptions`.
-    space: the values of each searched key.
+    space: the values that the sweep tries, by key.
     fixed: the overrides that all runs have.
     """
 
@@ -42,9 +42,10 @@ def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ())
 
     - Options of the sweep: "sweep=NAME" chooses a file of `conf/sweep`, and "sweep.trials=8" sets
       an option.
-    - Searched keys: a list such as "method.fedprox.mu=0.01,0.1", or an interval such as
-      "local.lr='tag(log, interval(1e-3, 1))'".
-    - Fixed values, such as "rounds=20". They replace a search of the same key in the chosen file.
+    - Keys whose values the sweep tries: a list such as "method.fedprox.mu=0.01,0.1", or an interval
+      such as "local.lr='tag(log, interval(1e-3, 1))'".
+    - Fixed values, such as "rounds=20". If the chosen file lists values for the key, these are not
+      tried.
 
     folders: the user's own folders of options.
 
@@ -91,9 +92,11 @@ def _check_renamed(option: str) -> None:
 
 
 def _listed_range(key: str, values: Any) -> ValueRange:
-    """Return the values to search for a key, from an entry of a file in `conf/sweep`.
+    """Return the values that a sweep tries for a key, as a file in `conf/sweep` lists them.
 
-    values: a list, or text as on the command line.
+    key: the key, such as "local.lr".
+    values: the entry of this key in the file. It is a list of values, or a text as on the command
+    line, such as "0.1,0.2" or "interval(0.1, 1)".
     """
     if isinstance(values, list):
         return _choice(key, values)

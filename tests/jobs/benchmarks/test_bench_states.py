@@ -14,7 +14,7 @@ def test_client_state_benchmark_measures_checkpoints_and_spilling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    size = 4 * 50_890  # W2's model
+    size = 4 * 50_890  # the model of the workload W2 of `raysim bench`
     written = states.changed_states(20, 3, 2)
     assert (written.what, written.states) == (
         "3 of 20 clients",

@@ -39,7 +39,7 @@ WORKLOAD = WORKLOADS[NAME]
 
 
 def build_model() -> nn.Module:
-    """Return the network of the workload.
+    """Return the network of the workload of `raysim bench` that the environment chooses.
 
     W1 has a CNN of 1.7 million parameters, W2 a small MLP.
     """
