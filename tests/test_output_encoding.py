@@ -95,7 +95,7 @@ def test_command_succeeds_in_every_output_encoding(
     assert all(stream.errors == "strict" for stream in streams), "as they were"
 
 
-def test_python_function_run_prints_ascii_to_an_ascii_console(
+def test_raysim_run_called_from_python_prints_ascii_to_an_ascii_console(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stream = strict("ascii")

@@ -350,8 +350,8 @@ def bench(
         for cost in costs(options, size, rounds, say):
             results.append(cost)
             say(
-                f"model of {cost.floats:,} parameters, workers return {cost.way}: a round takes "
-                f"{cost.wall * 1000:.1f} ms"
+                f"model of {cost.floats:,} parameters: a round takes {cost.wall * 1000:.1f} ms if "
+                f"workers return {cost.way}"
             )
     say(table(results))
     rows = [asdict(cost) for cost in results]

@@ -88,8 +88,8 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
             options = files.setdefault(group, {})
             if name in options and not may_replace:
                 raise RefusedError(
-                    f"{path} has the same name as {options[name]}. "
-                    "Rename it, or uninstall its package."
+                    f"{path} has the same name as {options[name]}. Rename the first file, or "
+                    "uninstall the package that contains it."
                 )
             options[name] = path
     return Groups(files, common, tuple(state))

@@ -277,9 +277,9 @@ def _check_search(memory: int, batches: int, participants: int) -> None:
     while memory ** (largest_batch + 1) <= MAX_COMBINATIONS:
         largest_batch += 1
     raise RefusedError(
-        f"method.fedcda.batches={batches}: the {clients} clients of a batch have {memory} stored "
-        f"models each, which makes {combinations:.2g} combinations of models, more than "
-        f"{MAX_COMBINATIONS}. Set method.fedcda.batches={-(-participants // largest_batch)}."
+        f"method.fedcda.batches={batches}: {clients} clients are aggregated together, and each has "
+        f"{memory} stored models. That makes {combinations:.2g} combinations of models, and "
+        f"{MAX_COMBINATIONS} are allowed. Set method.fedcda.batches={-(-participants // largest_batch)}."
     )
 
 

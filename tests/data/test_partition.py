@@ -349,6 +349,10 @@ def test_pickled_partition_is_equal_and_rows_of_a_client_are_not_copied() -> Non
             lambda: split(Quantity(100, 0.05, minimum=2)),
             r"partition\.alpha=0\.05.* 10000 .*partition\.minimum=0",
         ),
+        (
+            lambda: split(Quantity(300, 1.0, minimum=10)),
+            r"3000 samples.*partition\.clients=200",
+        ),
     ],
 )
 def test_error_of_impossible_split_mentions_key_and_value(make, key: str) -> None:

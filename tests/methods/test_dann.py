@@ -128,3 +128,16 @@ def test_error_of_dann_setting_out_of_range_mentions_its_key(settings: dict[str,
     (key,) = settings
     with pytest.raises(ValueError, match=rf"method\.dann\.{key}="):
         Dann(**settings)
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps", "expected"),
+    [("alternate", 1, {"local.steps": 4}), ("alternate", 9, {"local.steps": 9}), ("grl", 1, {})],
+)
+def test_dann_raises_local_steps_until_a_job_trains_both_networks(
+    mode: Any, steps: int, expected: dict[str, int]
+) -> None:
+    steps_of_both = 1 if mode == "grl" else 3
+    method = Dann(mode=mode, discriminator_steps=steps_of_both)
+    assert method.settings(Local(epochs=None, steps=steps)) == expected
+    assert method.settings(Local(epochs=1)) == {}

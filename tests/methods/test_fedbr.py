@@ -148,7 +148,7 @@ def test_fedbr_has_a_projector_only_if_needed(settings: dict[str, Any], adds: bo
     ("projection", "sizes"),
     [("paper", [(256, 12), (256, 256), (128, 256)]), ("code", [(24, 12), (24, 24), (12, 24)])],
 )
-def test_setting_projection_selects_layer_widths_of_the_paper_or_the_code(
+def test_fedbr_projection_has_the_widths_of_the_paper_or_of_its_released_code(
     projection: Any, sizes: list[tuple[int, int]]
 ) -> None:
     projector = declare_run(run_spec(small(projection=projection))).networks[PROJECTOR]

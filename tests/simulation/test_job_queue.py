@@ -69,7 +69,7 @@ def test_take_bundle_skips_a_limited_number_of_jobs() -> None:
     assert len(take_bundle(queue, max_jobs=1000)) == MAX_PASSED_JOBS + 1
 
 
-def test_function_that_limits_a_bundle_knows_if_a_job_is_the_first() -> None:
+def test_queue_tells_the_worker_which_job_would_be_its_first() -> None:
     heard: list[tuple[int, bool]] = []
 
     def accepts(job: Job, is_first: bool) -> bool:

@@ -53,9 +53,9 @@ def test_dp_fedavg_run_equals_its_textbook_computation(name: str) -> None:
 def test_privacy_loss_epsilon_grows_with_every_round() -> None:
     ended = run(run_spec(DPFedAvg(delta=1e-3)), Synchronous(3))
     for number, row in enumerate(ended.rows, start=1):
-        assert row["dp_fedavg.epsilon"] == epsilon(
-            1.0, ended.coordinator.server.able, 3, number, 1e-3
-        )
+        spent = 1.0, ended.coordinator.server.able, 3, number, 1e-3
+        assert row["dp_fedavg.epsilon"] == epsilon(*spent)
+        assert row["dp_fedavg.epsilon_poisson"] == epsilon(*spent, poisson=True)
     assert ended.rows[0]["dp_fedavg.epsilon"] < ended.rows[-1]["dp_fedavg.epsilon"]  # type: ignore[operator]
 
 

@@ -213,7 +213,7 @@ def _wait_for(
         if is_late:
             raise ValueError(
                 f"runtime.wait={options.wait:g}: {text}. Try again later, decrease "
-                "runtime.workers, or set runtime.wait=null to wait."
+                "runtime.workers, or set runtime.wait=null to wait without a limit."
             )
         say(
             f"waiting: {text} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits "

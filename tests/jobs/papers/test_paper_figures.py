@@ -63,7 +63,7 @@ def test_figures_leave_out_values_that_are_not_finite() -> None:
     assert PANELS[0]["series"][0]["x"] == [1.0, 3.0]
 
 
-def test_images_of_a_figure_share_one_scale() -> None:
+def test_all_images_of_a_figure_have_the_same_grey_scale() -> None:
     images = np.asarray(PANELS[3]["images"])
     assert (images.shape, images.min(), images.max()) == ((2, 3, 4), 0, 255)
 
