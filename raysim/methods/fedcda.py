@@ -279,7 +279,8 @@ def _check_search(memory: int, batches: int, participants: int) -> None:
     raise RefusedError(
         f"method.fedcda.batches={batches}: {clients} clients are aggregated together, and each has "
         f"{memory} stored models. That makes {combinations:.2g} combinations of models, and "
-        f"{MAX_COMBINATIONS} are allowed. Set method.fedcda.batches={-(-participants // largest_batch)}."
+        f"{MAX_COMBINATIONS} are allowed. Set "
+        f"method.fedcda.batches={-(-participants // largest_batch)}."
     )
 
 
