@@ -2,11 +2,13 @@
 
 This program makes the page docs/studies/asynchrony.md:
 
-    python jobs/asynchrony_study.py run runs/asynchrony      48 runs; continues if it was stopped
-    python jobs/asynchrony_study.py collect runs/asynchrony  docs/studies/asynchrony.json from them
-    python jobs/asynchrony_study.py page                     docs/studies/asynchrony.md and .png
+    python jobs/asynchrony_study.py run runs/asynchrony
+    python jobs/asynchrony_study.py collect runs/asynchrony
+    python jobs/asynchrony_study.py page
 
-The command `run` applies further arguments, such as `data.root=DIR`, to every run.
+The command `run` executes 48 runs, and continues if it was stopped. It applies further arguments,
+such as `data.root=DIR`, to every run. `collect` writes the numbers of these runs to
+docs/studies/asynchrony.json. `page` writes docs/studies/asynchrony.md and asynchrony.png.
 """
 
 from __future__ import annotations

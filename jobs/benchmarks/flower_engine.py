@@ -117,7 +117,7 @@ def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, objec
 
 
 def main() -> None:
-    """Compare both on the workloads and programs of the command line, and write the results."""
+    """Compare raysim with the engine on the workloads and programs that the command line names."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     names = [*CLIENTS, *PROGRAMS]

@@ -190,8 +190,8 @@ def _path_of_copy(file: Path, source: Path, target: Path) -> Path:
     """Make the folder for the copy of a file; return the path of the copy.
 
     source: a folder that contains the file.
-    target: the folder for the copies. The copy has the same path below it as the file below
-    `source`.
+    target: the folder for the copies. The path of the copy relative to `target` is the path of the
+    file relative to `source`.
     """
     copy = target / file.relative_to(source)
     copy.parent.mkdir(parents=True, exist_ok=True)

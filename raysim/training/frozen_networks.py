@@ -1,4 +1,4 @@
-"""Make and load copies of a run's networks, which are not trained.
+"""Make copies of a run's networks, and load values into them. The copies are not trained.
 
 A method uses such a copy, for example, to compute the outputs of the received model in each step.
 """

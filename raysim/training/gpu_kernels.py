@@ -53,8 +53,8 @@ def _align_argument(argument: Any) -> Any:
 def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a layer's function with aligned tensors.
 
-    Tensors at unaligned addresses are replaced by copies. If `func` changes copies of running means
-    or variances, the new values are written into the original tensors.
+    Tensors at unaligned addresses are replaced by copies. Functions such as `batch_norm` change
+    running means and variances. If they changed copies, the original tensors get the new values.
     args, kwargs: the arguments of `func`.
     """
     aligned = [_align_argument(argument) for argument in args]

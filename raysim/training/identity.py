@@ -1,4 +1,4 @@
-"""Describe the facts on which a process's bits depend, and compare processes."""
+"""Describe the facts on which the bits of a process's results depend; compare processes."""
 
 from __future__ import annotations
 
@@ -189,7 +189,8 @@ class Participants:
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
         """Return for each fact its expected value, and the process that has this value.
 
-        The value is that of the first process that has the fact. New processes come last.
+        The expected value comes from the first process that has the fact: the driver, then the
+        other processes in the order in which they joined, then the new processes.
         new: processes that will be added to the run.
         """
         first: dict[str, tuple[str, Identity]] = {}

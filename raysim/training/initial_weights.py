@@ -135,8 +135,8 @@ class InitialWeights:
     def _rename(self, targets: _Targets) -> dict[str, np.ndarray]:
         """Return the arrays of the file under the names that the run's tensors have.
 
-        The file may have other names, such as those of the user's own model, or names without the
-        network.
+        The file may use other names, such as those of the user's own model. Its names may also
+        lack the prefix with the network's name, such as "model.".
         Raises ValueError for names that the run does not have.
         """
 
@@ -171,9 +171,10 @@ class InitialWeights:
     ) -> None:
         """Raise ValueError if the file lacks a tensor that the run needs.
 
-        If `init.only` is set, the file must have all wanted tensors. Otherwise it must have all
-        wanted tensors of the model. Further networks may be missing as a whole, but not in part. A
-        file without adapters must have the frozen weights of the adapted layers instead.
+        If `init.only` is set, the file must have all wanted tensors. If it is not set:
+        - The file must have all wanted tensors of the network "model".
+        - The file may lack another network as a whole, but not a part of it.
+        - The file may lack all adapters if it has the frozen weights of the layers with adapters.
 
         targets: the tensors of the run.
         wanted: full names of the tensors that start from the file, according to `init.only` and

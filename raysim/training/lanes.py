@@ -66,12 +66,15 @@ class Lane:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Return the stages of the next step: the optimizer steps that it makes on one batch."""
+        """Return the stages of the next step; each stage makes one optimizer step."""
         cycle = self.job.cycle
         return tuple(cycle[self.step % len(cycle)])
 
     def advance(self, loss: Tensor | None) -> None:
-        """Append the task loss of a step, if there was one, and take the next batch."""
+        """End a step: store its task loss in the job, and take the next batch.
+
+        loss: the task loss of the step; None if no stage computed it.
+        """
         if loss is not None:
             self.job.losses.append(loss)
         self.step += 1
@@ -111,7 +114,10 @@ class LaneLoop(ABC, Generic[L]):
 
     @abstractmethod
     def finish(self, lane: L) -> None:
-        """Prepare the end of a lane's job: give the job the lane's optimizers, for example."""
+        """Prepare the end of a lane's job.
+
+        For example, a subclass gives the lane's optimizer to the job.
+        """
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return the positions of jobs in `numbers`, in the order in which the jobs will begin.

@@ -95,8 +95,8 @@ class TrackedTable(UserDict[str, Tensor]):
 class RecordedLane(Lane):
     """A lane whose steps are recorded.
 
-    modes: the modes that steps of the lane's job have set, in this order. It maps the name of a
-    network or module to True (train mode) or False (eval mode).
+    modes: maps the name of a network or module to the mode that a step of the lane's job has set
+    last: True for train mode, False for eval mode. The modes that were set last come last.
     """
 
     modes: dict[str, bool] = field(default_factory=dict)

@@ -66,9 +66,10 @@ def stacked_rows(flat: Tensor, count: int, alignment: int) -> Tensor:
 
 
 def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str, bool]:
-    """Return the modes of networks and modules after some stages: True for train mode.
+    """Return the modes of networks and modules after some stages.
 
-    They are ordered by the last change of their mode.
+    Networks and modules whose mode was set last come last.
+    modes: the modes before the stages. A mode is True for train mode and False for eval mode.
     """
     result = dict(modes)
     for stage in stages:
@@ -291,12 +292,12 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 class Recording:
     """The recorded step of some lanes, which `replay` repeats on other inputs.
 
-    The recorded operations read input tensors at fixed addresses. A replay first copies the current
-    values into them.
+    The recorded operations read tensors of the recording, at fixed addresses. A replay first copies
+    the current values into these tensors.
 
     loop: the loop that makes the steps.
     lanes: the lanes that make the step at the same time.
-    inputs: the tensors that the step reads. The input tensors are copies of them.
+    inputs: the tensors that the step reads. The recording makes its own copies of them.
     """
 
     def __init__(
@@ -361,7 +362,7 @@ class Recording:
 
 
 def _snapshot(lane: RecordedLane) -> RecordedLane:
-    """Return a copy of a lane that later steps of its job do not change."""
+    """Return a copy of a lane. Later steps of the lane's job do not change this copy."""
     running = replace(lane.job, ctx=copy(lane.ctx))
     return replace(lane, running=running, modes=dict(lane.modes))
 

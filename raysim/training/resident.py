@@ -50,7 +50,7 @@ class StateHandle:
         return stored
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the arrays: another process gets a `StoredState`."""
+        """Pickle the state instead of the handle: another process gets a `StoredState`."""
         return _unpickle, (self.read(),)
 
 

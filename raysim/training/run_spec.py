@@ -412,7 +412,8 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, poolin
     """Raise ValueError if settings of the evaluation do not fit data, model or methods.
 
     has_head: True if the model is split into features and a head.
-    pooling: the method that trains one model on the data of all clients; "" if there is none.
+    pooling: the name of the method that trains one model on the data of all clients; "" if no
+    method does.
     """
     _ = task.metrics  # raises an error for a metric of another kind of task
     if pooling and evaluation.finetune.epochs:

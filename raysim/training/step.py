@@ -314,8 +314,8 @@ class Step:
     def optimized_tensors(self, group: ParameterGroup) -> list[Tensor]:
         """Return the views of the vector that the optimizer of a group changes.
 
-        They are one view for each slice in `group.runs` if gradients are flat tensors (`is_flat`).
-        Otherwise they are one view for each parameter.
+        If gradients are flat tensors (`is_flat`), there is a view for each slice in `group.runs`.
+        Otherwise there is a view for each parameter.
         """
         if self.is_flat:
             return [self.vector.data[run] for run in group.runs]

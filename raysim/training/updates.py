@@ -85,7 +85,8 @@ class UpdateBuilder:
 
         The delta is the trained minus the received parameters, as the server decodes it. The
         function computes it in the shared part of the trainer's vector, so the trained parameters
-        are overwritten. The caller must not change the delta, because it may be a client state.
+        are overwritten. The caller must not change the delta, because a client state may contain
+        it.
 
         job: the job as it was dispatched.
         running: the job as it was trained.

@@ -211,8 +211,9 @@ class Worker(SeparateSums):
         return (result, *states) if sent else result
 
     def add_to_sums(self, sums: WorkerSums, job: Job, delta: Tensor | None) -> None:
-        """Add the delta of a job to the sum of its group; a profile measures the time of this call.
+        """Add the delta of a job to the sum of its group.
 
+        With `profile=true`, the worker measures the time of this method.
         delta: the change of the parameters; None if the job failed.
         """
         sums.add(job, delta)
@@ -225,8 +226,8 @@ class Worker(SeparateSums):
 
         tasks: each names a client, or the shared model, and the samples to score.
         published: the version to score.
-        states: the client state of each task, or None if it is on this worker. Leave `states` out
-        if all of them are.
+        states: the client state of each task, or None if it is on this worker. If all states are on
+        this worker, `states` may be left out.
         """
         since = time.perf_counter()
         reports = self.scorer.evaluate(tasks, published, states)
@@ -273,7 +274,7 @@ class _TrainingCall:
     All jobs start from versions with the same number of earlier aggregations, so they have the same
     learning rate. If the topology has several replicas, these versions may be different vectors.
 
-    published: the versions that the jobs start from, by number.
+    published: the versions that the jobs start from, by the number of the version.
     sent: the client state of each job that was sent with the call; None for a state that is on this
     worker. The whole argument is None in a run without client states.
     sums: the sums to which the jobs' deltas are added.
@@ -304,8 +305,9 @@ class _TrainingCall:
         return [self._results[position] for position in range(len(self.jobs))]
 
     def is_ready(self, position: int) -> bool:
-        """Return True if a job can begin: the job that makes its client state has ended.
+        """Return True if a job can begin.
 
+        A job must wait until the job that makes its client state has ended.
         position: the position of the job among the jobs of this call.
         """
         return self.jobs[position].state not in self._unfinished

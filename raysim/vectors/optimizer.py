@@ -25,7 +25,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The settings of the local optimizer; its buffers start at 0 in every job.
+    """The settings of the local optimizer.
 
     kind: the optimizer. "muon" is for tensors of two or more dimensions.
     momentum: the factor of SGD's momentum; 0 uses no momentum.
@@ -360,8 +360,8 @@ class _StageOptimizer:
 class Optimizers:
     """The local optimizers of one job, by name.
 
-    The name of an optimizer is the name of its stage. If several optimizers divide the parameters
-    of a stage among them, it is "STAGE.NAME" (`OptimizedPart`).
+    An optimizer has the name of its stage. If a stage has several optimizers, each for a part of
+    its parameters, their names are "STAGE.NAME" (see `OptimizedPart`).
     """
 
     def __init__(self) -> None:

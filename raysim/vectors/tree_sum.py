@@ -1,11 +1,11 @@
 """Sum vectors in a fixed binary tree over their positions.
 
-A leaf of the tree is weight * vector, rounded. Node (level, index) is the sum of the leaves at the
-positions [index * 2**level, (index + 1) * 2**level). It is computed as the sum of its left half
-plus the sum of its right half, rounded. Missing leaves are left out, and so are parts of the tree
-without leaves. Therefore the bits of a sum depend only on the vectors, their weights and their
-positions. They do not depend on which process adds up which part of the tree. In shapes, d is the
-length of a vector.
+A leaf of the tree is weight * vector, rounded. A part of the tree is a level and an index. It
+covers the leaves at the positions [index * 2**level, (index + 1) * 2**level). The sum of a part is
+the sum of its left half plus the sum of its right half, rounded. Missing leaves are left out, and
+so are parts of the tree without leaves. Therefore the bits of a sum depend only on the vectors,
+their weights and their positions. They do not depend on which process adds up which part of the
+tree. In shapes, d is the length of a vector.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def num_levels(count: int) -> int:
 
 
 def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
-    """Return the parts of a tree (nodes) that together have exactly these positions.
+    """Return the parts of a tree that together have exactly these positions.
 
-    A part is a range of positions whose sum is a node of the tree. The result has as few parts as
-    possible, in ascending order.
+    A part is the range of positions that it covers. The result has as few parts as possible, in
+    ascending order.
 
     positions: positions of leaves, in any order.
     count: the number of positions of the tree.
