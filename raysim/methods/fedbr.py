@@ -292,7 +292,7 @@ class FedBR(Method):
         return self.contrast(job, out, self._features(job, out).detach(), out.features.detach())
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add lam times Component 1 and mu times Component 2 to the task loss.
+        """Add lam times the loss of pseudo-data and mu times the contrastive loss to the task loss.
 
         In each step, the projector is trained before this loss is computed.
         """

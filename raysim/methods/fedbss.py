@@ -11,11 +11,12 @@ biased samples, and a job has the epochs e = 1, ..., E:
     S_i = -log p_{i, y_i}                                 (3)   loss; samples are sorted by it
     alpha_i = 1 - (max_c p_ic - min_c p_ic)               (4)   uncertainty
     unbiased = {i: S_i <= S_m}, m = argmax_i alpha_i      (5)   all other samples are biased
-    a_e = (1 - cos(pi e / E)) / 2                         (6)   a_e b biased samples in epoch e
+    a_e = (1 - cos(pi e / E)) / 2                         (6)   share of biased samples in epoch e
 
 Choices where the paper is silent or inconsistent
-- In epoch e, the biased samples with the lowest losses take part. Their number is a_e b, rounded
-  down. With fraction_of="loss", all biased samples take part, and a_e is a factor on their losses.
+- In epoch e, the biased samples with the lowest losses take part. Their number is a_e times b,
+  rounded down. With fraction_of="loss", all biased samples take part, and a_e is a factor on their
+  losses.
 - Epochs count from 1, so the last epoch trains on every sample.
 - If several samples are the most uncertain, m is the sample with the lowest loss. A sample whose
   uncertainty is nan is never m.
@@ -202,7 +203,7 @@ class FedBSS(Method):
             run.skip("loss")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of ranking the client's samples, in trained samples.
+        """Return the cost of ranking the client's samples, as a number of trained samples.
 
         Ranking needs a forward pass over all samples, which costs a third of training on them. The
         cost of training is not reduced, because the number of selected samples is not known.

@@ -2,14 +2,15 @@
 
 Source: Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek and Huba, "Federated Learning with Buffered
 Asynchronous Aggregation" (AISTATS 2022), Algorithm 1, with s_i the staleness of update i at its
-arrival:
+arrival, a the setting `exponent`, and eta_g the server's learning rate:
 
     w_i = (1 + s_i)^-a
     x <- x + eta_g sum_i w_i Delta_i / K
 
 Departures from the paper
-- The sum is divided by K, as in the paper ("count"), so that a stale buffer makes a shorter step.
-  "weights" divides by the sum of w_i. "none" does not divide, which is FLSim's default.
+- The sum is divided by K, as in the paper, so that a stale buffer makes a shorter step. With
+  normalization="weights" it is divided by the sum of w_i. With normalization="none" it is not
+  divided, which is FLSim's default.
 - FLSim also divides all weights by the weight of staleness 1.
 - The model's floating-point buffers (BatchNorm's statistics) become the mean of the clients' values
   with the weights w_i / sum_j w_j, without the server's learning rate.
@@ -134,8 +135,8 @@ class FedBuff(Method):
     def setup(self, run: Setup) -> None:
         """Refuse weighting=samples, and warn about methods that change the weights of updates.
 
-        Unless normalization is "weights", such weights would change the length of the server's
-        step.
+        Larger weights would make the server's step longer. With normalization="weights" they do
+        not, and nothing is refused.
         """
         if self.normalization == "weights":
             return

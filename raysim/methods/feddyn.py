@@ -70,12 +70,12 @@ def updated_correction(
 def updated_drift(
     drift: Tensor, mean_change: Tensor, participants: int, clients: int, alpha: float
 ) -> Tensor:
-    """Return the server's next drift h: h - alpha |P| / N d, [d].
+    """Return the server's next drift: drift - (alpha * participants / clients) * mean_change.
 
-    drift: h, [d].
-    mean_change: d, the mean update of the participants, [d].
-    participants: |P|, the number of participants.
-    clients: N, the number of all clients.
+    drift: the drift h before this aggregation, [d].
+    mean_change: the mean update of the participants, [d].
+    participants: the number of participants.
+    clients: the number of all clients.
     alpha: the weight of the regularisation.
     """
     return drift - alpha * participants / clients * mean_change

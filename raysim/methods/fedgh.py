@@ -14,9 +14,9 @@ The result is the weighted mean of all g_i.
 "fedgh_hierarchical" is another algorithm, which the code of FedLD (Zeng et al., MICCAI 2024) calls
 FedGH. r is a running mean of past aggregates. For each tensor of the model, the server sorts the
 updates g by <g, r>. It pairs the first update with the last one, the second with the last but one,
-and so on. If a pair (a, b) conflicts, the server removes from a its projection on b, and from b its
-projection on the original a. The two updates of a pair are then replaced by their sum. This repeats
-until one update is left.
+and so on. If a pair (g_i, g_j) conflicts, the server removes from g_i its projection on g_j, and
+from g_j its projection on the original g_i. The two updates of a pair are then replaced by their
+sum. This repeats until one update is left.
 
 Departures from the paper
 - The authors have published no code, and the listing of the algorithm was not available. The pairs
@@ -85,10 +85,9 @@ class _ConflictCounts:
 def _harmonize(
     products: np.ndarray, pairs: Pairs | None, conflict_test: str, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Remove the conflicts between m updates, each given as a combination of the original updates.
+    """Remove the conflicts between m updates; return coefficients c of the changed updates.
 
-    Return the coefficients c, float64 [m, m]: changed update i is the sum over j of c_ij times
-    original update j.
+    c is float64 [m, m]. Changed update i is the sum over j of c_ij times original update j.
     products: the Gram matrix [m, m] of the original updates.
     pairs: the pairs (i, j) of updates to test and change, in order; None takes all pairs.
     conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
@@ -208,7 +207,7 @@ class FedGH(Method):
 def _harmonize_in_tree(
     products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Add up m updates in pairs, and remove the conflict of a pair before it is added.
+    """Add up m updates in pairs; if the two updates of a pair conflict, change them first.
 
     Return the coefficient of each update in the result, float64 [m].
 

@@ -4,8 +4,8 @@ The client then has to learn a larger margin for its rare classes, so that frequ
 displace them.
 
 Source: Zhang, Li, Li, Xu, Wu, Ding and Wu, "Federated Learning with Label Distribution Skew via
-Logits Calibration" (ICML 2022). With n_c the client's samples of class c and
-m_c = tau n_c^(-1/4),
+Logits Calibration" (ICML 2022). z are the logits of sample b, and y is its label. n_c is the number
+of the client's samples of class c, and tau a setting. With m_c = tau n_c^(-1/4),
 
     loss = mean_b -log( exp(z_y - m_y) / sum_c exp(z_c - m_c) )        over the classes with n_c > 0
 

@@ -74,7 +74,7 @@ def mean_pairs(
 def label_terms(
     logits: Tensor, labels: Tensor, mean_targets: Tensor, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return FedMix's losses l1 (with labels) and l2 (with mean targets), the means over the batch.
+    """Return FedMix's losses l1 (with labels) and l2 (with mean targets), averaged over the batch.
 
     Each loss is already multiplied by its weight.
 
@@ -214,9 +214,9 @@ class FedMix(Method):
         run.draw("chosen", self.draw_pairs)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the second derivative, in trained samples.
+        """Return the cost of the second derivative, as a number of trained samples.
 
-        It is equal to the cost of plain training.
+        It is equal to the cost of plain training. NaiveMix has no such cost.
         """
         # In forward passes: one for the gradient of the inputs, and two for its derivative. Plain
         # training also costs three.

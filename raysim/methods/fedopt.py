@@ -232,7 +232,7 @@ class FedAvgM(Method):
         self.nesterov = nesterov
 
     def setup(self, run: Setup) -> None:
-        """Declare that this method makes the server's step, and the momentum as server state.
+        """Declare the momentum as server state, and that this method makes the server's step.
 
         The momentum starts at 0.
         """
@@ -269,7 +269,7 @@ class _Adaptive(Method):
             setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
 
     def setup(self, run: Setup) -> None:
-        """Declare that this method makes the server's step, and the two moments as server state.
+        """Declare two moments as server state, and that this method makes the server's step.
 
         The first moment starts at 0, the second at tau^2.
         """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def proximal_term(params: Tensor, global_params: Tensor, mu: float) -> Tensor:
-    """Return mu/2 |params - global_params|^2 of two vectors [d], computed in float32 or more.
+    """Return mu/2 |params - global_params|^2 of two vectors [d], in float32 or float64.
 
     `global_params` get no gradient.
     """

@@ -83,8 +83,8 @@ class FedRep(Method):
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the length of a job that FedRep needs, as local.epochs or local.steps.
 
-        With local.epochs, it is head_epochs + body_epochs. With local.steps, it is the run's value;
-        a value too small for at least one step of the head is increased. In mode joint the result
+        With local.epochs, it is head_epochs + body_epochs. With local.steps, it is the run's value,
+        or the smallest value with which at least one step trains the head. In mode joint the result
         is empty.
         local: the run's settings of local training.
         """
@@ -129,7 +129,7 @@ class FedRep(Method):
         return [[head]] * first + [[body]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a job minus the cost of plain training, in trained samples.
+        """Return the cost of a job minus the cost of plain training, as a number of trained samples.
 
         The result is negative, because a step that trains the head has no backward pass through the
         extractor.

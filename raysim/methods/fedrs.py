@@ -7,7 +7,7 @@ Source: Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Labe
 Non-IID Data" (KDD 2021). With s_c = 1 for a class that the client has, else alpha, the loss is the
 cross-entropy of
 
-    z_c = s_c <w_c, h>
+    z_c = s_c <w_c, h>        w_c: the head's weights of class c, h: the features
 
 Departures from the paper
 - With kind="relative", s_c = alpha + (1 - alpha) n_c / max n, as in the released code. n_c is the

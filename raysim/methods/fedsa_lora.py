@@ -1,14 +1,15 @@
 """FedSA-LoRA: average the factor A of each adapter; each client keeps its own B.
 
 Source: Guo, Zeng, Wang, Fan, Wang and Qu, "Selective Aggregation for Low-Rank Adaptation in
-Federated Learning" (ICLR 2025). A layer of client i computes with W0 + s B_i A, see
-`raysim/models/lora.py`. Clients train both factors. The server averages A alone, so the product
+Federated Learning" (ICLR 2025). A layer of client i has the weight W0 + s B_i A.
+`raysim/models/lora.py` explains W0 and s. Clients train both factors. The server averages A alone,
+so the product
 B_i A combines the mean of all clients' A with client i's own B_i. A client is scored with its own
 model.
 
 Departures from the paper
-- The head is trained and averaged, too. `method=fedsa_lora+fedrep
-  method.fedrep.mode=joint` keeps it on the client, too.
+- The head is trained and averaged, too. With `method=fedsa_lora+fedrep
+method.fedrep.mode=joint`, each client keeps its own head.
 - A client that never trained has B = 0: the model without adapters.
 """
 

@@ -84,7 +84,7 @@ class FedSpeed(Method):
             run.skip("perturb", "cost")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the second gradient of each step, in trained samples."""
+        """Return the cost of the second gradient of each step, as a number of trained samples."""
         return job.trained_samples
 
     def perturb(

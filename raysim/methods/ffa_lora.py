@@ -1,9 +1,10 @@
 """FFA-LoRA: freeze the factor A of each adapter; train and average B alone.
 
 Source: Sun, Li, Li and Ding, "Improving LoRA in Privacy-preserving Federated Learning" (ICLR 2024).
-A layer computes with W0 + s B A, see `raysim/models/lora.py`. A keeps its random initial values,
-which are equal on all clients. With p_i the weight of client i, the product of the mean factors is
-then the mean of the products. This is not so if clients train both factors (`method=fedavg`):
+A layer has the weight W0 + s B A. `raysim/models/lora.py` explains W0 and s. A keeps its random
+initial values, which are equal on all clients. With p_i the weight of client i, the product of the
+mean factors is then the mean of the products. This is not so if clients train both factors
+(`method=fedavg`):
 
     sum_i p_i B_i A = (sum_i p_i B_i) A
 

@@ -1,8 +1,9 @@
-"""FlexLoRA: average the products of the factors, and split the mean by singular values.
+"""FlexLoRA: average the products of the adapters' factors, and split the mean into factors again.
 
 Source: Bai, Chen, Qian, Yao and Li, "Federated Fine-tuning of Large Language Models under
-Heterogeneous Tasks and Client Resources" (NeurIPS 2024), Algorithm 1. A layer computes with
-W0 + s B A, see `raysim/models/lora.py`. With p_i the weight of client i:
+Heterogeneous Tasks and Client Resources" (NeurIPS 2024), Algorithm 1. A layer has the weight W0 + s
+B A. `raysim/models/lora.py` explains W0 and s. With p_i the weight of client i, and U S V' the
+singular value decomposition of P:
 
     P = sum_i p_i B_i A_i,    P = U S V'
     B <- the first r columns of U S,    A <- the first r rows of V'
@@ -83,7 +84,7 @@ def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, T
 
 
 class FlexLoRA(Method):
-    """A method that averages the products of the factors, and splits the mean again.
+    """A method that averages the products of adapters' factors, and splits the mean into factors.
 
     ranks: the ranks of the clients' adapters. None gives all clients model.lora.rank. From a list,
     each client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
@@ -136,10 +137,10 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return pairs of a model and a number, from which `_split_mean` computes the mean product.
+    """Return models with their coefficients, from which `_split_mean` computes the mean product.
 
-    The mean product is the sum of number * B A over the models. A model is a vector: the server's
-    current model, or a model that a client trained or received.
+    The mean product is the sum over the models of coefficient * B A. A model is a vector: the
+    server's current model, or a model that a client trained or received.
     """
     # With p_i the weight of client i, divided by the sum of weights, the factors are p_i for the
     # model that client i trained, -p_i for the model that it received, and 1 for the current model.
@@ -171,7 +172,7 @@ def _split_mean(
     """Split the mean product of one layer into new factors B [m, r] and A [r, n], in float64.
 
     factors: where a model's vector holds the factors of this layer.
-    models: the pairs of a model and a number from `_shares_of_models`.
+    models: the models with their coefficients, from `_shares_of_models`.
     old_a: [r, n], the factor A of the current model.
     """
     left, right = [], []

@@ -33,14 +33,15 @@ Departures from the paper
 - The paper's weights of the three cross-entropies are illegible; the weights here are those of the
   authors' code.
 - D is computed once for each batch, over all classes together, as in the authors' code. The paper's
-  text says "for each class", as the option "mmd_classes" does.
+  text says "for each class", which generator_metric="mmd_classes" and rtnet_metric="mmd_classes"
+  do.
 - rho and beta depend on the round, not on the step, as in the authors' code. They are constant
   after round T.
 - The paper's gamma is meant for T = 300, so that rho starts higher with fewer rounds. To correct
   this, ramp_rounds=300 multiplies gamma by 300/T.
 - The norm of generated features has no bound. It can become much larger than the norm of real
-  features, above all with the option "mse". The history has both norms, and the run then warns. A
-  smaller lambda_G or a smaller learning rate of the generator helps.
+  features, above all with generator_metric="mse". The history has both norms, and the run then
+  warns. A smaller lambda_G or a smaller learning rate of the generator helps.
 - BatchNorm layers are found by the type of the module. The authors' code uses names, which miss the
   shortcuts of a ResNet.
 - A client keeps the states of its optimizers from round to round, as in the authors' code;

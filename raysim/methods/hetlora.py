@@ -1,8 +1,8 @@
 """HetLoRA: adapters whose ranks differ between clients, padded with zeros and averaged.
 
 Source: Cho, Liu, Xu, Fahrezi and Joshi, "Heterogeneous LoRA for Federated Fine-tuning of On-Device
-Foundation Models" (EMNLP 2024). A layer computes with W0 + s B A, see `raysim/models/lora.py`.
-Client i has the rank r_i:
+Foundation Models" (EMNLP 2024). A layer has the weight W0 + s B A. `raysim/models/lora.py` explains
+W0 and s. Client i has the rank r_i:
 
     receive     the first r_i columns of B and rows of A
     train       the loss F_i + lam S_i,  S_i = sum over layers of |B[:, q:r_i]| |A[q:r_i, :]|
