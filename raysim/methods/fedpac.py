@@ -387,7 +387,7 @@ class FedPAC(Method):
         return [[head]] * first + [[extractor]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a job minus the cost of plain training, as a number of trained samples.
+        """Return the cost of a job minus that of plain training, as a number of trained samples.
 
         Two forward passes over the client's samples measure statistics; a forward pass of a sample
         costs a third of a trained sample. A step that trains the head also costs only a third,

@@ -129,7 +129,7 @@ class FedRep(Method):
         return [[head]] * first + [[body]] * (plan.steps - first)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a job minus the cost of plain training, as a number of trained samples.
+        """Return the cost of a job minus that of plain training, as a number of trained samples.
 
         The result is negative, because a step that trains the head has no backward pass through the
         extractor.

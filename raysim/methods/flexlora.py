@@ -1,9 +1,9 @@
 """FlexLoRA: average the products of the adapters' factors, and split the mean into factors again.
 
 Source: Bai, Chen, Qian, Yao and Li, "Federated Fine-tuning of Large Language Models under
-Heterogeneous Tasks and Client Resources" (NeurIPS 2024), Algorithm 1. A layer has the weight W0 + s
-B A. `raysim/models/lora.py` explains W0 and s. With p_i the weight of client i, and U S V' the
-singular value decomposition of P:
+Heterogeneous Tasks and Client Resources" (NeurIPS 2024), Algorithm 1. A layer has the weight
+W0 + s B A. `raysim/models/lora.py` explains W0 and s. With p_i the weight of client i, and U S V'
+the singular value decomposition of P:
 
     P = sum_i p_i B_i A_i,    P = U S V'
     B <- the first r columns of U S,    A <- the first r rows of V'

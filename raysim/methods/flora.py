@@ -1,8 +1,8 @@
 """FLoRA: stack the factors of all clients, and add their product to the frozen weights.
 
 Source: Wang, Shen, He, Sun, Wang, Lyu and Li, "FLoRA: Federated Fine-Tuning Large Language Models
-with Heterogeneous Low-Rank Adaptations" (NeurIPS 2024), Algorithm 1. A layer has the weight W0 + s
-B A. `raysim/models/lora.py` explains W0 and s. With p_i the weight of client i:
+with Heterogeneous Low-Rank Adaptations" (NeurIPS 2024), Algorithm 1. A layer has the weight
+W0 + s B A. `raysim/models/lora.py` explains W0 and s. With p_i the weight of client i:
 
     A = [A_1; ...; A_K],    B = [p_1 B_1, ..., p_K B_K],    B A = sum_i p_i B_i A_i
     W0 <- W0 + s B A,    then A is drawn again and B is 0

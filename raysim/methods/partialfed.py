@@ -9,10 +9,10 @@ this client trained last. With u_l in {0, 1} for each layer l, training starts f
     theta_l = u_l theta^g_l + (1 - u_l) theta^c_l            u = 1 in the first job
 
 The whole model is trained, uploaded and averaged as in FedAvg; the client's own model is the one
-that it trained last. PartialFed-Fix sets u by hand (`fixed_loading_mask`, or by the kind of layer).
-With PartialFed-Adaptive, each client learns u by training the logits pi [L, 2] of a policy, while
-the model is constant. The loss uses the Gumbel-softmax relaxation s = softmax((pi + noise) / tau),
-and a layer is loaded if pi_l0 >= pi_l1.
+that it trained last. With PartialFed-Fix, the setting `strategy` decides u. With
+PartialFed-Adaptive, each client learns u by training the logits pi [L, 2] of a policy, while the
+model is constant. While pi is trained, column 0 of softmax((pi + Gumbel noise) / tau) takes the
+place of u. Afterwards a layer is loaded if pi_l0 >= pi_l1.
 
 Departures from the paper
 - No code was released, and the text of the paper was not available: the training of the adaptive
@@ -217,7 +217,7 @@ class PartialFed(Method):
             )
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of training the policy, in trained samples.
+        """Return the cost of training the policy, as a number of trained samples.
 
         A client's first job costs nothing, because it has no layers to choose from.
         """
@@ -402,11 +402,11 @@ def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Te
 def _fold_statistics(
     path: str, module: nn.modules.batchnorm._BatchNorm, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return tensors of a BatchNorm with the same outputs in eval mode, but with gradients.
+    """Return new tensors for a BatchNorm, so that gradients reach its running statistics.
 
-    torch computes no gradients for running statistics. Therefore the result has mean 0 and
-    variance 1, and a weight and a bias that depend on the running statistics. A BatchNorm without
-    weight and bias gets no gradients.
+    Its outputs in eval mode do not change. torch computes no gradients for running statistics.
+    Therefore the new tensors have mean 0 and variance 1, and a weight and a bias that depend on the
+    old statistics. A BatchNorm without weight and bias gets no gradients.
     path: the path of the BatchNorm in the model.
     module: the BatchNorm.
     tensors: the model's tensors by path, with the values to use.

@@ -91,7 +91,7 @@ class PFedMe(Method):
             run.skip("step")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of training the personal model, in trained samples.
+        """Return the cost of training the personal model, as a number of trained samples.
 
         The personal model needs `steps` - 1 passes over each batch, in addition to the pass that
         trains the shared model.

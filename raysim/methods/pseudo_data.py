@@ -208,13 +208,13 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
 def rows_by_samples(
     ends: np.ndarray, per_client: int, size: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw rows of a table without replacement; return their numbers, int64 [size].
+    """Draw some of the stored means without replacement; return their numbers, int64 [size].
 
-    Each client has `per_client` rows of the table, one client after another. A row is drawn with a
-    probability in proportion to its client's samples.
+    The server stores `per_client` means of each client, a row for each mean, one client after
+    another. A mean is drawn with a probability in proportion to its client's samples.
     ends: float64 [clients], the cumulative probabilities of the clients, from `_interval_ends`.
-    per_client: the number of rows of each client; all rows of a client are equally probable.
-    size: the number of rows to draw.
+    per_client: the number of means of each client; all means of a client are equally probable.
+    size: the number of means to draw.
     """
     # Except for rounding, the distribution is that of `Generator.choice` without replacement, but
     # the computing time does not grow with the table.

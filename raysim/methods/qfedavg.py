@@ -89,7 +89,7 @@ class QFedAvg(Method):
         run.upload("curvature", 1)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a forward pass of each sample, in trained samples.
+        """Return the cost of a forward pass of each sample, as a number of trained samples.
 
         A forward pass costs a third of the training of a sample.
         """

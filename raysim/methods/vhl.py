@@ -241,7 +241,7 @@ class Vhl(Method):
         return ()
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of training on the virtual samples, in trained samples.
+        """Return the cost of training on the virtual samples, as a number of trained samples.
 
         Each batch is assumed to have as many virtual as real samples. If another method changes the
         inputs, the cost is double, because the real samples also have a second pass.

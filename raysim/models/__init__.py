@@ -1,4 +1,4 @@
-"""Recipes that build neural networks: a seed decides the initial parameters."""
+"""Recipes that build neural networks, whose initial parameters depend on a seed."""
 
 from typing import TYPE_CHECKING
 

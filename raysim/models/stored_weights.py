@@ -59,7 +59,7 @@ class HalfWeight(nn.Module):
         self.bits = nn.Parameter(bits, requires_grad=False)
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in the type `dtype`; for bfloat16 it is the stored memory itself."""
+        """Return the weight in the type `dtype`; for bfloat16 it is not copied."""
         return self.bits.view(torch.bfloat16).to(dtype)
 
 

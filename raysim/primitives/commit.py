@@ -1,4 +1,4 @@
-"""Find the git commit of the user's files with which a run was started."""
+"""Find the git commit of the user's files at the start of a run."""
 
 from __future__ import annotations
 
