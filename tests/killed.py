@@ -1,7 +1,7 @@
-"""Run `raysim`, and kill its process after the first checkpoint in certain folders.
+"""Run `raysim` in this process, and kill the process after a certain checkpoint.
 
 The first argument is a text. The process is killed once it has written a checkpoint whose path
-contains the text. The remaining arguments are those of `raysim`.
+contains this text. The remaining arguments are those of `raysim`.
 """
 
 from __future__ import annotations

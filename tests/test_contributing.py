@@ -1,4 +1,4 @@
-"""Test what CONTRIBUTING.md says: the files of one round, and the example method."""
+"""Test CONTRIBUTING.md: the order of the functions in a round, and the example method."""
 
 from __future__ import annotations
 

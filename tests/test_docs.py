@@ -30,7 +30,8 @@ def from_docs(monkeypatch: pytest.MonkeyPatch) -> Any:
 def build(folder: Path, errors: Path) -> None:
     """Build the documentation as HTML, and end this process with Sphinx's exit status.
 
-    folder: where the pages are written, in `site`, and what Sphinx has read, in `read`.
+    folder: the folder for the results. The pages are written to its folder `site`, and the parsed
+    sources to its folder `read`.
     errors: the file for warnings and errors.
     """
     from sphinx.cmd.build import main

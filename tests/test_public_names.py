@@ -101,7 +101,7 @@ def is_private_module(name: str) -> bool:
 
 
 def uses_private_part(names: Mapping[str, str], path: str) -> bool:
-    """Return whether an attribute of an imported name is private to the name's package.
+    """Return whether a path that starts with an imported name has a private part.
 
     path: the name and its attributes, such as "ray.util.get".
     """

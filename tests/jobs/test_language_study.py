@@ -17,7 +17,10 @@ DILOCO = "DiLoCo"
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Return the study's stored numbers. During the test, the study uses a copy of their file."""
+    """Return the results that the study has stored in a file.
+
+    During the test, the study reads and writes a copy of this file.
+    """
     monkeypatch.setattr(study, "STORE", tmp_path / "store.json")
     stored: dict[str, Any] = json.loads(study.PAGE.with_suffix(".json").read_text())
     study.STORE.write_text(json.dumps(stored))
@@ -25,7 +28,7 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, base_digest: str) -> None:
-    """Make the folders of finished runs of DiLoCo and of the unchanged model.
+    """Make the folders of finished runs of DiLoCo, and of the run that changes no weight.
 
     The study's function `measured` then returns a known perplexity for each run.
     folder: the folder of the study.

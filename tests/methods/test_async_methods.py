@@ -354,9 +354,10 @@ class Rule(Protocol):
 
 
 class OneByOne:
-    """A server that `distance` can test, with the server rule of a method.
+    """A server that receives one update at a time, and aggregates by the rule of a method.
 
-    size: the number of arrived updates at which the server aggregates.
+    `distance` can test it.
+    size: the number of updates in each aggregation.
     """
 
     def __init__(self, method: Method, size: int = 1):

@@ -156,7 +156,7 @@ class Row:
     personal: True if parameters stay on the clients.
     private: True if the method has a client state, which must not be in any message.
     contributes: True if clients send tensors before round 0.
-    model: a model for which the method changes the training.
+    model: the model on which the method is tested.
     as_fedavg: True if the shared model always equals that of FedAvg.
     """
 
@@ -473,7 +473,7 @@ def made(*names: str) -> list[Method]:
 
 
 def fresh(*names: str) -> Callable[[], Any]:
-    """Return a function that makes new objects of these methods and returns a run with them."""
+    """Return a function that returns a `RunSpec` with new objects of these methods."""
     return lambda: study(*made(*names))
 
 
@@ -508,7 +508,7 @@ WATCHED = [
 class Watched:
     """A run of five rounds whose messages were checked.
 
-    name: a key of `FREIGHT`, which names a method or a variant of a method; or "fedavg".
+    name: the name of a method or of one of its variants, as in `FREIGHT`; or "fedavg".
     schedule: the schedule of the run.
     make: function that returns the run's `RunSpec`, with new objects for its methods.
     seen: the finished run, and the contents of its messages.
@@ -523,9 +523,10 @@ class Watched:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the arguments of `study` with which a method of the table is tested.
+    """Return the model with which a method is tested, as an argument of the function `study`.
 
-    name: the name of a method, or of a variant such as "fedbr once". "fedavg" needs no arguments.
+    name: the name of a method, or of a variant such as "fedbr once". For "fedavg" the result is
+    empty.
     """
     row = TABLE.get(name.partition(" ")[0])
     return {} if row is None else {"model": row.model}

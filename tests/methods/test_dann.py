@@ -92,7 +92,7 @@ def test_dann_discriminator_step_costs_only_a_forward_pass(
 
 
 def declare(method: Dann, clients: int = 2, local: Local | None = None) -> None:
-    """Declare a run with DANN, which raises an error for settings that do not fit.
+    """Declare a run with DANN; raise an error if its settings do not fit DANN.
 
     clients: the number of clients.
     local: the settings of local training; None for the defaults.

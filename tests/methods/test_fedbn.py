@@ -1,4 +1,7 @@
-"""Test which tensors FedBN keeps on clients, its traffic, and statistics of untrained clients."""
+"""Test which tensors stay on clients with FedBN, and how much is sent.
+
+Also test the BatchNorm statistics of clients that have never trained.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def study(*methods: Method, **others: Any) -> Any:
 def private_names(method: FedBN, model: nn.Module) -> list[str]:
     """Return the names of the model's tensors that stay on a client.
 
-    The names do not begin with "model.".
+    The names are those of the model's own modules, such as "bn1.weight", without "model.".
     """
     networks = {"model": model}
     (declared,) = declare_methods([method], networks, plan_layout(networks)).methods

@@ -123,7 +123,10 @@ def test_fedlc_loss_of_soft_targets_is_finite() -> None:
 
 
 def partitioned(*classes: set[int]) -> Any:
-    """Return the tiny data with one client for each set of classes."""
+    """Return the samples of `tiny_data`, divided among new clients.
+
+    classes: for each new client, the classes of its samples.
+    """
     data = tiny_data()
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
     parts = [rows[np.isin(labels[rows], sorted(own))] for own in classes]

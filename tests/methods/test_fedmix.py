@@ -1,4 +1,4 @@
-"""Test a step of FedMix against an implementation in NumPy, the pool of pairs, and errors."""
+"""Test FedMix: a step against an implementation in NumPy, the means of samples, and errors."""
 
 from __future__ import annotations
 

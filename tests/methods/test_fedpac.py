@@ -1,4 +1,4 @@
-"""Test FedPAC's mixtures, its two phases, its heads, and what it refuses."""
+"""Test how FedPAC weighs the clients' heads, its two phases, and what it refuses."""
 
 from __future__ import annotations
 

@@ -85,7 +85,10 @@ def test_fedrs_with_alpha_one_equals_fedavg_without_bias() -> None:
 
 @functools.cache
 def skewed() -> Any:
-    """Return the tiny data on four clients, each of which has only two or three of five classes."""
+    """Return the samples of `tiny_data`, divided among four new clients.
+
+    Each client has only two or three of the five classes.
+    """
     data = tiny_data()
     rows, labels = np.sort(data.partition.train.indices), data.open().labels
     parts = [rows[np.isin(labels[rows], own)] for own in ([0, 1], [1, 2, 3], [4, 0], [2, 3, 4])]

@@ -318,7 +318,7 @@ def test_fraug_setting_rounds_is_the_number_of_rounds_of_the_run_if_unset(first:
 
 
 def lonely() -> FederatedData:
-    """Return the tiny data, in which client 0 has a single sample."""
+    """Return `tiny_data` without all samples of client 0 but one."""
     rows = [tiny_data().partition.train.rows(client) for client in range(6)]
     rows[0] = rows[0][:1]
     train_rows = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))

@@ -51,9 +51,9 @@ class Watch(GroupDRO):
 def watched(
     *methods: Method, schedule: Schedule = ROUNDS, rounds: int = 5, **settings: Any
 ) -> Watch:
-    """Run methods; return the `Watch` that replaces the last of them, a GroupDRO.
+    """Run methods, with a `Watch` in place of GroupDRO; return the `Watch`.
 
-    methods: the methods, of which the last one is a GroupDRO.
+    methods: the methods. The last one must be a GroupDRO.
     settings: further arguments of `run`.
     """
     *others, groupdro = methods

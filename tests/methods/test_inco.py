@@ -191,7 +191,7 @@ class Watch(Method):
 
 
 class After(Watch):
-    """A second `Watch`, so that both may be in one list."""
+    """A second class, because `Watch` stores its name in the class, and names must differ."""
 
 
 def watched(*methods: Method, **others: Any) -> tuple[FinishedRun, Watch, Watch]:

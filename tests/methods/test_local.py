@@ -36,10 +36,10 @@ from raysim.simulation.schedule import Buffered, Synchronous
 
 
 def population(*clients: int) -> FederatedData:
-    """Return federated data with some of the clients of the tiny data.
+    """Return federated data with some of the clients of `tiny_data`.
 
-    Each client has ten test samples, the same for all.
-    clients: the numbers of the clients in the tiny data. The new clients are numbered from 0.
+    All clients have the same ten test samples.
+    clients: the numbers of the clients in `tiny_data`. In the result they are numbered from 0.
     """
     rows = [tiny_data().partition.train.rows(client) for client in clients]
     train = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))

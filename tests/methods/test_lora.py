@@ -1,4 +1,7 @@
-"""Test what adapters send and store, and ranks that differ between clients."""
+"""Test which parameters of a model with adapters are sent and stored.
+
+Also test adapters whose ranks differ between clients.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Test recorded steps with every method.
 
 A recorded step reads the values of a client only from tensors with fixed addresses. raysim copies
-the values into these tensors before the step. A CPU has no CUDA graphs. Therefore raysim runs the
-Python code of the step again, with the Python values that it had at the recording. If a method uses
-a Python number in place of such a tensor, the result is wrong, as on a GPU.
+the values into these tensors before the step. A CPU has no CUDA graphs. Therefore a replay runs the
+Python code of the step again, with the Python values of the recording. If a method uses a Python
+number in place of such a tensor, the replay uses an old number, and a test fails.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class TestBits:
 
 
 class TestInputs:
-    """Test which values a recorded step reads; they may differ between clients and jobs."""
+    """Test which values a recorded step reads, if they differ between clients and jobs."""
 
     def test_inputs_of_recording_are_the_tensors_that_a_step_reads(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
@@ -320,7 +320,7 @@ class Remembering(Method):
 
 
 class Asking(Method):
-    """A method whose loss needs the value of a tensor in Python, which no recording can have.
+    """A method whose loss needs the value of a tensor in Python, so no step can be recorded.
 
     read: the function that reads the value, such as `Tensor.item`.
     """

@@ -1,4 +1,4 @@
-"""Test what methods require of a run, and the errors if a run does not have it."""
+"""Test what methods require of a run, and the errors for runs that do not meet a requirement."""
 
 from __future__ import annotations
 

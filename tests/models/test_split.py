@@ -1,4 +1,4 @@
-"""Test how networks of third parties are split into extractor and head, and their adapters."""
+"""Test how third-party networks are split into extractor and head, and how they get adapters."""
 
 from __future__ import annotations
 

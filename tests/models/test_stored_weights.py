@@ -88,10 +88,10 @@ def test_layer_stored_in_few_bits_equals_a_rounded_layer(
 
 
 def test_four_bit_levels_are_quantiles_of_the_normal_distribution() -> None:
-    """Compute the levels by the paper's Equation 4, and compare them with raysim's.
+    """Compute the levels of NF4 by the paper's Equation 4, and compare them with raysim's.
 
-    The largest quantile would be infinite. As in the released code, it is the quantile of 1 - (1/32
-    + 1/30) / 2.
+    By the equation, the largest level is the quantile of probability 1, which is infinite. This
+    test uses the probability of the released code, 1 - (1/32 + 1/30) / 2.
     """
     most = 1 - (1 / 32 + 1 / 30) / 2
     above = torch.special.ndtri(torch.linspace(most, 0.5, 9, dtype=torch.float64)[:-1])

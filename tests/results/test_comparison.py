@@ -24,7 +24,10 @@ MOON = [0.51, 0.50, 0.51, 0.50]
 
 
 def save(folder: Path, method: str, seed: int, final: float, floats: int = 1000) -> Path:
-    """Write a run's folder with three rounds, whose accuracy rises to `final`; return it."""
+    """Write the folder of a run with three rounds, and return the folder.
+
+    final: the accuracy after the last round; it is lower in earlier rounds.
+    """
     folder.mkdir(parents=True)
     rows: list[dict[str, int | float | None]] = [
         {

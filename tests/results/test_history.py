@@ -1,4 +1,4 @@
-"""Test that stored histories do not change, and that summaries are computed as in papers."""
+"""Test that a history is read as it was written, and that summaries are computed as in papers."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def ends(number: int, count: int = 2) -> list[JobRecord]:
 
 
 def written(folder: Path) -> list[JobRecord]:
-    """Return the rows of the whole table, as any reader of Parquet sees them."""
+    """Return all rows of jobs.parquet, as any reader of Parquet sees them."""
     return [JobRecord(**row) for row in pq.read_table(folder / JOBS).to_pylist()]
 
 
@@ -60,7 +60,7 @@ def all_of(rounds: range) -> list[JobRecord]:
 
 @pytest.fixture(params=[1 << 18, 3, 2, 1])
 def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Limit the number of rows in each file of the table, and return this limit."""
+    """Limit the number of rows in each file of jobs.parquet, and return this limit."""
     monkeypatch.setattr(jobs_file, "_FILE_ROWS", request.param)
     return int(request.param)
 

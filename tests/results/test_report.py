@@ -225,10 +225,9 @@ def test_settings_that_distinguish_runs_leave_out_runtime_defaults(tmp_path: Pat
 
 
 def test_table_marks_no_best_value_of_incomparable_runs(tmp_path: Path) -> None:
-    """Runs on different data have no best value in the table.
+    """The table marks no best value if the runs have different data.
 
-    For runs on the same data, the lowest virtual time is marked only if they have equally many
-    rounds.
+    It marks the lowest virtual time of two runs that differ only in their number of workers.
     """
     scores: list[float | None] = [0.2, 0.5]
     alike = [

@@ -1,4 +1,4 @@
-"""Test that MLflow gets each row of a run once, even if its server is down or loses answers.
+"""Test that MLflow gets each row of a run once, also if its server is down or an answer is lost.
 
 The run never waits for the server.
 """
@@ -59,9 +59,9 @@ def rows(first: int, last: int) -> list[Row]:
 
 
 class Shelf:
-    """A stand-in for MLflow's server, which records the round numbers of the rows that it receives.
+    """A stand-in for MLflow's server.
 
-    steps: these round numbers.
+    steps: the round numbers of the rows that it has stored.
     down: if True, each call to the server fails.
     late: if True, the server stores the rows and then fails, as if its answer were lost.
     gate: the server answers calls only while this event is set.

@@ -1,4 +1,4 @@
-"""Test placement: workers that fit, memory, placement groups, several nodes, progress."""
+"""Test how many workers a run gets, their memory, placement groups, and runs on several nodes."""
 
 from __future__ import annotations
 
@@ -433,7 +433,7 @@ def _living_actors(word: str) -> dict[str, Any]:
 
 
 def _wait_until_empty(what: Callable[[], Any]) -> bool:
-    """Wait until what() is empty, and return True; return False after ten minutes.
+    """Wait until the result of `what` is empty, and return True; return False after ten minutes.
 
     Ray removes actors and placement groups in the background.
     """

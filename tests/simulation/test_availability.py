@@ -212,7 +212,7 @@ several = st.one_of(
 
 
 class ByHand(Availability):
-    """A user's availability, with only the two functions that raysim requires."""
+    """An availability as a user would write it, with only the two functions that raysim needs."""
 
     def __init__(self, like: Availability):
         self._like = like

@@ -1,4 +1,4 @@
-"""Test the model of the best round: how that round is found, its weights file, and resumed runs."""
+"""Test which round has the best model, the file with this model, and resumed runs."""
 
 from __future__ import annotations
 

@@ -23,9 +23,10 @@ FLEET = Lognormal(cost=COST, kwh_price=0.2, kwh_co2=400)
 
 
 def costs(clients: int = 2, kinds: tuple[int, ...] = (0, 0)) -> Costs:
-    """Return the costs of two clients, which train 10 and 20 samples a second.
+    """Return the costs of one or two clients, which train 10 and 20 samples a second.
 
-    Both receive 4 bytes a second and send 8 bytes a second.
+    Each client receives 4 bytes a second and sends 8 bytes a second.
+    clients: the number of clients, 1 or 2.
     kinds: for each client 0 or 1. The costs of kind 0 are `COST`. A device of kind 1 has only one
     cost: 1 watt while it trains.
     """

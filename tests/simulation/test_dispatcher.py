@@ -27,7 +27,7 @@ class Slow:
     workers: the number of workers.
     calls: for each call to train, the pair of the worker and the number of jobs in the call.
     most: the largest number of unanswered calls that one worker had.
-    is_in_process, combine_from: the attributes of these names that raysim reads from each runtime.
+    is_in_process, combine_from: attributes that raysim reads from each runtime.
     """
 
     spec: RunSpec

@@ -126,7 +126,7 @@ class Leaving(Raising):
 
 
 class Long(Raising):
-    """A method that makes the update very long, but finite, in the jobs that `hits` names.
+    """A method that gives the update a very large but finite norm in the jobs that `hits` names.
 
     length: the value of the trained model's first parameter in these jobs.
     """

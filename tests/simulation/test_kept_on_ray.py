@@ -1,6 +1,7 @@
 """Test that a run on Ray has the same results as a run in one process.
 
-The compared results are the scores of unseen clients, the best model and the weights.
+Both runs start from weights in a file. The test compares their histories, which include scores of
+unseen clients, their final parameters and their best models.
 """
 
 from __future__ import annotations

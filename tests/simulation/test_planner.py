@@ -1,4 +1,4 @@
-"""Test properties of the plan over random fleets and schedules, and the number of operations."""
+"""Test plans for random fleets and schedules, and how many operations the planner needs."""
 
 from __future__ import annotations
 
@@ -400,7 +400,7 @@ def test_operations_of_planning_do_not_grow_with_jobs_in_flight(make: Any) -> No
 
 
 class Counted(MarkovAvailability):
-    """A Markov availability that counts its queries, one for each client in a call."""
+    """A Markov availability that counts queries. A call for n clients counts as n queries."""
 
     looks = 0
 

@@ -493,7 +493,7 @@ class TestGraphs:
 
 
 class Cities(Topology):
-    """A user's topology with two servers, for clients with even and with odd numbers."""
+    """A topology as a user would write it: one server for even clients, another for odd ones."""
 
     def connect(self, federation: Federation) -> Network:
         weights = np.array([[0.8, 0.2], [0.2, 0.8]])

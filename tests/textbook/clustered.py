@@ -32,7 +32,7 @@ class Clusters:
 def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
     """Let each client train the model with the smallest loss; average each model over its clients.
 
-    The loss is the loss of each cluster's model on the client's training samples.
+    Before each job, a client computes the loss of all models on its training samples.
     starts: for each cluster, the initial tensors of its model.
     """
     models = [detach(start) for start in starts]

@@ -86,9 +86,9 @@ def class_chances(labels: Tensor) -> np.ndarray:
 
 
 def means(world: World, size: int, count: int, sources: str) -> Tensor:
-    """Return the pool of FedBR's Algorithm 2: for each client `size` means of its training samples.
+    """Return the pseudo-data of all clients (Algorithm 2): for each client, `size` means.
 
-    count: the number of random samples in a mean.
+    count: the number of random training samples of the client in a mean.
     sources: with "classes", all classes of a client are equally likely; otherwise, all its samples.
     """
     pool = []
@@ -103,11 +103,11 @@ def means(world: World, size: int, count: int, sources: str) -> Tensor:
 
 
 def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
-    """Return a function that draws `size` rows of the pool for a version, without replacement.
+    """Return a function that draws `size` means for a version, without replacement.
 
     pool: the means of all clients, the same number for each client.
-    sources: with "unbalanced", a row's probability is proportional to its client's number of
-    samples. Otherwise all rows are equally likely.
+    sources: with "unbalanced", a mean's probability is proportional to its client's number of
+    samples. Otherwise all means are equally likely.
     """
     counts = np.array([len(labels) for _, labels in world.data], float)
     each = len(pool) // len(counts)

@@ -57,7 +57,8 @@ def fedcda(
     smoothness: L.
     warmup_rounds: the number of aggregations at the beginning that average the newest models of
     their clients, without a choice.
-    everybody: True: these first aggregations average the newest models of all clients so far.
+    everybody: True: these first aggregations average the newest models of all clients that have
+    sent a model.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     seen: dict[int, History] = {}

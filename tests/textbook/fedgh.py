@@ -69,14 +69,16 @@ def fedgh(
 
 
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
-    """Run rounds in which the server merges updates in pairs, until at most two remain.
+    """Run rounds in which the server adds up updates in pairs, until at most two remain.
 
-    The step is the sum of the remaining updates, divided by the number of all updates. Each tensor
-    of the parameters is treated separately. To merge two updates a and b means to add them. If they
-    conflict, a first loses its projection onto b, and b loses its projection onto a. The last two
-    updates are added in the same way, but with |a|^2 of the changed a in the second projection.
-    Before each merging, updates are sorted by <g_i, r>. The largest and the smallest are a pair,
-    then the next largest and the next smallest, and so on.
+    Each tensor of the parameters is treated separately.
+    The updates are sorted by <g_i, r>. The largest and the smallest form a pair, then the next
+    largest and the next smallest, and so on. If their number is odd, one update is left over. Each
+    pair is replaced by the sum of its two updates a and b. If a and b conflict, the projection onto
+    b is first subtracted from a, and the projection onto a from b. This is repeated with the sums.
+    The step is the sum of the last one or two updates, divided by the number of all updates. If the
+    last two conflict, projections are subtracted here, too. In that of b, the squared norm is that
+    of the new a, but the dot product is that of the old a.
     In the first round, the step and r are the mean update. Later, r <- 0.99 r + 0.01 times the
     step.
     eps: the number that is added to squared norms.

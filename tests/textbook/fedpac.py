@@ -91,8 +91,8 @@ def fedpac(
     At the end of a round, the extractors are averaged, the prototypes are computed, and a new head
     is mixed for each client.
     lam: the weight of the loss that pulls features to the prototypes of their classes.
-    head_epochs: the number h of passes over the samples that train the head. They have at most
-    h / (h + 1) of all steps of a job.
+    head_epochs: the number h of passes over the samples that train the head. At most h / (h + 1)
+    of a job's steps train the head.
     factor: the learning rate of the head, divided by the learning rate of the run.
     least: weights of the mixture of heads up to this value become 0.
     """

@@ -232,7 +232,8 @@ def run_with_loss(
 ) -> Book:
     """Run FedAvg with another local loss, and report the task loss in the column train_loss.
 
-    losses(job, received): the function that returns task loss and further terms of a batch.
+    losses(job, received): returns the job's loss function, which computes the task loss and
+    further terms of a batch.
     trained(job, model): a function that is called after each job.
     train_loss is the mean over all rows that the clients trained on.
     """
