@@ -297,10 +297,13 @@ def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str
     """
     worker_bundles, workers = bundles[1:], options.workers or 1
     if len(worker_bundles) < workers:
+        available = len(worker_bundles)
+        rest = f"only {available}" if available else "none"
+        fewer = f", or set runtime.workers={available}" if available else ""
         raise ValueError(
-            f"runtime.workers={workers} needs {workers} bundles in addition to the first one, but "
-            f"this process's placement group has only {len(worker_bundles)}. Make the group "
-            "larger, or decrease runtime.workers."
+            f"runtime.workers={workers} needs a bundle for each worker, but the placement group of "
+            f"this process has {rest} after its first bundle. Add {workers - available} to the "
+            f"group{fewer}."
         )
     names = [name for bundle in worker_bundles for name in bundle]
     least = {name: min(bundle.get(name, 0.0) for bundle in worker_bundles) for name in names}

@@ -95,7 +95,7 @@ def test_error_of_a_failed_ray_start_contains_its_key_and_advice(
     ("error", "advice"),
     [
         (ConnectionRefusedError(111, "Connection refused"), "ray start --head"),
-        (socket.gaierror(-2, "Name or service not known"), "Correct it"),
+        (socket.gaierror(-2, "Name or service not known"), "Correct the name"),
         (TimeoutError("timed out"), "open its port"),
         (ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379"), "RAY_AUTH_TOKEN"),
         (ray.exceptions.AuthenticationError("no token"), "auth_token"),

@@ -136,6 +136,21 @@ def test_error_of_too_many_workers_says_which_setting_to_change(
         choose_size(options, each, nodes, 20)
 
 
+@pytest.mark.parametrize(
+    ("cpus", "advice"), [(5.0, "2 CPU, or set runtime.workers=2."), (1.0, "2 CPU.")]
+)
+def test_error_after_a_lost_node_suggests_a_number_of_workers_that_fits(
+    cpus: float, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysim.runtime.ray import cluster
+
+    monkeypatch.setattr(cluster, "node_resources", lambda: [{"CPU": cpus}])
+    bundles = [{"node:10.0.0.1": 0.001}, *(3 * [{"CPU": 2.0}])]
+    with pytest.raises(NoRoomError, match=r"^runtime\.workers=3: ") as error:
+        cluster._check_capacity(bundles, RayOptions())
+    assert str(error.value).endswith(f"Start a node with {advice}")
+
+
 def test_run_waits_for_missing_nodes_up_to_runtime_wait_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -209,6 +224,8 @@ def test_trial_has_one_worker_for_each_bundle_but_the_coordinators() -> None:
     assert size_in_group(RayOptions(workers=1, cpus=2), bundles, "cpu").workers == 1
     with pytest.raises(ValueError, match=r"^runtime\.workers=3 .* 2"):
         size_in_group(RayOptions(workers=3), bundles, "cpu")
+    with pytest.raises(ValueError, match=r"^runtime\.workers=3 .* none .*\. Add 3 to the group\.$"):
+        size_in_group(RayOptions(workers=3), bundles[:1], "cpu")
     with pytest.raises(ValueError, match=r"^runtime\.cpus=4 .* 2 CPU"):
         size_in_group(RayOptions(cpus=4), bundles, "cpu")
     with pytest.raises(ValueError, match=r"^device=cuda: "):
@@ -667,6 +684,7 @@ def test_two_runs_reserve_two_gpus_and_a_third_is_refused(driver: Call) -> None:
     slots, refused, gone = driver(_side_by_side)
     assert sorted(slots) == [["0"], ["1"]]
     assert refused.startswith("runtime.wait=0: ") and "0 GPU" in refused
+    assert "runtime.workers" not in refused, "a run needs at least one worker"
     assert gone
 
 

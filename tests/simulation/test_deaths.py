@@ -660,7 +660,7 @@ def test_workers_that_join_when_another_run_ends_change_no_bit(
             alarm.touch()
 
     size = on_ray.plan_workers(options, study, 3, say)
-    assert size.workers == 1 and "1 of 2 possible workers start" in said[0]
+    assert size.workers == 1 and "only 1 of 2 possible workers start now" in said[0]
     events = []
     for event in on_ray.run(study, SCHEDULES["rounds"], Lognormal(), size, options, say):
         events.append(event)

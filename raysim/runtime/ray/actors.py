@@ -421,8 +421,8 @@ class RayRuntime:
                     break
                 unreachable = self._unreachable_workers()
                 if unreachable:
-                    workers = ", ".join(map(str, unreachable))
-                    raise WorkerDiedError(f"the nodes of these workers are lost: {workers}")
+                    workers = ", ".join(f"worker {worker}" for worker in unreachable)
+                    raise WorkerDiedError(f"a node is lost, and with it {workers}")
             return ray.get(ref)
         except LOSSES as error:
             raise WorkerDiedError(first_line(error)) from None
@@ -579,7 +579,7 @@ class RayRuntime:
                 self.participants.add(identity)
         except UnequalWorkersError as error:
             ray.kill(self.actors[worker])
-            self._notices.append(f"worker {worker} does not join: {error}")
+            self._notices.append(f"worker {worker} does not join the run: {error}")
             return False
         return True
 
@@ -661,8 +661,8 @@ class RayRuntime:
         ready = actor.ready.remote() if self.participants is None else actor.identity.remote()
         if not self._wait_in_place(worker, ready):
             raise ProcessLostError(
-                f"worker {worker} died, and no other worker started in its place. Its node may be "
-                "lost; look at the output of ray status"
+                f"worker {worker} died, and no new process started in its place. Its node may be "
+                "lost: run `ray status` to see which nodes the cluster has"
             )
         self._meet_replacement(worker, ready)
 
@@ -699,10 +699,10 @@ class RayRuntime:
         timeout = None if math.isinf(timeout_s) else timeout_s
         _, late = ray.wait(answers, num_returns=len(answers), timeout=timeout, fetch_local=False)
         if late:
-            names = ", ".join(f"worker-{answers.index(answer)}" for answer in late)
+            workers = ", ".join(f"worker {answers.index(answer)}" for answer in late)
             raise ProcessLostError(
-                f"{names} did not start within {timeout_s:g} s. "
-                "See Ray's logs (/tmp/ray/session_latest/logs on each node)"
+                f"{workers}: no start within {timeout_s:g} s. Read Ray's logs, which each node has "
+                "in /tmp/ray/session_latest/logs"
             )
         identities = [self._identity(worker, answer) for worker, answer in enumerate(answers)]
         known = [identity for identity in identities if identity is not None]
@@ -729,7 +729,7 @@ class RayRuntime:
         except UnequalWorkersError as error:
             raise RunStoppedError(
                 f"worker {worker} died, and the results of its replacement would differ in the "
-                f"last bits. {error} When this is done, continue the run with resume=latest."
+                f"last bits. {error} After this change, continue the run with resume=latest."
             ) from None
 
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:

@@ -211,13 +211,14 @@ def _wait_for(
         available = format_resources({name: free.get(name, 0.0) for name in needs})
         text = f"this run needs {format_resources(needs)}, but other runs leave only {available}"
         if is_late:
+            fewer = "decrease runtime.workers, " if bundles.count(bundles[-1]) > 1 else ""
             raise ValueError(
-                f"runtime.wait={options.wait:g}: {text}. Try again later, decrease "
-                "runtime.workers, or set runtime.wait=null to wait without a limit."
+                f"runtime.wait={options.wait:g}: {text}. Try again later, {fewer}or set "
+                "runtime.wait=null to wait without a limit."
             )
         say(
-            f"waiting: {text} (Ctrl-C or `ray job stop` ends the wait; runtime.wait=SECONDS limits "
-            "it)"
+            f"waiting: {text} (Ctrl-C or `ray job stop` ends the run; runtime.wait=SECONDS limits "
+            "the wait)"
         )
         has_said = True
 
@@ -232,10 +233,12 @@ def _check_capacity(bundles: Sequence[Mapping[str, float]], options: RayOptions)
     workers = bundles.count(worker)
     capacity = worker_capacity(node_resources(), worker, options.strategy)
     if capacity is not None and capacity < workers:
+        needs = format_resources(worker)
+        room = f"room for only {capacity} of them" if capacity else "no room for one"
+        fewer = f", or set runtime.workers={capacity}" if capacity else ""
         raise NoRoomError(
-            f"runtime.workers={workers}: each worker needs {format_resources(worker)}, and since "
-            f"the cluster lost a node, it has room for only {capacity} workers. Start a node, or "
-            "decrease runtime.workers."
+            f"runtime.workers={workers}: each worker needs {needs}, but the cluster lost a node "
+            f"and now has {room}. Start a node with {needs}{fewer}."
         )
 
 

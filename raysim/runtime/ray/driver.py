@@ -137,9 +137,10 @@ def plan_now(
         else:
             per_worker["memory"] = need.job
             capacity = worker_capacity(cluster, {"memory": need.job}, options.strategy)
+            workers = "1 worker" if capacity == 1 else f"{capacity} workers"
             say(
-                f"a job needs {format_bytes(need.job)}, so {capacity} workers fit into the "
-                "cluster's memory"
+                f"a job needs {format_bytes(need.job)} of memory, so the cluster has room for "
+                f"{workers}"
             )
     size = choose_size(options, per_worker, cluster, concurrency)
     # One worker always starts, so the model's size is needed only for more workers.
@@ -164,8 +165,8 @@ def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
     if not 0 < count < size.workers:
         return size
     say(
-        f"{count} of {size.workers} possible workers start, because other runs use the cluster; "
-        "more join when those runs end"
+        f"only {count} of {size.workers} possible workers start now, because other runs use the "
+        "cluster; the others join when those runs end"
     )
     return replace(size, workers=count)
 
@@ -189,9 +190,9 @@ def _limit_by_memory(
     limited = limit_by_memory(size, options, cluster, need)
     if limited != size:
         say(
-            f"{limited.workers} of {size.workers} possible workers start, because each worker "
-            f"needs about {format_bytes(need)} of its node's memory (runtime.workers can set "
-            "another number)"
+            f"only {limited.workers} of {size.workers} possible workers start, because each worker "
+            f"needs about {format_bytes(need)} of its node's memory; set runtime.workers to start "
+            "another number"
         )
     return limited
 
@@ -214,9 +215,9 @@ def _measure_remotely(
             raise error.cause from None
         except ray.exceptions.RayError as error:
             raise ValueError(
-                "local.batch: the process that measures the memory of the largest client died "
-                f"({first_line(error)}), because the client does not fit into memory. Decrease "
-                "local.batch."
+                f"local.batch={spec.settings.local.batch}: the process that measures how much "
+                f"memory a job needs died ({first_line(error)}). Probably the job of the client "
+                "with the most samples does not fit into memory. Decrease local.batch."
             ) from None
 
 
@@ -266,7 +267,7 @@ def _choose_gpu_share(
             raise ValueError(
                 f"runtime.gpus={options.gpus:g} puts {int(1 / options.gpus)} workers on a GPU with "
                 f"{room}, but each needs {job}. Set runtime.gpus={gpu_share(fitting):g} for "
-                f"{workers}."
+                f"{workers} on a GPU."
             )
         return options.gpus
     other = {name: amount for name, amount in per_worker.items() if name != "GPU"}
@@ -402,8 +403,8 @@ def _receive(
             )
     raise ProcessLostError(
         f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s, which "
-        "include the time to start or replace a worker. Its process may be stopped or overloaded; "
-        "if it is only slow, increase faults.timeout"
+        "include the time to start or replace a worker. The coordinator's process may be stopped "
+        "or overloaded. If it is only slow, increase faults.timeout"
     )
 
 

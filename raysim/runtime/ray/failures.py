@@ -15,7 +15,7 @@ from raysim.primitives.errors import first_line
 
 LOCAL = "local"
 MAX_SOCKET_PATH_BYTES = 107  # on Linux
-START_ONE = "Start one with `ray start --head`, or use runtime=local."
+START_ONE = "If there is no cluster, start one with `ray start --head`, or use runtime=local."
 INPROCESS = "or use runtime=inprocess"
 _LOGS = ("gcs_server", "raylet")  # of the processes that every cluster needs
 _ERROR_LINE = re.compile(
@@ -112,10 +112,11 @@ def _describe_joining(address: str, error: BaseException) -> str:
             "head node, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
         )
     if isinstance(error, ConnectionRefusedError):
-        return f"{key}: nothing listens there ({error.strerror}). {START_ONE}"
+        return f"{key}: no program listens there ({error.strerror}). {START_ONE}"
     if isinstance(error, socket.gaierror):
         return (
-            f"{key}: the name of the machine is unknown ({error.strerror}). Correct it. {START_ONE}"
+            f"{key}: the name of the machine is unknown ({error.strerror}). Correct the name. "
+            f"{START_ONE}"
         )
     if isinstance(error, TimeoutError):
         return (
@@ -165,8 +166,11 @@ def _describe_local(error: BaseException) -> str:
     key = f"{variable}={folder}" if names_file else "runtime=local"
     if cause is None:
         logs = f"{folder}/ray/session_latest/logs"
-        return f"{key}: Ray did not start ({message}). Look into {logs}, {INPROCESS}."
-    return f"{key}: Ray did not start, {cause.meaning} ({message}). {cause.advice}, {INPROCESS}."
+        return f"{key}: Ray did not start ({message}). Read its logs in {logs}, {INPROCESS}."
+    return (
+        f"{key}: Ray did not start, because {cause.meaning} ({message}). {cause.advice}, "
+        f"{INPROCESS}."
+    )
 
 
 def _temporary_folder() -> tuple[str, str]:

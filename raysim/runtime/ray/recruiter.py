@@ -205,15 +205,15 @@ class Recruiter:
                     self._give_up(recruit, first_line(error))
             elif recruit.place.node in self._watch.lost:
                 self._starting.remove(recruit)
-                self._give_up(recruit, self._watch.lost[recruit.place.node].reason)
+                self._give_up(recruit, f"its node {self._watch.lost[recruit.place.node].reason}")
             elif time.monotonic() - recruit.since > ROOM_TIMEOUT_S:
                 self._starting.remove(recruit)
-                self._give_up(recruit, f"there was no room on its node for {ROOM_TIMEOUT_S:g} s")
+                self._give_up(recruit, f"its node had no room for {ROOM_TIMEOUT_S:g} s")
         return ready
 
     def _give_up(self, recruit: _Recruit, reason: str) -> None:
         ray.kill(recruit.actor)
-        self.notices.append(f"worker {recruit.worker} does not join: {reason}")
+        self.notices.append(f"worker {recruit.worker} does not join the run: {reason}")
         if recruit.place.group is not self._growth.group:
             self._full_nodes.add(recruit.place.node)
             ray.util.remove_placement_group(recruit.place.group)
