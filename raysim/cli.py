@@ -370,10 +370,11 @@ def _override_for_flag(arguments: argparse.Namespace, argv: Sequence[str], flag:
 
 
 def _import_packages(arguments: argparse.Namespace, are_remote: bool = False) -> argparse.Namespace:
-    """Import the packages that --allow names, and add their options to `arguments.conf`.
+    """Import the packages that --allow names, and add their folders of options to `arguments.conf`.
 
     Return the changed arguments.
-    are_remote: True adds the options without importing the packages.
+    are_remote: True if the command will run on another machine. The folders are then added, but the
+    packages are not imported.
     """
     if getattr(arguments, "allow", None):
         from raysim.experiment.plugins import allow_packages, conf_folders_of
@@ -883,7 +884,9 @@ def _check_folder(out: str, resume: object, arguments: argparse.Namespace) -> No
 
 
 def _with_auto_resume(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with `resume=latest`, which continues the run in `out=` or starts one.
+    """Return the overrides and `resume=latest`, so that the run in `out=` is continued, if any.
+
+    If there is no run in the folder `out=`, the command starts a new run there.
 
     Raise `RefusedError` if `out=` is missing, or if there is a `resume=` already.
     """

@@ -192,8 +192,9 @@ def _uncalled_functions(cls: type[Method]) -> list[str]:
 def check_names(methods: Sequence[Method]) -> None:
     """Raise ValueError if a method of a list has a wrong name or a wrong hook.
 
-    Each method must have a name, and no two methods the same name. A hook must not have an old name
-    or wrong arguments. Only one method may override the hook `model`.
+    Each method must have a name, and no two methods the same name. A method must not have a hook
+    under a name from before the hook was renamed, or with wrong arguments. Only one method may
+    override the hook `model`.
     """
     for method in methods:
         check_name(method)
@@ -286,7 +287,8 @@ PARAMETER_HOOKS = ("begin", "prepare", "end", "combine", "step", "absorb", "pers
 def _check_omissions(all_declared: Sequence[MethodDeclaration]) -> None:
     """Raise ValueError if a compressor is combined with a method that calls `Setup.omit`.
 
-    The latter method sends only a part of the model, but a compressor encodes the whole model.
+    A method that calls `Setup.omit` sends only a part of the model, but a compressor encodes the
+    whole model.
     """
     compressing = next((d.method for d in all_declared if d.compressor is not None), None)
     omitting = next((d.method for d in all_declared if d.omissions), None)

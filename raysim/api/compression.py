@@ -127,8 +127,9 @@ class Compressor(Method):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Send `values` with error feedback; return the message and what it leaves.
+        """Encode `values` with error feedback; return the message and its effects.
 
+        The effects are the vector that the receiver gets, and the sender's next memory.
         values: [layout.trained], the vector v in the docstring of this module. It may be
         overwritten.
         memory: [layout.trained], the sender's memory m, which must not be changed; empty if m is 0.
@@ -163,7 +164,7 @@ class Compressor(Method):
         return torch.add(values, memory, out=wanted)
 
     def _message(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Call `encode`; return the message as an array with its own memory.
+        """Call `encode`; return the message as an array that shares no storage with `values`.
 
         values: [layout.trained], the vector to encode, on any device.
         key, kept: the arguments of `encode`.
@@ -232,7 +233,8 @@ class Compressor(Method):
         The received vector may be a tensor of the next state, so do not change it.
 
         values: [layout.trained], the vector to send. It is overwritten.
-        state: the sender's state after its last message, which this function returned.
+        state: the sender's current state. For the first message it is the initial state; after
+        that, it is the state that this function returned for the previous message.
         key: a random number below 2^63, a new one for each message.
         Raise ValueError if the message does not have the size that `words` returns.
         """

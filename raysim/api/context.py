@@ -126,7 +126,8 @@ class Batch:
         """Pass more inputs through the model, in the same forward pass as the batch.
 
         method: the name of the method that adds them.
-        inputs: [R, ...]. In the hook `loss`, `out.rows(method)` has their features [R, F].
+        inputs: [R, ...], any number R of additional inputs. In the hook `loss`,
+        `out.rows(method)` returns their features [R, F].
         """
         self.rows = {**(self.rows or {}), method: inputs}
 
@@ -283,7 +284,7 @@ class Context:
 
     @contextmanager
     def keep_statistics(self) -> Iterator[None]:
-        """Do not update BatchNorm's running statistics inside this context.
+        """Do not update BatchNorm's running statistics inside `with ctx.keep_statistics():`.
 
         Forward passes still normalise with the statistics of their batch.
         """
@@ -348,7 +349,10 @@ class Outputs:
         return cast(Tensor, features[0])
 
     def rows(self, name: str) -> Tensor:
-        """Return the features [R, F] of the rows that method `name` added to the batch."""
+        """Return the features [R, F] of the R inputs that method `name` added to the batch.
+
+        The method adds them with `Batch.add_rows`.
+        """
         _ = self.features
         return cast(Tensor, self._kept[f"rows.{name}"])
 

@@ -440,9 +440,9 @@ class Local:
     def _scheduled_rate(self, time: int, end: int, warmup: int) -> float:
         """Return the schedule's learning rate, without warm-up and without `lr_decay`.
 
-        With `schedule_over="rounds"`, all arguments are numbers of versions. With "steps", they are
-        numbers of steps of a job.
-        time: the version or the step of which the learning rate is returned.
+        With `schedule_over="rounds"`, all arguments count versions. With "steps", they count the
+        steps of a job.
+        time: the version or the step that uses the returned learning rate.
         end: the version or the step at which the schedule ends.
         warmup: the length of the warm-up, after which "cosine" and "linear" begin.
         """

@@ -62,9 +62,9 @@ class Declarations:
         ]
 
     def single_hook(self, hook: str) -> tuple[MethodDeclaration, Callable[..., Any]] | None:
-        """Return the only method that overrides a hook, with the hook's function; None without one.
+        """Return the method that overrides a hook, with the hook's function.
 
-        For a hook that several methods override, use `hooks_of`.
+        Return None if no method overrides it. Use `hooks_of` if several methods may override it.
         """
         return next(iter(self.hooks_of(hook)), None)
 
@@ -77,10 +77,10 @@ class Declarations:
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the method that makes a declaration; None if no method makes it.
+        """Return the method that declared a fact, such as its own stages; None if none did.
 
-        fact: a declaration that only one method of a run may make, such as "stages" or "train". It
-        is the name of an attribute of `MethodDeclaration`.
+        fact: the name of an attribute of `MethodDeclaration`, such as "stages" or "train". Only one
+        method of a run may declare such a fact.
         """
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None
@@ -247,10 +247,10 @@ def declare(
 def _replace_model(
     methods: Sequence[Method], task: Task, model: nn.Module, seed: int
 ) -> tuple[nn.Module, Exception | None]:
-    """Return the model to train, and the error of a hook `model`.
+    """Call the hook `model`, if a method overrides it; return the model to train.
 
-    If the hook `model` of a method raises an error, return the unchanged model and this error.
-    Without an error, return None in its place.
+    The second result is None. If the hook raises an error, return the unchanged model and the
+    error.
     """
     for method in methods:
         if "model" in filled_hooks(method):

@@ -234,9 +234,9 @@ def format_error(error: BaseException) -> str:
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error, shortened for the user.
 
-    If a method of the user failed, the traceback has only lines of the user's code. The traceback
-    of a HookError does not contain the error's message, which `format_error` returns. It is "" if
-    the error was not raised in the user's code.
+    If a method of the user failed, the traceback has only lines of the user's code. For a
+    HookError, return the traceback without the error's message, which `format_error` returns;
+    return "" if no line of the traceback is in the user's code.
     """
     method = failing_method(error)
     is_users_method = method is not None and not type(method).__module__.startswith("raysim.")

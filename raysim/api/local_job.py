@@ -95,7 +95,7 @@ class LocalJob:
 
     @property
     def stage(self) -> Stage:
-        """The stage of the current optimizer step; a batch has one or more of them (`Stage`)."""
+        """The stage of the current optimizer step; each batch has one or more stages."""
         return self.context.stage
 
     @property
@@ -287,7 +287,7 @@ class LocalJob:
     def input_gradient(self, loss: Tensor, inputs: Tensor) -> Tensor:
         """Return the gradient of the scalar `loss` with respect to `inputs`.
 
-        A loss may contain this gradient, because it is part of autograd's graph.
+        The result is differentiable, so a loss may contain it.
         """
         (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
         return gradient

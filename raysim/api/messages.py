@@ -165,7 +165,8 @@ class Job(NamedTuple):
     def received(self) -> tuple[int, ...]:
         """The numbers (`PublishedVersion.number`) of the versions that the job's client receives.
 
-        There is one, except if the client chooses its replica: it then receives all replicas.
+        A client receives one version. If it chooses its replica itself, it receives the current
+        version of each replica.
         """
         return self.bases or (self.base,)
 

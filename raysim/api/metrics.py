@@ -166,9 +166,9 @@ class SetScore:
 
 @contextmanager
 def _errors_with_shapes(name: str, outputs: Tensor, labels: Tensor, advice: str) -> Iterator[None]:
-    """Turn any error of the code inside `with` into a ValueError with the metric's name and shapes.
+    """Turn any error inside `with` into a ValueError with the metric's name and inputs' shapes.
 
-    The code inside calls a user's metric. It runs without gradients.
+    The code inside `with` calls a user's metric. It runs without gradients.
     name: the name of the metric.
     outputs, labels: the arguments of the metric, whose shapes the error shows.
     advice: the last sentence of the error, which says what to do.
@@ -350,7 +350,7 @@ def example_scores(task: ScoredTask) -> tuple[Tensor, Tensor]:
 def _torch_rule(name: str, task: ScoredTask, key: str) -> MetricRule:
     """Return the metric of torchmetrics that has this name; raise ValueError if there is none.
 
-    key: the setting with the name, for errors.
+    key: the setting that contains this name, such as "evaluate.metric"; errors show it.
     """
     usual = [metric.name for metric in task.objective.metrics]
     if task.kind == "structure":

@@ -39,8 +39,8 @@ class MetricRule:
     rows: the function that workers call with outputs [B, C] and labels. It returns a value or an
     array for each sample, [B, ...]. None means that workers return the outputs and labels
     themselves.
-    summarise: a function that returns the score of a set. Its argument contains the results of
-    `rows` for all samples of the set, at least one.
+    summarise: a function that returns the score of a set of one or more samples. Its argument has
+    an entry for each sample: the result of `rows`, or the outputs and labels if `rows` is None.
     higher: True if a higher score is better.
     """
 
@@ -101,9 +101,10 @@ class Objective:
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of a batch's losses without ignored labels; 0 if all labels are ignored.
 
-    An ignored label has the value `IGNORED`. A loss of a sample is left out if all labels of the
-    sample are ignored.
-    values: a loss for each label, with the shape of `labels`, or for each sample, [B] or [B, ...].
+    An ignored label has the value `IGNORED`.
+    values: a loss for each label, in the shape of `labels`. In any other shape, [B] or [B, ...],
+    it has one or more losses for each sample. The mean then leaves out the samples whose labels
+    are all ignored.
     labels: [B, ...].
     """
     is_counted = labels != IGNORED
@@ -114,11 +115,11 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's mean loss [B] over its labels that are not `IGNORED`.
+    """Return each sample's mean loss [B], without labels that are `IGNORED`.
 
-    The mean is 0 if all labels of a sample are ignored.
-    values: a loss for each label, with the shape of `labels`. If the shape is another one, [B] or
-    [B, ...], these are losses of samples, and labels are not used.
+    values: a loss for each label, in the shape of `labels`. A sample's mean is then 0 if all of its
+    labels are ignored. In any other shape, [B] or [B, ...], `values` has one or more losses for
+    each sample; the function returns their mean and does not use the labels.
     labels: [B, ...].
     """
     if values.shape != labels.shape:
@@ -132,8 +133,9 @@ def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of each sample's losses and the number of its labels, [B, 2].
 
     Labels with the value `IGNORED` do not count.
-    values: a loss for each label, with the shape of `labels`. If the shape is another one, [B] or
-    [B, ...], these are mean losses of samples, which are multiplied by the number of labels.
+    values: a loss for each label, in the shape of `labels`. In any other shape, [B] or [B, ...], it
+    has one or more mean losses for each sample. The function multiplies their mean by the sample's
+    number of labels.
     labels: [B, ...].
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
@@ -161,7 +163,7 @@ def counted_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample the sum of its tokens' cross-entropies and the tokens' number, [B, 2].
+    """Return each sample's sum of the tokens' cross-entropies, and its number of tokens: [B, 2].
 
     outputs: [B, C, T], for each of T positions the logits of C tokens.
     labels: [B, T], the token at each position. Ignored tokens count neither in the sum nor in the

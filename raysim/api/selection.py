@@ -1,8 +1,8 @@
 """Define selection rules, which choose the clients to dispatch, and the data that they see.
 
-A rule may remember arrays in `SelectionView.state`, which checkpoints contain, and nothing else.
-Its choice must depend only on its argument. Then a run has the same bits on any number of workers,
-and if it is resumed.
+A rule must not remember anything outside the arrays in `SelectionView.state`, which checkpoints
+contain. Its choice must depend only on its argument. Then a run has the same bits on any number of
+workers, and if it is resumed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ClientFacts:
     `reports` does not have "loss".
     norm: the Euclidean norm of the client's last aggregated update; nan if `reports` does not have
     "norm".
-    seconds: the duration in virtual seconds, from dispatch to finish, of the client's last job that
-    was not lost.
+    seconds: the virtual seconds from dispatch to finish of a job. It is the client's last finished
+    job that was not lost.
     staleness: the staleness of the last aggregated job.
-    last_finish: the virtual time at which the client's last job that was not lost finished.
+    last_finish: the virtual time at which the same job as in `seconds` finished.
     """
 
     samples: Ints
@@ -186,7 +186,7 @@ class SelectionView:
 
     @cached_property
     def generator(self) -> np.random.Generator:
-        """The random generator of this decision."""
+        """The random generator of this call of `select`."""
         return self.make_generator()
 
     def draw(self, count: int, weights: np.ndarray | None = None) -> Ints:
@@ -204,7 +204,7 @@ class SelectionView:
         return draw_weighted(self.generator, clients, np.asarray(weights, np.float64), count)
 
     def measure(self, clients: Sequence[int] | np.ndarray, samples: int | None = None) -> Floats:
-        """Ask clients for the loss of the current model; return it for each, float64 [clients].
+        """Return the loss of the current model on each client's samples, float64 [clients].
 
         The rule must set `measures = True`, and may call this function once in each call of
         `select`. Each of the clients receives the model, computes the loss on its training samples,

@@ -142,8 +142,8 @@ class ServerView:
     def sample_counts(self) -> np.ndarray:
         """The number of training samples of each client: int64 [clients].
 
-        Clients of other replicas have 0 here. The only exception is a topology in which each client
-        stores its own replica, such as gossip: all clients then have their numbers.
+        The entry of a client of another replica is 0. Only in a topology in which each client
+        stores its own replica, such as gossip, the array has the true number for every client.
         """
         return self._server.counts  # type: ignore[no-any-return]
 

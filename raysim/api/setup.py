@@ -481,7 +481,7 @@ class Setup:
 
         down(job) returns how many floats of the model the job's client does not receive. up(job)
         returns how many floats of the model it does not send. The method must make sure that the
-        job does not use them.
+        job uses none of the omitted floats.
         """
         self.declared.omissions.append(Omission(down, up))
 
@@ -497,10 +497,10 @@ class Setup:
         The server reads the tensors of all clients with `aggregation.uploads(name)`.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
-        planned: None if the size is always `floats`. Otherwise, a function that estimates the size
-        before training, in floats. Its argument is the number of floats that the job receives from
-        this method in tensors sent with `varies=True`. Virtual time uses the estimate, or `floats`
-        in version 0. Traffic counts the real size.
+        planned: None if the size is always `floats`. Otherwise planned(received) returns an estimate
+        of the size before training, in floats. `received` is the size of the tensors that this
+        method sends to the job with `varies=True`, in floats. Virtual time uses `floats` for jobs
+        that start from version 0, and the estimate for later jobs. Traffic counts the real size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:

@@ -27,8 +27,8 @@ Weights: TypeAlias = np.ndarray | Sequence[Mapping[int, float]]
 class Mixing(NamedTuple):
     """A mixing matrix: the weights by which an exchange makes the next vector of each replica.
 
-    Row r has the weights of the replicas whose weighted mean is the next vector of replica r. Only
-    weights above 0 are stored, row after row.
+    The next vector of replica r is a weighted mean of the vectors of replicas. Row r has the weights
+    of this mean. Only weights above 0 are stored, row after row.
 
     starts: int64 [replicas + 1]. Row r has the entries from starts[r] to starts[r + 1] - 1 of
     `sources` and `weights`.
@@ -315,9 +315,9 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
     """Return the weights of an exchange as a sparse matrix.
 
-    weights: row r has the weights of all replicas whose mean becomes replica r. It is an array
-    [replicas, replicas], or a list with a dictionary for each row. A dictionary maps the number of
-    a replica to its weight; replicas that are not in it have the weight 0.
+    weights: row r has the weight of each replica in the mean that becomes replica r. `weights` is
+    an array [replicas, replicas], or a list with a dictionary for each row. A dictionary maps the
+    number of a replica to its weight; replicas that are not in it have the weight 0.
     key: the name of the setting, for errors.
 
     Raises ValueError if a weight is negative or not finite, or if the weights of a row do not sum

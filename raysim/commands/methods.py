@@ -63,7 +63,7 @@ def find_methods(
 ) -> list[MethodEntry]:
     """Return the methods that `names` selects.
 
-    names: texts such as "fedbr" or "fedld+fedavg", as after `method=`. Without names, the result
+    names: values of the key `method`, such as "fedbr" or "fedld+fedavg". Without names, the result
     has all methods, and FedAvg is the first.
     conf: the user's own folders of options.
     allow: the packages whose classes the options in `conf` may use.

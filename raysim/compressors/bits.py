@@ -181,8 +181,8 @@ def _find_set_bits(words: np.ndarray, positions: np.ndarray) -> None:
 
     Bits are numbered from the lowest bit of the first word.
     words: uint32, the words that are searched.
-    positions: the array to fill. If it is shorter than the number of such bits, the last ones are
-    left out.
+    positions: the array to fill. If more bits are 1 than it has entries, only the positions of the
+    lowest bits are written.
     """
     count, room = 0, len(positions)
     for word in range(len(words)):

@@ -17,7 +17,7 @@ Departures from the paper
 - P is orthogonalised by the QR decomposition.
 
 A tensor of more than two dimensions is treated as a matrix; its first dimension gives the rows.
-Vectors are sent unchanged. So are matrices whose P and Q together would be larger than M.
+Vectors are sent unchanged. A matrix M is sent unchanged if P and Q together would be larger than M.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Piece(NamedTuple):
     rank: int
 
     def row_blocks(self) -> list[slice]:
-        """Divide the rows of the matrix into blocks that fit into the cache."""
+        """Divide the rows of the matrix into blocks that fit into the CPU's cache."""
         return split_range(0, self.rows, max(1, PART // max(1, self.columns)))
 
     def positions(self, rows: slice) -> slice:
@@ -155,8 +155,9 @@ class PowerSGD(Compressor):
     ) -> np.ndarray:
         """Return the message; `values` and `kept` are the arguments of `encode`.
 
-        read: function that returns the entries at some positions of `values`. It is called once for
-        each position, before the entry is used, so it may compute the entry.
+        read: function of a range of positions, which returns these entries of `values`. Each entry
+        is read once before any other use of it. So the function may compute an entry at that time
+        and write it into `values`.
         """
         parts: list[Tensor] = []
         used = 0
@@ -205,7 +206,8 @@ class PowerSGD(Compressor):
     ) -> Exchange:
         """Send `values` with error feedback; the result is that of `Compressor.exchange`.
 
-        The memory is added and changed part by part, while a part is in the cache.
+        The vector is processed part by part. A part stays in the CPU's cache from the addition of
+        the memory until it is encoded, and from the decoding until the next memory is computed.
         """
         is_direct = values.device.type == "cpu" and values.dtype == torch.float32
         if not (is_direct and len(memory)):

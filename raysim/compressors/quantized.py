@@ -68,7 +68,7 @@ def _round_randomly(
     scales: float32 [buckets].
     levels: the number of levels above 0.
     key: the low and the high word of the message's random number, uint32 [2].
-    steps: the numbers 0 GOLDEN, 1 GOLDEN, 2 GOLDEN, ..., uint32 [CHUNK].
+    steps: i times the constant `GOLDEN` for i = 0, 1, ..., CHUNK - 1, modulo 2^32, uint32 [CHUNK].
     digits: [entries], the array to fill.
     received: empty without error feedback. With ef14, the array for the values that the receiver
     gets, float32 [entries]. With ef21, the next memory has these values, and `received` is working
@@ -272,7 +272,11 @@ class _Quantizer(Compressor):
     def _round(
         self, values: Tensor, layout: Layout, key: int, received: Tensor, memory: Tensor
     ) -> np.ndarray:
-        """Return the message for `values`; the arguments are those of `_round_randomly`."""
+        """Return the message for `values`.
+
+        key: the number from which the random rounding is computed.
+        received, memory: as in `_round_randomly`, which also fills or replaces some of the arrays.
+        """
         starts, array = self.starts(layout), values.numpy()
         scales = self.scales(array, starts)
         digits = np.empty(len(array), np.uint16 if self.width > 8 else np.uint8)

@@ -70,7 +70,7 @@ class _Partwise(Compressor):
         raise NotImplementedError
 
     def _parts(self, length: int) -> list[slice]:
-        """Divide a vector into parts that fit into the cache."""
+        """Divide a vector into parts that fit into the CPU's cache."""
         return split_range(0, length, max(1, PART // self.block) * self.block)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
@@ -101,7 +101,8 @@ class _Partwise(Compressor):
     ) -> Exchange:
         """Send `values` with error feedback; the result is that of `Compressor.exchange`.
 
-        A part is encoded, decoded and put into the next memory while it is in the cache.
+        For speed, each part is encoded, decoded and put into the next memory before the next part.
+        It stays in the CPU's cache meanwhile.
         """
         is_direct = values.device.type == "cpu" and values.dtype == torch.float32
         if not (is_direct and len(memory)):

@@ -207,7 +207,8 @@ class _Sparse(Compressor):
     ) -> Exchange:
         """Send `values` with error feedback; the result is that of `Compressor.exchange`.
 
-        Only the sent entries are computed, so this takes less time.
+        Only the sent entries are decoded and changed in the memory. This takes less time than
+        `Compressor.exchange`, which computes with all entries.
         """
         is_direct = values.device.type == "cpu" and values.dtype == torch.float32
         if not (is_direct and len(memory)):

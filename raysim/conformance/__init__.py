@@ -52,7 +52,8 @@ class Check:
 def checks(part: object, study: Study | None = None) -> list[Check]:
     """Return all checks for a part of a run, such as a method or a partition.
 
-    study: the description of the tiny run in which the part is tried; None uses `Study()`.
+    study: a `Study` of this package, which describes the tiny run in which the part is tried; None
+    uses `Study()`.
     Raise TypeError for an object that is not a part of a run.
     """
     name = getattr(part, "name", type(part).__name__)

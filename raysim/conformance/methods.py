@@ -77,8 +77,8 @@ def _checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], ob
 def check_arguments(method: Method) -> None:
     """Check that the method has a name, and that no argument has the same name as a hook.
 
-    These are the arguments of the constructor, which must store each of them as an attribute of the
-    same name.
+    The arguments are those of the method's constructor. The constructor stores each of them as an
+    attribute of the same name, so such an argument would replace the hook.
     """
     assert isinstance(getattr(method, "name", None), str), f"{type(method).__name__} has no name"
     taken = parameters(method).keys() & {*HOOKS}

@@ -1,7 +1,7 @@
 """Measure raysim's speed against plain PyTorch loops that do the same training.
 
-`raysim bench` runs a few rounds of raysim, then a few rounds of a usual PyTorch loop with
-`torch.optim.SGD`, and so on. The result is the median ratio of the two times, so that slow changes
+`raysim bench` alternates between a few rounds of raysim and a few rounds of a usual PyTorch loop
+with `torch.optim.SGD`. The result is the median ratio of the two times, so that slow changes
 of the machine's speed have little effect. With `--floor` it also measures a tuned loop, which has
 no optimizer object and updates one flat vector in a single operation. raysim and the loops use the
 same number of processes. Evaluation and warm-up rounds are not measured. Results are also written
@@ -181,9 +181,9 @@ class SharedMemory:
 def _bare_worker(
     index: int, spec: RunSpec, workload: LoopWorkload, memory: SharedMemory, is_tuned: bool
 ) -> None:
-    """Train clients in each round, in one of the loop's processes.
+    """Train clients in each round; this is one process of a plain PyTorch loop.
 
-    A shared counter gives each process the next client of the cohort.
+    All processes share a counter, from which each takes the next client of the cohort.
     index: the number of the process.
     is_tuned: True uses the tuned loop.
     memory: the memory and the locks that the processes share.

@@ -63,7 +63,7 @@ def convert(capacity: str, behaviour: str, out: Path) -> str:
     capacity: the path of FedScale's file `client_device_capacity`.
     behaviour: the path of FedScale's file `client_behave_trace`.
     out: the path of the trace, which is written.
-    Raise `ValueError` if a file has no such data, or if no client can be converted.
+    Raise `ValueError` if a file does not have FedScale's format, or if no client can be converted.
     """
     devices = _read_clients(capacity, "computation")
     times = _read_clients(behaviour, "finish_time")

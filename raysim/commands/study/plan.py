@@ -268,7 +268,8 @@ def _has_key(node: object, key: str) -> bool:
 def _name_parts(keys: Sequence[str]) -> dict[str, str]:
     """Return the short name of each key, which the names of runs contain.
 
-    It is the last word of the key, or the whole key if several keys have the same last word.
+    The short name is the part after the key's last dot. If several keys have the same last part,
+    the short name is the whole key.
     """
     # A run's name is also the name of its folder. If these names changed, a continued study would
     # not find the folders of its runs.

@@ -1,1 +1,1 @@
-"""Implement `raysim submit`: start a job on a cluster."""
+"""Implement `raysim submit`: start a command of raysim on a cluster, as a job of Ray."""

@@ -1,8 +1,9 @@
-"""Implement `raysim fetch`: copy the folder of a job's results to this machine.
+"""Implement `raysim fetch`: copy the results of a submitted command to this machine.
 
-This machine connects only to the job server. It starts a small job on the node that has the
-results, which prints the packed folder as text. The job server returns this text. Results at a URL
-are read from the URL instead.
+Here a job is a job of Ray: `raysim submit` starts one for each command. This machine connects only
+to Ray's job server. It starts a second, small job on the node that has the results. This job prints
+the packed folder as text, and the job server returns the text. Results at a URL are read from the
+URL instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Use a cluster's job server: connect, submit a job, print its output, wait for its end."""
+"""Use a cluster's job server: connect, submit a job, print its output, wait for its end.
+
+Here a job is a job of Ray, which executes a command of raysim.
+"""
 
 from __future__ import annotations
 

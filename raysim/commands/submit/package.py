@@ -1,6 +1,6 @@
-"""Implement `raysim submit`: pack the files of a job, send them, and follow the job.
+"""Implement `raysim submit`: send a command and its files to a cluster, and print its output.
 
-The folder of a job contains `raysim/`, `conf/`, the files that pip needs (`PROJECT_FILES`), and the
+The cluster executes the command as a job of Ray. The folder of this job contains `raysim/`, `conf/`, the files that pip needs (`PROJECT_FILES`), and the
 files that --with lists. It contains nothing else of the current folder.
 """
 

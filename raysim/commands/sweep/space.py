@@ -120,7 +120,7 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
 def random_points(space: Space, count: int, generator: np.random.Generator) -> list[Point]:
     """Return `count` independent random points.
 
-    The first points do not depend on `count`, if the generator has the same seed.
+    A larger `count` with the same seed of the generator gives the same points, and then more.
     space: the list or the interval of each searched key.
     generator: the generator of random numbers.
     """

@@ -147,9 +147,10 @@ class RunDatabase:
             self._say(problem)
 
     def add_models(self) -> Iterator[Path]:
-        """Save the models that MLflow does not have; yield each run's folder before its model.
+        """Save the models that MLflow does not have.
 
-        A model takes seconds, so the caller can do other work in between.
+        Yield the folder of each run just before the run's model is saved. A model takes seconds,
+        so the caller can do other work before it requests the next one.
         """
         for folder in _stored_folders(self.root):
             if self._examined.get(folder) == _changed_at(folder / RECORD):
