@@ -497,8 +497,8 @@ class Setup:
         The server reads the tensors of all clients with `aggregation.uploads(name)`.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
-        planned: None if the size is always `floats`. Otherwise planned(received) returns an estimate
-        of the size before training, in floats. `received` is the size of the tensors that this
+        planned: None if the size is always `floats`. Otherwise planned(received) returns the
+        estimated size before training, in floats. `received` is the size of the tensors that this
         method sends to the job with `varies=True`, in floats. Virtual time uses `floats` for jobs
         that start from version 0, and the estimate for later jobs. Traffic counts the real size.
         """

@@ -27,7 +27,7 @@ Weights: TypeAlias = np.ndarray | Sequence[Mapping[int, float]]
 class Mixing(NamedTuple):
     """A mixing matrix: the weights by which an exchange makes the next vector of each replica.
 
-    The next vector of replica r is a weighted mean of the vectors of replicas. Row r has the weights
+    The next vector of replica r is a weighted mean of the replicas' vectors. Row r has the weights
     of this mean. Only weights above 0 are stored, row after row.
 
     starts: int64 [replicas + 1]. Row r has the entries from starts[r] to starts[r + 1] - 1 of

@@ -1,7 +1,8 @@
 """Implement `raysim submit`: send a command and its files to a cluster, and print its output.
 
-The cluster executes the command as a job of Ray. The folder of this job contains `raysim/`, `conf/`, the files that pip needs (`PROJECT_FILES`), and the
-files that --with lists. It contains nothing else of the current folder.
+The cluster executes the command as a job of Ray. The folder of this job contains
+`raysim/`, `conf/`, the files that pip needs (`PROJECT_FILES`), and the files that --with lists. It
+contains nothing else of the current folder.
 """
 
 from __future__ import annotations

@@ -104,6 +104,7 @@ class SweepTrial(tune.Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Give this process another trial; the new trial begins at the next call of `step`.
+
         new_config: the dictionary that `_trial_config` made for the other trial.
         Return True, which tells Tune that this process can be used for another trial.
         """
