@@ -35,8 +35,8 @@ class StoredArrays:
     """The n samples of a data set from Python; the training samples come first.
 
     inputs: [n, ...], the inputs of the samples.
-    labels: an array [n, ...], or a list with a list of labels for each sample. Labels that were
-    dictionaries are packed into a `LabelSet`.
+    labels: an array [n, ...], or a list with a list of labels for each sample. If each label was a
+    dictionary of arrays, `labels` is a `LabelSet`, which packs them.
     users: [n], integers or text: the person or device to whom each sample belongs; None if the
     samples have no such users.
     is_test: bool [n], True for samples of the central test set.
@@ -293,8 +293,8 @@ def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]
 def _join_inputs(inputs: Sequence[Any]) -> Any:
     """Return the inputs of all items as one list.
 
-    Items with several inputs are dictionaries or tuples. Then return a dictionary or a tuple with a
-    list or an array for each input.
+    If items have several inputs, each item is a dictionary or a tuple of arrays. The result is then
+    a dictionary with a list for each input, or a tuple with an array for each input.
     """
     first = inputs[0]
     if isinstance(first, Mapping):
@@ -307,10 +307,10 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return labels that are dictionaries or lists of labels, one entry for each sample.
+    """Return the labels if each sample has a dictionary or a list of labels; else return None.
 
-    Return None for numbers, for text, and for lists that are the rows of an array. Lists are the
-    rows of an array in these cases:
+    The result has a dictionary or a list for each sample. It is None if each label is a number or a
+    text, and if the lists are the rows of an array. Lists are the rows of an array in these cases:
     - `kind` is "positions".
     - The lists contain a value that is neither an integer nor text.
     - Each list has one item.

@@ -44,7 +44,7 @@ class Pipeline:
     grey: float = 0.1
 
     def normalise(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return inputs for the model, on their device and in `dtype`.
+        """Normalise inputs for the model; the result is on the same device and in `dtype`.
 
         uint8 [..., c, h, w] (channels, height, width) becomes (x / 255 - mean) / std. float32 [B,
         c, ...] becomes (x - mean) / std. Token numbers (int64) stay unchanged.
@@ -64,8 +64,9 @@ class Pipeline:
     def augment_images(self, images: Tensor, rng: np.random.Generator) -> Tensor:
         """Augment each image independently; images and result are uint8 [B, c, h, w].
 
-        The augmentations in `augment` are applied in this order. Only these draw random numbers.
-        - resized_crop: four numbers in [0, 1) for each of `TRIES` rectangles, see `crop_boxes`.
+        Only the augmentations in `augment` are applied and draw random numbers, in this order:
+        - resized_crop: up to `TRIES` random rectangles are tried, see `crop_boxes`; the chosen one
+          is stretched to the size of the image.
         - crop: a vertical and a horizontal offset, each from 0 to 2 * `crop_padding` pixels.
         - flip: an image is mirrored with probability 1/2.
         - rotate: an angle from -`rotate_degrees` to `rotate_degrees`. A pixel of the result is the

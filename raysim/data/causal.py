@@ -132,7 +132,9 @@ def number_vocabulary(size: int, end: int = 0) -> Vocabulary:
 
 
 def hugging_face_vocabulary(name: str) -> Vocabulary:
-    """Return the vocabulary of a tokenizer of Hugging Face: a folder, or a name on the hub.
+    """Return the vocabulary of a Hugging Face tokenizer.
+
+    name: the tokenizer's folder, or its name on the hub.
 
     A document ends with the tokenizer's end-of-text token, else with its separator token, else with
     a new token.
@@ -184,9 +186,9 @@ def text_vocabulary(tokenizer: str | None, texts: Iterable[str]) -> Vocabulary:
 def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:
     """Return the vocabulary of a stored data set.
 
-    tokenizer: the name in the data set: `BYTES`, `CHARACTERS`, `NUMBERS`, or a Hugging Face
-    tokenizer.
-    names: the texts of its tokens.
+    tokenizer: the tokenizer that the data set names: `BYTES`, `CHARACTERS`, `NUMBERS`, or a Hugging
+    Face tokenizer.
+    names: the text of each token.
     """
     if tokenizer == BYTES:
         return byte_vocabulary()

@@ -34,7 +34,7 @@ INDEX_NAMES = ("", "id", "index", "unnamed: 0", "__index_level_0__")
 
 # ---- which column is which -----------------------------------------------------------------------
 def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
-    """Return the column whose name comes first in `usual`; None if no column has such a name.
+    """Return the first name in `usual` that a column has; None if no column has such a name.
 
     names: the columns of the table.
     usual: the usual names for this kind of column, such as `LABEL_NAMES`; case does not matter.
@@ -101,8 +101,9 @@ def find_inputs(
     known: the columns of labels, users and domains.
     place: the name of the table in errors.
     are_separate: True if each column is a separate input.
-    If `columns` is None, raise ValueError if no column is left for the input. Also raise it if
-    several columns would be one input but are not all columns of numbers.
+    Raise ValueError, if `columns` is None, in these cases:
+    - No column is left for the input.
+    - Several columns would form one input, but some of them do not contain numbers.
     """
     if columns is not None:
         return columns, []
@@ -636,7 +637,7 @@ def _plain_column(table: pa.Table, name: str, key: str, place: str) -> pa.Chunke
 
 
 def _first_empty(column: pa.Array | pa.ChunkedArray) -> str:
-    """Return text for an error that names the row of the first empty value.
+    """Return the end of an error message: the row of the first empty value.
 
     For example, ", the first in row 3".
     """

@@ -85,7 +85,7 @@ class Text(_Corpus):
     root: the file or the folder.
     separator: the text between two documents of a file, where \\n stands for a new line. None means
     that a file is one document.
-    user: with partition=natural, each "file" or each "document" is a client.
+    user: "file" or "document"; with partition=natural, each file or each document is a client.
     """
 
     root: str | None = None

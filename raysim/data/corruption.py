@@ -29,7 +29,9 @@ IMAGES_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of images by one of the A `angles` (degrees).
+    """The settings for rotating images: each image is turned by one of several angles.
+
+    angles: A angles in degrees.
 
     per: "none" rotates nothing. "client" turns all images of client k by the angle with index
     k mod A. With "image", each client draws a distribution over the angles, q ~ Dir(concentration),

@@ -297,10 +297,11 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
 
 
 def _verification_record(path: Path) -> tuple[Path, str]:
-    """Return the path and the content of a file which shows that a data set was verified.
+    """Return the path and the content of the record that a data set was verified.
 
-    This machine has verified the data set if the file exists and has this content. The content
-    changes when the data set's file changes.
+    The record is a small file below the data set's folder, with a path for each machine. This
+    machine has verified the data set if the record exists and has this content. If the data set's
+    file changes, its record needs another content.
     path: the file of the data set.
     """
     stat = path.stat()

@@ -155,7 +155,7 @@ def _rows_of_parts(parts: list[Raw]) -> list[Ints]:
 
 
 def _without_words(names: list[str]) -> list[str]:
-    """Return class names without words: "0 - zero" (torchvision's MNIST) becomes "0"."""
+    """Shorten class names such as "0 - zero" (torchvision's MNIST) to the number "0"."""
     have_words = all(re.fullmatch(r"\d+ - \w+", name) for name in names)
     return [name.partition(" ")[0] for name in names] if have_words else names
 

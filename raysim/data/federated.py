@@ -282,7 +282,7 @@ def _title(settings: Source | Partitioner) -> str:
 
 # ---- changes of federated data -------------------------------------------------------------------
 def drop_single_rows(data: FederatedData) -> FederatedData:
-    """Remove the training row of clients that have a single one; such a client does not train.
+    """Remove the training rows of clients with only one row; such a client does not train.
 
     A network with BatchNorm cannot train on one row.
     """

@@ -64,13 +64,14 @@ def pack_fields(
 def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     """Return structured targets as a `LabelSet`: one row of floats for each sample, [n, floats].
 
-    A row has all arrays of a sample, one after another. Each array begins with the length of its
-    first axis, and ends with zeros if another sample has a longer one. `unpack_targets` restores
-    the arrays.
+    A row has all arrays of a sample, one after another. In a row, the length of an array's first
+    axis stands in front of its values. Zeros after the values make all rows equally long.
+    `unpack_targets` restores the arrays.
     targets: for each of n samples, a dictionary of arrays by name, such as "boxes" [k, 4]. Only the
     length of the first axis, here k, may differ between samples.
     place: the name of the data in errors.
-    Raise ValueError if samples have different names, or shapes that differ in another axis.
+    Raise ValueError if the names of the arrays differ between samples, or the length of another
+    axis.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}

@@ -41,9 +41,9 @@ class ImageFolder(Source):
     These folders may also be inside root/train/ and root/test/. A file root/split.csv may list the
     pictures in the columns path, domain, class and split ("train" or "test").
     root: the folder.
-    test_fraction: the share of the pictures that is for testing, if neither split.csv nor folders
-    say so. With 0.2 it is every fifth picture of each class of each domain, in the order of file
-    names.
+    test_fraction: the share of the pictures that is for testing. It is used only if there is no
+    split.csv, and there are no folders root/train/ and root/test/. With 0.2 it is every fifth
+    picture of each class of each domain, in the order of file names.
     """
 
     root: str | None = None

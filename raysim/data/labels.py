@@ -82,7 +82,7 @@ def read_labels(
 
 
 def streams_error(place: str) -> ValueError:
-    """Return the error that this source cannot give text for data.kind=causal.
+    """Return the error for data.kind=causal with a source that cannot read text.
 
     place: the name of the source.
     """

@@ -90,10 +90,10 @@ def store_lists(
 
 
 def is_lists_of_rows(part: object) -> bool:
-    """Return True if a partition is given as lists of rows, False if it is given as settings.
+    """Return True if `part` consists of lists of rows, False if it consists of settings.
 
-    Lists and tuples are always lists of rows. A dictionary is lists of rows if all its values are
-    lists or arrays, or if no key is text. An empty dictionary is settings.
+    A list or a tuple always consists of lists of rows. So does a dictionary if all its values are
+    lists or arrays, or if no key is text. An empty dictionary counts as settings.
     part: the argument `partition` of `raysim.run`.
     """
     if isinstance(part, Mapping):

@@ -355,7 +355,7 @@ def has_parquet_files(folder: Path) -> bool:
 # ---- files ---------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise ValueError with the file's name if reading fails inside `with`.
+    """Raise ValueError with the file's name if the file cannot be read in a `with` block.
 
     path: the file.
     """

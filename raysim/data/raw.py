@@ -187,8 +187,8 @@ class Source:
     def with_domains(self, column: str) -> Source:
         """Return a copy of the source in which each value of a column is a domain.
 
-        `partition=natural` calls it, to make each user a client. A subclass for data with columns
-        overrides it; the base class raises ValueError.
+        With `partition=natural`, raysim calls this function, so that each user becomes a client. A
+        subclass for data with columns overrides it; the base class raises ValueError.
         column: the name of the column (`partition.column`).
         """
         raise ValueError(
@@ -458,7 +458,7 @@ def _format_shape(shape: Sequence[int]) -> str:
 
 
 def _code_files(cls: type[Source]) -> list[Path]:
-    """Return the source file of a user's class, because the data set depends on its content.
+    """Return a list with the source file of a user's class; the stored data depend on the code.
 
     Return [] for a class of raysim, and for a class from a notebook, which has no file.
     """

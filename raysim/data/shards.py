@@ -39,7 +39,7 @@ USUAL_LABELS = ("cls", *LABEL_NAMES, "mask", "seg")
 
 
 class Part(NamedTuple):
-    """One file of a sample, by its position in a tar file.
+    """One file of a sample, and where its bytes are in a tar file.
 
     shard: the tar file.
     name: the file's name in the tar file.

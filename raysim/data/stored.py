@@ -80,9 +80,9 @@ class Stored(Source):
 
 
 def find_folder(root: Path, name: str) -> Path | None:
-    """Return the folder in `root` with this name; compare only letters, without case, and digits.
+    """Return the folder in `root` with this name; None if there is no such folder.
 
-    Return None if there is no such folder.
+    Upper and lower case are equal. All characters except letters and digits are ignored.
     """
     inner = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     for path in inner:

@@ -288,7 +288,7 @@ def _build_experiment(
 
 
 def _rate_warnings(settings: RunSettings) -> list[str]:
-    """Return warnings of settings of the learning rate that have no effect.
+    """Return a warning for each setting of the learning rate that has no effect.
 
     For example, the run, or each of its jobs, may end before the warm-up does.
     """
@@ -319,9 +319,9 @@ def _rate_warnings(settings: RunSettings) -> list[str]:
 
 
 def _reason_for_late_planning(spec: RunSpec, declarations: Declarations) -> str:
-    """Return why the planner cannot plan later aggregations before earlier ones are trained.
+    """Return the reason why the planner cannot work ahead of the training; "" if it can.
 
-    Return "" if it can.
+    To work ahead means to plan later aggregations before earlier ones are trained.
     declarations: what the run's methods declared, such as messages that change in size.
     """
     if not spec.selection.plans_ahead:
@@ -357,9 +357,9 @@ def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
 def _choose_step_mode(
     spec: RunSpec, declarations: Declarations, runtime: RuntimeOptions, schedule: Schedule
 ) -> RunSpec:
-    """Return the spec with the lanes, the use of graphs and the precision of training steps.
+    """Choose the lanes, the precision and whether steps are recorded; return the changed spec.
 
-    A graph is a recorded step (on a GPU a CUDA graph).
+    With `graph`, the worker records a training step once and then replays it.
     declarations: the run's networks, and what its methods declared.
     runtime: the options of the group `runtime`. If `lanes` or `graph` is None, the model, the
     device and the schedule decide it.

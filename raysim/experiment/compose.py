@@ -132,7 +132,7 @@ def _draft_config(
 def _separate_options(
     overrides: Sequence[str], settings: Mapping[str, object], groups: Groups
 ) -> tuple[dict[str, list[str]], dict[str, SetValue]]:
-    """Separate overrides and settings into chosen options, by group, and values, by key.
+    """Return the options that the user chose, by group, and the values that the user set, by key.
 
     overrides: texts "key=value".
     settings: overrides as Python values, by key.
@@ -224,10 +224,10 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def draft(
     overrides: Sequence[str], folders: Sequence[str | Path], keys: Sequence[str]
 ) -> tuple[Node, dict[str, str]]:
-    """Return the configuration that all trials of a sweep have in common, and error texts.
+    """Return the configuration that all trials of a sweep have in common, and the wrong keys.
 
     The configuration is plain data, from which `complete_draft` makes the configuration of a trial.
-    The error texts are in a dictionary, by key. It contains those of `keys` that do not exist.
+    The second result has an error text for each key in `keys` that does not exist, by key.
     overrides: the overrides that are the same for all trials, as texts "key=value".
     folders: the user's own folders of options.
     keys: the keys that the sweep varies.

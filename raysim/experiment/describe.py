@@ -265,7 +265,9 @@ def _selection(selection: Selection) -> str:
 
 
 def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Layout) -> str:
-    """Describe the file of the initial weights, and which tensors it lacks; "" without a file.
+    """Describe the file of initial weights; name the tensors that are not in it.
+
+    Return "" if the run does not use such a file.
 
     networks: the run's networks, by name.
     layout: the tensors of the networks.

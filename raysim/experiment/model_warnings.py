@@ -14,7 +14,7 @@ MAX_NAMED_WEIGHTS = 5
 
 
 def weight_warnings(model: nn.Module) -> list[str]:
-    """Return a warning if a pretrained model has weights that its files do not have.
+    """Return a list with a warning if the files of a pretrained model do not have all its weights.
 
     model: the network of the run.
     """
@@ -31,7 +31,7 @@ def weight_warnings(model: nn.Module) -> list[str]:
 
 
 def output_warnings(spec: RunSpec, model: nn.Module) -> list[str]:
-    """Return a warning if a user's classifier ends in a softmax.
+    """Return a list with a warning if a user's classifier ends in a softmax.
 
     The usual loss, cross-entropy, takes logits and applies a softmax itself.
     spec: the run's settings, task and loss.

@@ -101,7 +101,7 @@ class Result:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """Return the run as an `Experiment`: built and checked."""
+        """Return the run as an `Experiment`, which has all objects of the run."""
         return self.source if isinstance(self.source, Experiment) else self.source()
 
     # --- tables -----------------------------------------------------------------------------------

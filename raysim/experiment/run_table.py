@@ -51,9 +51,9 @@ def plan_file(folder: Path, command: str) -> Path:
 
 
 def configure_run(config: Node, folder: Path, name: str) -> Node:
-    """Return a run's configuration with the folder of this run.
+    """Return a run's configuration with `out`, the run's folder in a study or sweep.
 
-    If the folder contains an unfinished run of the same name, the run continues.
+    It also sets `resume`, so that an unfinished run of the same name continues.
     config: the configuration of the run, without its folder.
     folder: the folder of the study or sweep.
     name: the name of the run.

@@ -1,4 +1,4 @@
-"""Define the settings of a run's execution, and the run itself, built and checked."""
+"""Define `Experiment`, which has all objects of a run, and the settings of its execution."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ExecutionOptions:
 
 @dataclass(frozen=True, repr=False)
 class Experiment:
-    """A run, built and checked; nothing has been written yet.
+    """All objects of a run, after their checks and before the run writes any file.
 
     config: the configuration, as the run's folder stores it.
     spec: the final settings, after the changes that methods made; `method=centralized`, for

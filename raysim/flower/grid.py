@@ -109,8 +109,8 @@ class VirtualGrid(SimpleGrid):
     virtual seconds.
     runtime: the object that calls the workers.
     clock: the virtual clock.
-    replies: the file of replies from an earlier, killed process of this run; new replies are added
-    to it. None has no stored replies and stores none.
+    replies: the file with the replies from an earlier, killed process of this run. New replies are
+    added to it. With None, no replies are read or stored.
     on_message: function that is called with a `MessageRecord` for each message that is answered,
     lost or failed.
     fatal_error: the error that makes it impossible to continue the run; None if there is none. It
@@ -288,10 +288,10 @@ class VirtualGrid(SimpleGrid):
 
         The messages of all these threads are a batch: they have the same virtual time. The clock
         advances to the arrival of the batch's last reply.
-        Return a dictionary of pairs, by the ids of the nodes that got messages of the batch. A pair
-        has the virtual time of the node's last reply, in seconds, and the number of the client.
-        Raises ReplayError if a message differs from that of the stored run. The message of the same
-        client and number is compared.
+        Return a pair for each node that got messages of the batch, by node id: the virtual time of
+        the node's last reply, in seconds, and the number of the client.
+        Raises ReplayError if a message differs from the message of the same client and number in
+        the stored run.
         Raises WorkerDiedError if several workers died, one after another, with the same message.
         """
         with self._lock:
@@ -349,8 +349,8 @@ class VirtualGrid(SimpleGrid):
         """Answer messages from the stored replies; return the messages that need a worker.
 
         pending: the messages. Lost or answered messages are skipped.
-        Raises ReplayError if a message differs from that of the stored run. The message of the same
-        client and number is compared.
+        Raises ReplayError if a message differs from the message of the same client and number in
+        the stored run.
         """
         unanswered = []
         for one in pending:

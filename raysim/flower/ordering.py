@@ -36,7 +36,7 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
                 setattr(self, name, value)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute; replace strategies, also that of a `Server`, by sorting ones."""
+            """Set an attribute; replace a strategy, or that of a `Server`, by a sorting copy."""
             if isinstance(value, Strategy):
                 value = order_results(value, grid)
             elif isinstance(value, Server):

@@ -129,7 +129,7 @@ def copy_header(data: Buffer) -> bytes:
 def _pack_value(value: Any, writer: _BytesWriter) -> Any:
     """Return a value that JSON can express; a byte string becomes {"bytes": number}.
 
-    writer: the list that gets the byte strings.
+    writer: the object that collects the byte strings.
     """
     if isinstance(value, bytes):
         return {"bytes": writer.add(value)}

@@ -120,7 +120,7 @@ class StoredReplies:
         )
 
     def forget_digests(self) -> None:
-        """Forget the checksums of message contents, because the app may change the contents now."""
+        """Forget the checksums of messages, because the app may change messages when it runs."""
         self._digests.clear()
 
     def _digest(self, request: Request) -> str:

@@ -42,7 +42,7 @@ class SimpleGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """Return a new message to a node, which is not sent yet.
+        """Return a new message to a node; this function does not send it.
 
         content: the records of the message.
         message_type: Flower's type, such as "train" or "evaluate".

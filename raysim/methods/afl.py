@@ -68,9 +68,9 @@ class AFL(Method):
         self.step_size = at_least("method.afl.step_size", step_size, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Declare the clients' weights as server state; each job uploads a loss.
+        """Declare the clients' weights as server state, and that each job uploads a loss.
 
-        This is the loss of the model that the client received.
+        The uploaded loss is that of the model that the client received.
         """
         run.needs_fixed_clients("the server has a weight for each client")
         run.require(

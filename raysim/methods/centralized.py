@@ -14,10 +14,11 @@ How the run works
 - Methods that change the local loss or gradient can be combined with this one. A server rule gets
   one update in each round.
 
-Departures from the released code
-- For each domain, the code scores the checkpoint with the best validation accuracy. Here the last
-  model is scored.
-- The code's option `balanced` (batches with equal shares of all clients) is not implemented.
+Departures from FRAug's released code
+- For each domain, FRAug's code scores the checkpoint with the best validation accuracy. Here the
+  last model is scored.
+- The option `balanced` of FRAug's code (batches with equal shares of all clients) is not
+  implemented.
 """
 
 from __future__ import annotations

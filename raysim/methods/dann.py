@@ -146,10 +146,10 @@ class Dann(Method):
         self.mode = one_of("method.dann.mode", mode, get_args(TrainingMode))
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return the run's local.steps, or `discriminator_steps` + 1 if that is larger.
+        """Return {"local.steps": S}: S is local.steps, but at least `discriminator_steps` + 1.
 
-        Then each job trains both the discriminator and the classifier. The result is empty if the
-        run sets local.epochs, and with mode=grl.
+        So each job trains both the discriminator and the classifier. The result is empty if the run
+        sets local.epochs, and with mode=grl.
         local: the run's settings of local training.
         """
         if self.mode != "alternate" or local.steps is None:

@@ -5,8 +5,8 @@ Training for Language Modeling" (2024), the algorithm of the delayed Nesterov up
 DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server)
 asynchronous. D_t is the update t = 1, 2, ..., which points towards improvement. x are the
 parameters, m is the momentum, and b is a sum of updates. eta is the learning rate and beta the
-factor of the old momentum. The momentum changes with every N-th update. c is the setting
-`activation`: each of the N - 1 steps between two changes also moves x by eta c beta m:
+factor of the old momentum. The momentum changes with every N-th update. Each of the N - 1 steps
+between two changes also moves x by eta c beta m, where c is the setting `activation`:
 
     b <- b + D_t
     every N-th t    m <- beta m + b / N    b <- 0

@@ -47,7 +47,7 @@ PERSONAL, SHARED = "ditto.model", "model"
 
 
 def _pairs(layout: Layout) -> list[tuple[Entry, Entry]]:
-    """Return the position of each personal parameter and of the same parameter of the shared model.
+    """Return pairs of positions: of a personal parameter, and of the same shared parameter.
 
     layout: the layout of the vector that contains both models.
     """

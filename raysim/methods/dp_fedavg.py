@@ -6,8 +6,8 @@ Source: McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recu
 Models" (ICLR 2018), Algorithm 1 with flat clipping and a fixed denominator. The bound C follows
 Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping"
 (NeurIPS 2021), Algorithm 1. A round has m clients with the updates D_i. The bit b_i is 1 if |D_i|
-<= C, otherwise 0. z is the setting `noise`, and s, the setting `bit_noise`, is the noise of the sum
-of the bits:
+<= C, otherwise 0. The setting `noise` is z. The setting `bit_noise` is s, the standard deviation of
+the noise on the sum of the bits:
 
     x <- x + (sum_i D_i min(1, C / |D_i|) + N(0, (z_D C)^2)) / m
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m

@@ -19,8 +19,8 @@ Departures from the paper
 - All updates have the same weight, unless weighting=samples is set. BatchNorm's statistics are
   averaged. Staleness is counted when the buffer is aggregated.
 
-FADAS does not remove the bias towards fast clients. With CA2FL in the list, the step of CA2FL
-replaces Delta; this combination is not published.
+FADAS does not remove the bias towards fast clients. If the run also has the method CA2FL, the step
+of CA2FL replaces Delta; this combination is not published.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class FedBABU(Method):
         self.finetune = one_of("method.fedbabu.finetune", finetune, get_args(FinetunedPart))
 
     def setup(self, run: Setup) -> None:
-        """Fix the head during jobs, and declare the fine-tuning before a client is scored."""
+        """Declare that jobs do not change the head, and that it is fine-tuned before scoring."""
         run.needs("features")
         head = run.model.get_submodule("head")
         run.fixed_parameters([f"model.head.{name}" for name, _ in head.named_parameters()])

@@ -7,7 +7,8 @@ offsets stay on the client. With scope="none", the method is FedAvg.
 
 Departures from the paper
 - Normalisation layers are found by the type of the module. The released code takes all tensors
-  whose name contains "bn", as name_rule="bn" does. It misses the ``downsample.1`` of a ResNet.
+  whose name contains "bn", and so misses the ``downsample.1`` of a ResNet. With name_rule="bn",
+  raysim does the same.
 - The released code weights all clients equally. For this, set weighting=uniform.
 - BatchNorm's counters of batches stay on the client if its running statistics do.
 - A client that never trained has the initial model's layers, as in the released code. With

@@ -7,7 +7,7 @@ pseudo-data. P is a projection. lambda, mu, tau1 and tau2 are settings. With
 s+ = cos(P(z_p), P(z_g)) and s- = cos(P(z_p), P(z)) for each row,
 
     L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)
-    L_p   = cross-entropy of pseudo-data with its targets, uniform for means of samples
+    L_p   = cross-entropy of pseudo-data with its targets; means of samples have uniform targets
     max step: the projection P ascends L_con
     min step: features and classifier descend L_local + lambda L_p + mu L_con
 
