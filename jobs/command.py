@@ -14,7 +14,8 @@ from raysim.primitives.errors import errors_as_refusals
 def run(program: Callable[[], object]) -> NoReturn:
     """Run a program and exit.
 
-    The status is 0 after success, and 2, with one sentence, if the program refuses its input.
+    The exit status is 0 after success. If the program refuses its input, it is 2, and one sentence
+    is printed that says why.
     """
 
     def command() -> int:

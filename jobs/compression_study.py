@@ -2,11 +2,13 @@
 
 This program makes the page docs/studies/compression.md:
 
-    python -m jobs.compression_study run runs/compression          15 runs; continues if it was stopped
-    python -m jobs.compression_study collect runs/compression      docs/studies/compression.json
-    python -m jobs.compression_study page                          docs/studies/compression.md and .png
+    python -m jobs.compression_study run runs/compression
+    python -m jobs.compression_study collect runs/compression
+    python -m jobs.compression_study page
 
-The command `run` applies further arguments, such as `data.root=DIR`, to every run.
+The command `run` executes 15 runs, and continues if it was stopped. It applies further arguments,
+such as `data.root=DIR`, to every run. `collect` writes the numbers of these runs to
+docs/studies/compression.json. `page` writes docs/studies/compression.md and compression.png.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 This program makes the page docs/studies/selection.md:
 
-    python -m jobs.selection_study run runs/selection          15 runs; continues if it was stopped
-    python -m jobs.selection_study collect runs/selection      docs/studies/selection.json
-    python -m jobs.selection_study page                        docs/studies/selection.md and .png
+    python -m jobs.selection_study run runs/selection
+    python -m jobs.selection_study collect runs/selection
+    python -m jobs.selection_study page
 
-The command `run` applies further arguments, such as `data.root=DIR`, to every run.
+The command `run` executes 15 runs, and continues if it was stopped. It applies further arguments,
+such as `data.root=DIR`, to every run. `collect` writes the numbers of these runs to
+docs/studies/selection.json. `page` writes docs/studies/selection.md and selection.png.
 """
 
 from __future__ import annotations

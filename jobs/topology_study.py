@@ -2,11 +2,13 @@
 
 This program makes the page docs/studies/topology.md:
 
-    python -m jobs.topology_study run runs/topology          36 runs; continues if it was stopped
-    python -m jobs.topology_study collect runs/topology      docs/studies/topology.json
-    python -m jobs.topology_study page                       docs/studies/topology.md, two pictures
+    python -m jobs.topology_study run runs/topology
+    python -m jobs.topology_study collect runs/topology
+    python -m jobs.topology_study page
 
-The command `run` applies further arguments, such as `data.root=DIR`, to every run.
+The command `run` executes 36 runs, and continues if it was stopped. It applies further arguments,
+such as `data.root=DIR`, to every run. `collect` writes the numbers of these runs to
+docs/studies/topology.json. `page` writes docs/studies/topology.md and its two pictures.
 """
 
 from __future__ import annotations
@@ -254,7 +256,7 @@ turned images spread too slowly in 30 rounds."""
 
 
 def write_page() -> None:
-    """Write the page and its picture from the stored numbers."""
+    """Write the page and its two pictures from the stored numbers."""
     store = json.loads(STORE.read_text())
     seeds = sorted({seed for by_topology in store.values() for seed in by_topology["star"]})
     norms = "; ".join(f"{data}: `{' '.join(words)}`" for data, words in NORMS.items())

@@ -94,7 +94,8 @@ class Rate:
 def rates(seconds: float, say: Callable[[str], None]) -> list[Rate]:
     """Measure the planner for `seconds` with each schedule and fleet.
 
-    Each measurement has its own process, so that `memory` is that of one planner.
+    Each measurement has its own process, so that `Rate.memory` is that of one planner.
+    say: function that gets a line for each measurement.
     """
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +193,10 @@ def whole_run(rounds: int) -> tuple[float, float]:
 
 
 def bench(say: Callable[[str], None]) -> dict[str, object]:
-    """Measure the planner, print a table, and return the results for a JSON file."""
+    """Measure the planner, print a table, and return the results for a JSON file.
+
+    say: function that prints a text.
+    """
     results = rates(2.0, say)
     rows = []
     for name in SCHEDULES:

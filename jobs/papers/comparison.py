@@ -62,7 +62,8 @@ class Entry:
     command: the command of a run at the paper's setting.
     score: the score of our runs that is compared with the printed number.
     matches: our runs for this number.
-    variant: the variant of all these runs (see `Match`) if the method `at` made this entry; else "".
+    variant: the variant (see `Match`) that all of `matches` have. It is "" before the method `at`
+    divides the runs by their variants.
     """
 
     cell: Cell
@@ -340,9 +341,9 @@ def _same_choices(run: Run, command: Command) -> bool:
 
 
 def _with_options(command: Command) -> Command:
-    """Return a command without its dotted overrides, such as local.lr=0.1, and its paths.
+    """Return a command with only the preset, the methods and options such as partition=iid.
 
-    The preset, the methods and the chosen options, such as partition=iid, remain.
+    Overrides with a dotted key, such as local.lr=0.1, and overrides with paths are left out.
     """
     options = {key: value for key, value in command.overrides.items() if "." not in key}
     return replace(command, overrides=options, path_overrides=())

@@ -114,7 +114,7 @@ class PreparedBatches:
         return job.number in self._prepared
 
     def pop(self, job: Job) -> tuple[Plan, list[Batch]] | None:
-        """Remove and return the batches of a job; None if they are not prepared."""
+        """Remove and return the plan and the batches of a job; None if they are not prepared."""
         return self._prepared.pop(job.number, None)
 
     def prepare(self, jobs: Sequence[Job]) -> None:

@@ -34,7 +34,8 @@ def recorder(device: torch.device) -> Record:
 def _capture(compute: Compute, pool: Any) -> Compute:
     """Record a computation as a CUDA graph; return a function that replays it.
 
-    The tensors that a replay returns are valid until the next replay of any graph of the pool.
+    The tensors that a replay returns are valid until the next replay of a graph with the same pool.
+    pool: the handle of the GPU memory that graphs share, from `torch.cuda.graph_pool_handle`.
     """
     graph = torch.cuda.CUDAGraph()
     with (

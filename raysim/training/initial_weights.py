@@ -343,7 +343,10 @@ def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
 
 
 def _read_base(path: Path) -> str:
-    """Return the checksum of the frozen weights that a safetensors file belongs to, or ""."""
+    """Return the checksum of the frozen weights that a file of adapters belongs to.
+
+    Return "" if the file is not a safetensors file, or if it does not say the checksum.
+    """
     if path.suffix != ".safetensors":
         return ""
     with safe_open(path, "pt") as file:

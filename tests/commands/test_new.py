@@ -1,6 +1,7 @@
-"""Test that the tests of a package from `raysim new` pass, and that its parts run by name.
+"""Test that a package from `raysim new` passes its own tests, and that its options can be used.
 
-The runs are in this process. `test_submit.py` makes the same run on a cluster, with the same bits.
+The runs of these tests are in this process. `test_submit.py` also uses such a package in a run on a
+cluster.
 """
 
 from __future__ import annotations

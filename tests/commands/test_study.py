@@ -364,9 +364,11 @@ class Own(Method):
 
 
 def plan_with_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> StudyPlan:
-    """Return the plan of two runs at the same time: one of FedAvg, one of a method of `ABSORB`.
+    """Return the plan of a study with a run of FedAvg and a run of a user's method.
 
-    name: the key of the method in `ABSORB`.
+    The two runs are executed at the same time.
+    name: the name of the user's method, a key of `ABSORB`. The value of the key is the line of code
+    in the method's hook `absorb`.
     """
     Path(f"{name}.py").write_text(OWN_METHOD.format(name=name, absorb=ABSORB[name]))
     Path("own/method").mkdir(parents=True)

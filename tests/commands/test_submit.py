@@ -288,7 +288,11 @@ except ValueError as error:
 
 
 def connection_error(address: str, environment: Mapping[str, str]) -> str:
-    """Return the text of the error if a process with this environment cannot connect."""
+    """Connect to a job server in a new process; return the error's text, "" without an error.
+
+    address: the address of the job server.
+    environment: the environment variables of the new process.
+    """
     command = [sys.executable, "-c", CONNECT, address]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return ran.stdout

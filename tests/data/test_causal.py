@@ -462,7 +462,7 @@ def test_settings_that_language_models_cannot_use_are_refused(
 @pytest.mark.parametrize(("temperature", "expected"), [(0.0, "1 2 3 4"), (1.0, "1 2 3 4")])
 def test_text_generation_stops_at_the_end_token(temperature: float, expected: str) -> None:
     class Counts(torch.nn.Module):
-        """A network whose next token is the last token plus 1, and the end token 0 after 4."""
+        """A network that predicts the last token plus 1. After 4 it predicts 0, the end token."""
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             following = torch.where(tokens < 4, tokens + 1, 0)

@@ -50,10 +50,10 @@ class Waited(Observer):
 
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return an empty list, which says after which rounds a run loses a process.
+    """Let runs lose a process after the rounds in a list; return the list, which is empty at first.
 
-    A test fills the list with one round for each start of the run. Each start removes the first
-    entry. If the list is empty, the run loses no process.
+    A test adds a round for each start of the run. A start removes the first entry, and the run
+    loses a process after this round. If the list is empty, the run loses no process.
     """
     whole, rounds = inprocess.run, list[int]()
 

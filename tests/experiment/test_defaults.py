@@ -78,9 +78,10 @@ def values(path: Path) -> dict[str, Any]:
 
 
 def option_parts(option: str) -> dict[str, dict[str, Any]]:
-    """Map keys of the configuration to the mappings that an option sets for them.
+    """Return the mappings that an option sets, by the key of the configuration.
 
-    The key is the group, such as "fleet", or "method.NAME" for each method of the option.
+    An option of the group "method" has a key "method.NAME" for each of its methods. An option of
+    another group has one key, the name of its group, such as "fleet".
     option: the path of the option's file below `conf`, without its ending.
     """
     group = option.partition("/")[0]

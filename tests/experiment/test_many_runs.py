@@ -1,4 +1,4 @@
-"""Test the names, folders and scores of runs, which studies and sweeps have in common."""
+"""Test the functions for names, folders and scores of runs that studies and sweeps share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that `raysim methods` reads from source files what the imported classes contain."""
+"""Test that `raysim methods` describes a method from its source file as from its class."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class PaperFigure:
 class Runs:
     """A factory for the runs of a figure. A finished run in the folder is not repeated.
 
-    overrides: overrides of every run. If the figure sets the same key, its value is not used.
+    overrides: overrides of every run. They replace the figure's overrides of the same keys.
     commands: the commands of the runs so far.
     """
 

@@ -56,7 +56,8 @@ def facts(config: Mapping[str, object]) -> dict[str, str]:
 def same(stored: Mapping[str, str], planned: Mapping[str, str]) -> bool:
     """Return whether a stored run and a planned run have equal settings.
 
-    Keys that only one of the runs has are ignored: raysim has got new settings since old runs.
+    Keys that only one of the runs has are ignored, because raysim has more settings now than at the
+    time of some stored runs.
     stored, planned: the settings of the two runs, as text by key.
     """
     both = {(key, planned[key]): value for key, value in stored.items() if key in planned}
