@@ -93,10 +93,11 @@ def test_lora_method_equals_its_textbook_computation(name: str) -> None:
 
 # --- which means are exact ------------------------------------------------------------------------
 class Witness(Method):
-    """A method that reports the distance of the layer's new weight from an exact average.
+    """A method that reports how far the server's new weight is from an exact average.
 
-    The exact average is the weighted mean of the clients' weights. The distance is divided by how
-    far that mean is from the received weight.
+    A weight here is the weight matrix of the model's only layer with an adapter, see `_weight`.
+    The exact average is the weighted mean of the clients' trained weights. The reported number is
+    the distance from it, divided by its distance from the received weight.
     """
 
     name = "witness"
@@ -122,7 +123,7 @@ class Witness(Method):
 
     @staticmethod
     def _weight(vector: Tensor, server: ServerView) -> Tensor:
-        """Return the layer's weight plus the product of its adapter's factors.
+        """Return the weight of the layer with an adapter, plus the product of the factors.
 
         A frozen weight counts as 0.
         vector: the shared vector.

@@ -39,7 +39,7 @@ PROXY = Synthetic(samples=40, test_samples=20, classes=7, seed=9, mean=[0.2], st
 
 
 def public(worker: Worker) -> Mapping[str, Any]:
-    """Return the proxy set's training images, normalised, and their classes."""
+    """Return normalised training images and classes of `PROXY`, the public data set of FedBR."""
     data = PROXY.build()
     images = torch.from_numpy(data.inputs[: data.train_rows].copy()).double() / 255
     return {"proxy": ((images - 0.2) / 0.6, data.labels[: data.train_rows])}

@@ -500,7 +500,7 @@ def cost(pairs: int) -> None:
 
 
 def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
-    """Run the cases that are not in the log; return 1 if a case of the log has other results.
+    """Run the cases that are not in the log; return 1 if a case in the log has wrong results.
 
     only: the fault of the cases to run; "": all faults.
     """

@@ -289,7 +289,7 @@ def keys() -> list[str]:
     """Return the configuration keys that cases change.
 
     These are the keys of a run with three methods, the names of configuration groups, and a few
-    wrong keys. A wrong key does not exist, or a mapping is its value.
+    wrong keys. Some of these do not exist, and the others have a mapping as their value.
     """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]

@@ -56,7 +56,8 @@ class Mutant:
     """One change of one file: `new` replaces the bytes from `start` to `end`.
 
     lines: the first and last line of the changed statement.
-    scopes: the same for the functions and classes around it, the innermost first.
+    scopes: the first and last line of each function or class around this statement, the innermost
+    first.
     label: the change in words, by which it is found again if lines move.
     """
 

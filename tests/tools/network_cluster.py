@@ -144,7 +144,10 @@ class Traffic:
 
 
 class Machine:
-    """A machine of a `NetworkCluster`. It runs at once; `kill` and `start` switch it off and on."""
+    """A machine of a `NetworkCluster`, which is switched on when it is made.
+
+    `kill` switches it off, and `start` switches it on again.
+    """
 
     def __init__(self, cluster: NetworkCluster, number: int, link: Link):
         self.number, self._cluster = number, cluster
@@ -471,7 +474,7 @@ def parse_link(text: str) -> tuple[int, Link]:
 
 
 def prompt(cluster: NetworkCluster, cpus: int) -> None:
-    """Carry out commands from the standard input, until `quit` or its end."""
+    """Carry out commands from the standard input, until `quit` or the end of the input."""
     for line in read_lines():
         for words in map(str.split, line.split(";")):
             if words == ["quit"]:

@@ -37,9 +37,10 @@ NODE_ID = (
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[NetworkCluster]:
-    """Yield three machines for the tests of this file, which run in their order.
+    """Yield three machines for all tests of this file.
 
-    Ray runs on the first two. The first test starts it on the third one.
+    At first, Ray runs on two of the machines. The first test starts Ray on the third one, so the
+    tests must run in the order of the file.
     """
     obstacle = find_obstacle()
     if obstacle:
@@ -120,8 +121,8 @@ def test_run_with_client_states_has_equal_bits_if_machines_change(
 ) -> None:
     """Change the machines of a run: machine 2 joins, machine 1 leaves, and machine 2 is killed.
 
-    Before its end, machine 2 is also cut off from the network for a few seconds. Its client states
-    are lost, so the run restarts from its last checkpoint.
+    Before machine 2 is killed, it is cut off from the network for a few seconds. The kill loses the
+    client states on machine 2, so the run restarts from its last checkpoint.
     """
     head, leaving, late = network.machines
     out = network.shared / "changing"

@@ -43,7 +43,7 @@ class Recorder(Method):
 
 
 def trained(local: Local) -> tuple[Recorder, list[Tensor]]:
-    """Run one round; return the recorder of client 0, and the parameters that it trained.
+    """Run one round; return the recorder, and the parameters that client 0 trained.
 
     local: the local settings of the run.
     """

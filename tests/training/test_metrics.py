@@ -49,7 +49,10 @@ def top_five_accuracy(labels: np.ndarray, outputs: np.ndarray) -> float:
 
 
 def mean_area_under_curve(labels: np.ndarray, outputs: np.ndarray) -> float:
-    """Return the mean area under the curve over the labels with both values; nan if none has."""
+    """Return the mean area under the curve over the labels that take both values 0 and 1.
+
+    The result is nan if there is no such label.
+    """
     areas = [
         roc_auc_score(labels[:, column], outputs[:, column])
         for column in range(labels.shape[1])

@@ -1,4 +1,7 @@
-"""Test measures of bias in clients' features and classifiers by hand, their file and pictures."""
+"""Test measures of bias in clients' features and classifiers against computations by hand.
+
+Also test the file and the pictures of these measures.
+"""
 
 from __future__ import annotations
 

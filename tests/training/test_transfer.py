@@ -33,7 +33,7 @@ JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range
 
 
 class CallCounter(TorchFunctionMode):
-    """A mode that counts calls that wait for a device, and copies to memory."""
+    """A mode that counts two things: calls that wait for a device, and copies to memory."""
 
     def __init__(self) -> None:
         super().__init__()
