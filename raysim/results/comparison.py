@@ -52,12 +52,12 @@ class Report:
 
     @property
     def results(self) -> pd.DataFrame:
-        """Return a row for each setting: the mean of each number over the seeds.
+        """Return the table of results: a row for each setting, with means over the seeds.
 
-        The column "final_std" is the sample standard deviation of "final" over the seeds. Each
-        setting is compared with the first one that has the same data and split. The column
-        "final_mark" is † for a setting that is significantly better, and ‡ for one that is
-        significantly worse.
+        The columns are numbers of the runs' summaries. The column "final_std" is the sample
+        standard deviation of "final" over the seeds. Each setting is compared with the first one
+        that has the same data and split. The column "final_mark" is † for a setting that is
+        significantly better, and ‡ for one that is significantly worse.
         """
         return to_frame(result_columns(self.groups, view=self.view))
 
@@ -73,12 +73,12 @@ class Report:
 
     @property
     def differences(self) -> pd.DataFrame:
-        """Return a row for each number and setting: the difference from a reference setting.
+        """Return a row for each comparison of a setting with its reference setting.
 
-        The reference is the first setting with the same data and split. The runs of equal seeds are
-        compared in pairs. `low` to `high` is the 95 % interval, and `p` the p-value of the paired
-        t-test. `holm` is this p-value after Holm's correction, and `wilcoxon` the p-value of the
-        signed-rank test.
+        A comparison is for one column of `results`, named by `metric`. The reference is the first
+        setting with the same data and split. The runs of equal seeds are compared in pairs. `low`
+        to `high` is the 95 % interval, and `p` the p-value of the paired t-test. `holm` is this
+        p-value after Holm's correction, and `wilcoxon` the p-value of the signed-rank test.
         """
         import pandas as pd
 

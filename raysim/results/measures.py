@@ -24,7 +24,8 @@ def better_direction(
     """Return +1 if a higher value is better, -1 if a lower one is better, 0 if it is unknown.
 
     metric: a key of the summary.
-    is_error: True if a lower score of the runs' main metric is better.
+    is_error: True if a lower score of the runs' main metric is better. It decides the result for
+    scores of the main metric, such as "final" and "best5_mean".
     lower: the names of the metrics for which a lower score is better.
     higher: the names of the metrics for which a higher score is better.
     """

@@ -163,7 +163,7 @@ class Mlflow:
         )
 
     def _find_run(self, record: Record) -> Run | None:
-        """Return MLflow's run for a record; None if MLflow has no such run, or deleted it.
+        """Return MLflow's run for a record; None if there is none, or if it was deleted in MLflow.
 
         record: the content of the run's tracking.json.
         """

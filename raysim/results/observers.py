@@ -369,7 +369,8 @@ class AbsentClients(Observer):
 class IdleWorkers(Observer):
     """An observer that prints, at the end, the share of time in which workers were busy.
 
-    It is used only for runs in which workers may have to wait for the next plan.
+    It is used only for runs in which workers may have to wait until the planner has decided the
+    next aggregation.
     say: function that prints a line.
     reason: why the run plans only one aggregation at a time, as text without a full stop.
     """
@@ -522,7 +523,7 @@ class ClientFiles(Observer):
             self._writer.add(int(event.row["round"] or 0), event.scores)
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Write the scores of all rounds so far that are not in a full file yet."""
+        """Write the newest file of client_scores.parquet; files that are full do not change."""
         self._writer.write()
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:

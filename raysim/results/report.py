@@ -181,8 +181,8 @@ def _threshold_columns(
 def _columns(runs: Sequence[Run], limit: int, view: TableView = USUAL_VIEW) -> list[Column]:
     """Return the columns of a table that compares runs, with one row for each run.
 
-    limit: the largest number of threshold columns (the first round that reaches a score). It has no
-    effect if `view.columns` names the columns.
+    limit: the largest number of columns for thresholds. Each shows the first round in which a run
+    reached one score. It has no effect if `view.columns` names the columns.
     Raises `ValueError` for a column that no run has.
     """
     data = [str(_data_settings(run)) for run in runs]
@@ -343,10 +343,10 @@ def _data_settings(run: Run) -> dict[str, str]:
 
 
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
-    """Describe the main scores of the runs: return a dict from a text to a bool.
+    """Return the kinds of the runs' main scores, as keys of a dict.
 
-    The text names the metric and the test samples, such as "accuracy on the central test set". The
-    bool is True if a run of this kind has scores on the clients' test sets and on the central test
+    A key names the metric and the test samples, such as "accuracy on the central test set". Its
+    value is True if a run of this kind has scores on the clients' test sets and on the central test
     set.
     """
     kinds: dict[str, bool] = {}
@@ -552,7 +552,8 @@ def result_columns(
     Numbers are the mean ± the sample standard deviation over the group's seeds. Each group is
     compared with the first group that has the same data, by a paired t-test over their common
     seeds.
-    limit: the largest number of threshold columns (the first round that reaches a score).
+    limit: the largest number of columns for thresholds. Each shows the first round in which a run
+    reached one score.
     view: the choice of columns and units.
     """
     runs = [run for group in groups for run in group.runs]
