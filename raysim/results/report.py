@@ -689,11 +689,11 @@ def difference_rows(
 def threshold_columns(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW, limit: int = 4
 ) -> list[Column]:
-    """Return the columns of the table of costs: what each setting needs to reach a score.
+    """Return the columns of the table that shows what it costs a setting to reach a score.
 
     The table has a row for each score and setting. The costs are the rounds, bytes, virtual seconds
-    and wall seconds until the first round that reaches the score: means ± standard deviations over
-    the seeds that reach it. Returns [] if no score was reached.
+    and wall seconds until the first round that reaches the score. Each cost is the mean ± the
+    standard deviation over the seeds that reach the score. Returns [] if no score was reached.
     view: the choice of columns and units; `view.thresholds` lists the scores of the table.
     limit: if `view.thresholds` is empty, the table has the `limit` highest scores that any run
     reached.
@@ -763,7 +763,7 @@ def threshold_columns(
 
 
 def _reached_thresholds(runs: Sequence[Run]) -> list[float]:
-    """Return the thresholds that some run reached, in ascending order."""
+    """Return the thresholds that runs reached (`rounds_to` in summaries), ascending."""
     reached = set()
     for run in runs:
         for name, number in as_mapping(run.summary.get("rounds_to")).items():
@@ -825,7 +825,7 @@ def run_rows(groups: Sequence[RunGroup]) -> list[Mapping[str, object]]:
 
 
 def _flat_numbers(summary: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return the numbers of a summary, by keys with dots.
+    """Return the numbers of a nested summary; a key joins the names of all levels by dots.
 
     The entries "identity" (facts that identify the run) and "choices" (its options) are left out,
     because they are no results.

@@ -1,8 +1,8 @@
 """Compare methods over seeds: means, paired differences, intervals and tests.
 
-All functions are pure. A pair is two runs with the same seed. They share data, split, initial model
-and cohorts, so a paired test measures the difference of two methods without the variation between
-seeds.
+All functions are pure. A pair is two runs with the same seed. The two runs share data, split,
+initial model and cohorts. Therefore a paired test measures the difference of two methods without
+the variation between seeds.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ def chosen_option(config: Mapping[str, object], group: str) -> str:
     """Return the option of a group in a run's configuration, such as "dirichlet".
 
     Configurations of older versions do not store options. For such a configuration, the result is
-    guessed from the settings of the group. If there is no option, return "fedavg" for the group
-    "method" and `MISSING` for any other group.
+    guessed from the settings of the group. If the group has no settings either, return "fedavg" for
+    the group "method" and `MISSING` for any other group.
     group: the name of the group, such as "partition".
     """
     value = as_mapping(config.get("choices")).get(group)
@@ -200,7 +200,7 @@ def chosen_option(config: Mapping[str, object], group: str) -> str:
 
 
 def flat_settings(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return every value of a config, as text, by its dotted key.
+    """Return every value of a config, as text, by a key with dots such as "local.lr".
 
     Leave out the keys in `OMITTED_KEYS` at every level, because they are no settings.
     prefix: the beginning of all keys.
@@ -244,11 +244,12 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the settings that differ between runs, and how many of them are left out.
+    """Return the settings that distinguish runs, and the number of settings left out.
 
-    The settings are a dict from a key, such as "local.lr", to the values of all runs. A key is left
-    out if some runs do not have it, and all other runs have its default value. An example is
-    `partition.alpha`, which exists only with `partition=dirichlet`.
+    The settings are a dict from a key, such as "local.lr", to the values of all runs. It has the
+    settings that differ between runs, with one exception. A key is left out if some runs do not
+    have it, and all other runs have its default value. An example is `partition.alpha`, which
+    exists only with `partition=dirichlet`.
     """
     differing = differing_settings(runs)
     shown = {}
@@ -317,7 +318,7 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Leave out settings whose value depends only on the methods of a run.
+    """Leave out each setting that has the same value in all runs with the same methods.
 
     settings: the values of all runs, by key; the key "method" has the methods of each run.
     """

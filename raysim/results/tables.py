@@ -53,8 +53,8 @@ class Column:
     tests: for each row, the paired test against the reference row of its group; None for the
     reference.
     bold: the rule by which the best score is marked. "best" always marks it. "clear" marks it only
-    if its difference to the second-best score is larger than each of their deviations; without
-    `deviations` the rule is the same as "best".
+    if it differs from the second-best score by more than the deviation of either score. Without
+    `deviations` this rule is the same as "best".
     incomplete: the positions of rows whose mean is over some seeds only; they are never marked as
     the best.
     """
@@ -91,8 +91,8 @@ class Column:
     def best(self) -> set[int]:
         """Return the numbers of the rows that are marked as the best of their group.
 
-        In some groups no row is marked: if all scores of the group are equal, if only one row has a
-        score, or if the rule `bold` allows no mark.
+        No row of a group is marked if all scores of the group are equal, or if only one row has a
+        score. The rule `bold` may also forbid the mark.
         """
         groups = self.groups or [None] * len(self.scores)
         best: set[int] = set()
@@ -280,10 +280,10 @@ def _without_repeats(cells: Sequence[str]) -> list[str]:
 
 
 def _group_starts(columns: Sequence[Column]) -> set[int]:
-    """Return the rows in front of which the table gets a line, because a new group starts there.
+    """Return the rows at which a new group starts; a line separates each from the row above.
 
     A group has the rows that are compared with each other (`Column.groups`). If the rows of some
-    group are not neighbours, the table gets no line.
+    group are not neighbours, return no row, so that the table gets no line.
     """
     groups = next((column.groups for column in columns if column.groups), [])
     starts = {row for row in range(1, len(groups)) if groups[row] != groups[row - 1]}

@@ -75,8 +75,8 @@ def timeline_png(jobs: Jobs, rows: Sequence[Row], title: str, *, dark: bool = Fa
 def has_events(jobs: Jobs) -> bool:
     """Return True if a timeline is worth drawing, because the rounds do not all look alike.
 
-    This is the case if jobs were stale, lost, discarded or failed, or if clients waited for other
-    clients most of the time.
+    The rounds differ if jobs were stale, lost, discarded or failed. They also differ if clients
+    waited for other clients most of the time.
     """
     if not len(jobs) or jobs.finish.max() <= 0:
         return False

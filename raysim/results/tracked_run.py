@@ -1,4 +1,4 @@
-"""Read the files in a run's folder from which the run is sent to MLflow.
+"""Read the record and the backlog of a run, the files whose content is sent to MLflow.
 
 The record (`tracking.json`) says which MLflow run belongs to the folder. It also has the
 configuration, the tags and, at the end of the run, the summary. The backlog

@@ -83,7 +83,7 @@ class InProcess:
         return None
 
     def stacks(self, worker: int) -> str:
-        """Return "", because this process waits for no worker."""
+        """Return "" in place of call stacks, because no call in this process is waited for."""
         return ""
 
     def find_lost_workers(self) -> Mapping[int, LostNode]:

@@ -195,8 +195,8 @@ def choose_size(
 ) -> Size:
     """Return the number of workers and their resources.
 
-    The number is `runtime.workers`. If this setting is None, the number is the smaller one of
-    `most` and the number of workers that fit on the nodes.
+    The number is `runtime.workers`. If this setting is None, as many workers as fit on the nodes
+    are used, but at most `most`.
     options: the settings `runtime.*`.
     per_worker: the resources that a worker reserves.
     nodes: the resources of each node.

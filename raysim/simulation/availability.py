@@ -39,8 +39,8 @@ class Change(NamedTuple):
 class Availability(ABC):
     """The moments at which each client can be dispatched.
 
-    A subclass must define `available` and `next_change`. If it does not define the other functions,
-    they call these two for one client after another, which is slow.
+    A subclass must define `available` and `next_change`. The other methods of this class call these
+    two for one client after another, which is slow. A subclass may define faster ones.
     """
 
     @abstractmethod
@@ -112,8 +112,8 @@ class Availability(ABC):
         """Return the times of changes up to `horizon`, and the clients' positions in `clients`.
 
         If there are too many changes, return only those up to an earlier time.
-        times: float64 [clients], the time of each client's next change. Afterwards it is the time
-        of the client's first change that was not returned.
+        times: float64 [clients], the time of each client's next change. The array is changed in
+        place: it then has the time of each client's first change that was not returned.
         horizon: a virtual time in seconds.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
@@ -167,7 +167,7 @@ def _interval(now: float, length: float) -> int:
 
 
 def _intervals(now: np.ndarray, length: float | np.ndarray) -> np.ndarray:
-    """Return for each time the number k of the interval [k * length, (k + 1) * length) it is in.
+    """Return for each time t the number k with k * length <= t < (k + 1) * length.
 
     now: float64, the times.
     length: the length of the intervals, or the length for each time.

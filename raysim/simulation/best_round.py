@@ -66,8 +66,8 @@ class BestRounds:
     ) -> tuple[int, float | None]:
         """Record the shared model's scores in a round; return its best round so far.
 
-        Return the number of the best round, and the score of this round on the central test set
-        (None without such a set).
+        Return the number of the best round, and the score of this round on the central test set.
+        The score is None without such a set.
         round: the number of the round.
         validation: the model's validation score in this round.
         central: the model's score on the central test set; None without such a set.

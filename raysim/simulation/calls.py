@@ -249,8 +249,8 @@ class WorkerCalls:
     def _replace(self, worker: int, death: WorkerDiedError) -> None:
         """Start a worker that replaces a dead one, and repeat the unanswered calls.
 
-        If this worker or the workers of its node died too often, other workers get the calls
-        instead, where that is possible.
+        If the dead worker, or the workers of its node, died too often, other workers get the calls
+        instead, if that is possible.
         death: the error that says why the worker counts as dead.
         Raises RunStoppedError if the worker died too many times in a row.
         """

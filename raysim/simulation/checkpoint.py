@@ -4,9 +4,9 @@ A checkpoint is a folder such as `round-000050` with these files:
 - `run.json`: numbers
 - `server.safetensors`: named tensors of the server, in several files if they are large
 - `index.safetensors`: which log file contains the state of each client (see `state_log.py`)
-- `manifest.json`: the SHA-256 of every file that the checkpoint needs, and of the manifest itself
+- `manifest.json`: the SHA-256 of every file that the checkpoint needs, and of this list
 
-The folder `log` next to it has files that checkpoints share. These are client states
+A folder `log` next to the checkpoints has files that they share. These are client states
 (`states-00000017.safetensors`) and rows of a long history (`rows-00000009.json`). No file is a
 pickle.
 

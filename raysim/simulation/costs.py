@@ -145,7 +145,8 @@ class Costs:
     def add_pass(self, client: int, work: float, down: int, up: int) -> None:
         """Add the cost of a forward pass, with which a client computes its loss for the selection.
 
-        work: the load of the forward pass, in trained samples.
+        work: the number of samples to process. A sample counts as `FORWARD` samples (less than
+        one), because it makes only a forward pass.
         down, up: the floats that the client received and sent.
         """
         job = Job(-1, client, 0, 0, work=work, down=down, up=up)

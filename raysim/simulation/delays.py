@@ -1,4 +1,4 @@
-"""Random durations of jobs that do not depend on the job: the delay model of FADAS.
+"""Random durations of jobs, independent of work and traffic: the delay model of FADAS.
 
 Source: Wang, Wang, Lu, Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML
 2024), and the released code. Each client belongs to a kind, such as "slow". To draw the kind of a
@@ -91,7 +91,7 @@ class RandomDelays:
     """Devices for which each job takes a random time between the two bounds of its client.
 
     least, most: float64 [clients], the bounds in virtual seconds.
-    key: the key of the random numbers.
+    key: the key from which the random numbers are drawn (`stream_key`).
     fate: the rule that decides which jobs are lost.
     """
 

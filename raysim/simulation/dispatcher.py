@@ -245,7 +245,8 @@ class Dispatcher:
         """Remove the jobs of this worker's next call from the queue; return them.
 
         A worker gets jobs of clients whose state no other worker has. The first job of an idle
-        worker may also belong to a client whose finished state is on another worker.
+        worker may also belong to a client whose state is on another worker. The job that makes this
+        state must have ended.
         """
         is_idle = not self._calls.unanswered(worker)
 

@@ -565,8 +565,8 @@ class Evaluator:
 
         reports: each report has the scores of a client's test samples, followed by the scores of
         its validation samples.
-        suffix: the end of the columns' names: "_finetuned" for the models after fine-tuning, "" for
-        the models before it.
+        suffix: the end of the columns' names: "_finetuned" for models that were fine-tuned, "" for
+        models without fine-tuning.
         scoring: the scoring to which the reports belong. The scores of each client are added to
         `scoring.client_scores`.
         """

@@ -209,7 +209,7 @@ class Fate:
 
     presence: when each client is available; None means always.
     dropout: the probability that a job is lost although its client stays available.
-    lost: the key of the random numbers that decide drop-outs.
+    lost: the key from which the random numbers of drop-outs are drawn (`stream_key`).
     """
 
     presence: Availability | None = None

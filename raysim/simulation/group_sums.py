@@ -129,8 +129,8 @@ def fetch_sums(
 def _add_up(parts: Sequence[RemoteSum], runtime: Runtime) -> RemoteSum:
     """Start to add up the sums of consecutive groups; return a reference to the total.
 
-    Each node adds up the sums that it has. If the two halves of the updates are on different nodes,
-    the sum of one half is sent to the node of the other half. Such transfers run in parallel.
+    Each node adds up the sums that it has. Two halves of the updates may be on different nodes. The
+    sum of one half is then sent to the node of the other half. Such transfers run in parallel.
     parts: the sums, in the order of their groups in the summation tree.
     """
     if len(parts) == 1:

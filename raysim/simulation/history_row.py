@@ -60,14 +60,14 @@ class RowWriter:
     def resume(self, wall_seconds: float, rows: list[Row]) -> None:
         """Continue from a checkpoint.
 
-        wall_seconds: the wall time of earlier sessions.
-        rows: the rows of earlier sessions.
+        wall_seconds: the wall time of the run up to the checkpoint.
+        rows: the rows of the history up to the checkpoint.
         """
         self._earlier, self.rows = wall_seconds, rows
 
     @property
     def wall_seconds(self) -> float:
-        """The wall time of the run so far in seconds, including earlier sessions."""
+        """The wall time of the run in seconds, including the time before it was resumed."""
         return self._earlier + time.monotonic() - self._since
 
     def row(
@@ -192,7 +192,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _mean_loss(updates: Sequence[Update]) -> float | None:
-    """Return the mean training loss over all trained rows; None if no update has a loss."""
+    """Return the mean training loss over all trained samples; None if no update has a loss."""
     pairs = [(update.loss, update.loss_rows) for update in updates if math.isfinite(update.loss)]
     rows = sum(count for _, count in pairs)
     return math.fsum(loss * count for loss, count in pairs) / rows if rows else None

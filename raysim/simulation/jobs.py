@@ -53,8 +53,8 @@ class JobRow:
     """A planned job, its state, and the aggregation that will use its update.
 
     aggregation: the number of the aggregation that will use the update. The run's first aggregation
-    has the number 0. It is -1 if the aggregation is not known yet, and if no aggregation will use
-    the update.
+    has the number 0. The value -1 means that the aggregation is not known yet, or that no
+    aggregation will use the update.
     """
 
     job: Job

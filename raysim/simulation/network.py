@@ -216,7 +216,7 @@ def make_replicas(
 
 
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
-    """Return a replica's sample counts, and the number of clients that never train the replica.
+    """Return the sample counts of a replica's clients, and how many clients never train it.
 
     The counts are int64 [clients], the number of each client's training samples; 0 for clients of
     other replicas. Clients that never train the replica are clients of other replicas and unseen

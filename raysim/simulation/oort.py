@@ -199,9 +199,10 @@ class Oort(Selection):
         preferred_s: float,
         count: int,
     ) -> np.ndarray:
-        """Draw `count` clients of large utility among those that have reported.
+        """Draw `count` clients with a large utility, among the clients that have reported a loss.
 
-        known: the idle clients that have reported.
+        known: the idle clients that have reported a loss.
+        round_number: the number of the new round, from 1.
         preferred_s: the preferred duration in seconds.
         """
         if not count:
@@ -223,7 +224,7 @@ class Oort(Selection):
     def _explore(
         self, view: SelectionView, unknown: np.ndarray, preferred_s: float, count: int
     ) -> np.ndarray:
-        """Draw `count` clients that have not reported; prefer fast ones with many samples.
+        """Draw `count` clients that have not reported a loss; prefer fast ones with many samples.
 
         unknown: the idle clients that have not reported.
         preferred_s: the preferred duration in seconds.

@@ -1,10 +1,10 @@
 """Plan a run on virtual time: dispatches, base versions, and how each job ends.
 
-The plan is a function of configuration and seed, and does not depend on training results. It can
-therefore be made before the training, so that the end of every job is known before a worker gets
-the job. There are two exceptions: if the selection needs reports of clients, or if messages change
-in size, the plan also depends on earlier aggregations. In such a run, an aggregation is planned
-only after the server has made the previous one.
+The plan is a function of configuration and seed, and does not depend on training results. Therefore
+it can be made before the training. The end of every job is then known before a worker gets the job.
+There are two exceptions: if the selection needs reports of clients, or if messages change in size,
+the plan also depends on earlier aggregations. In such a run, an aggregation is planned only after
+the server has made the previous one.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class PlannedAggregation:
 
 
 def _draw_positions(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
-    """Yield random positions in an array of clients, which may repeat.
+    """Yield random positions in an array of clients; a position may be repeated.
 
     The positions end when it is faster to list the idle clients than to draw more positions.
     clients: the length of the array; all positions are below this number.
@@ -166,7 +166,7 @@ class Site:
 
     If each replica has its own schedule, the clients of each replica are a site. Otherwise there is
     one site with all clients of the run.
-    pool: the number of the replica; -1 for the site with all clients.
+    pool: the number of the replica whose clients these are; -1 for the site with all clients.
     members: the number of this site's clients that have samples.
     pools: the number of pools into which the schedule divides the clients by their speed; 0 if it
     does not divide them.
@@ -313,7 +313,7 @@ class Planner:
         return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
     def count_contributions(self, floats: int) -> None:
-        """Add the arrays that clients send before round 0 to the traffic.
+        """Count the arrays that clients sent before round 0 as traffic.
 
         floats: the number of floats that all clients together sent.
         """
@@ -802,10 +802,10 @@ class Planner:
         return idle_clients
 
     def _next_arrival(self) -> float:
-        """Return the virtual time at which a dispatch that lacks clients can get the next one.
+        """Return the virtual time at which a dispatch with too few clients can get another client.
 
-        This is the time at which a client of the dispatch's pool becomes available. Return infinity
-        if no such client becomes available.
+        At this time a client of the dispatch's pool becomes available. Return infinity if no such
+        client becomes available.
         Raises ValueError if no client of the run is available in the first `patience` seconds.
         Raises NoClientsLeftError if no client becomes available and no job is in flight.
         """

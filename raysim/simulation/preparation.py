@@ -35,7 +35,8 @@ def collect_contributions(
     planner counts this traffic.
 
     declarations: what the run's methods have declared.
-    replicas: the models of the server. The methods make server state for them from the arrays.
+    replicas: the models of the server. The methods make the server state of these models from the
+    arrays.
     planner: adds the arrays to the traffic.
     calls: the calls to the workers, which compute the arrays.
     """

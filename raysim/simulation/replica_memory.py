@@ -144,6 +144,6 @@ def _is_movable(tensor: Tensor) -> bool:
     """Return True if a tensor can be moved to disk.
 
     An empty tensor cannot be moved. A tensor that uses only a part of its allocated memory cannot
-    be moved either, for example a method's cache, which has reserved space for further rows.
+    be moved either. An example is a method's cache, which has reserved space for further rows.
     """
     return 0 < tensor.nbytes == tensor.untyped_storage().nbytes()

@@ -104,8 +104,8 @@ class Replicas:
     def read(self, replica: int) -> Server:
         """Return the server of a replica, which may be on disk.
 
-        Call this for each replica just before you read its tensors. Only a few replicas on disk are
-        in memory at the same time.
+        Call this for each replica just before you read its tensors. Reading loads them into memory,
+        which has room for only a few of the replicas on disk.
         """
         self._memory.note_read(replica)
         return self.servers[replica]
@@ -499,7 +499,7 @@ class _Bases(Mapping[int, PublishedVersion]):
     """The published versions of one replica, by the number of this replica's earlier aggregations.
 
     versions: the published versions of all replicas.
-    number_of: maps a key of this mapping to the version's key in `versions`.
+    number_of: maps the number of earlier aggregations to the version's key in `versions`.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):

@@ -21,8 +21,7 @@ class WorkerDiedError(RuntimeError):
 class LostNode(NamedTuple):
     """A node whose workers are not used any more.
 
-    reason: the end of an error that begins with the node's name, such as "was declared dead by
-    Ray".
+    reason: text that follows the name of the node in messages, such as "was declared dead by Ray".
     is_reachable: True if values on the node can still be read.
     """
 
@@ -93,8 +92,8 @@ class Runtime(Protocol):
         meanwhile.
 
         node: the number of the node.
-        parts: for each sum, the positions of its updates in the order of aggregation. Each range
-        must be a node of the summation tree (`tree_sum`).
+        parts: for each sum, the positions of its updates in the order of aggregation. The updates
+        of a range must be a subtree of the summation tree (`tree_sum`).
         refs: references to the sums, in the same order.
         """
         ...

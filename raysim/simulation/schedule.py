@@ -399,9 +399,9 @@ class Tiered(_Policy):
     def decide(self, view: View) -> Action:
         """Aggregate or dispatch for the first tier that can act; wait if no tier can.
 
-        A tier can act if it has no job in flight and enough available clients. Tiers without enough
-        available clients are in `view.short`. If updates of the tier have arrived, aggregate them.
-        Otherwise dispatch a cohort of the tier.
+        A tier can act if it has no job in flight and is not in `view.short`. Tiers are in
+        `view.short` if a dispatch at this virtual time found too few clients. If updates of the
+        tier have arrived, aggregate them. Otherwise dispatch a cohort of the tier.
         """
         for tier, running in enumerate(view.in_pool):
             if running or tier in view.short:

@@ -17,7 +17,7 @@ MAX_DOMAIN_COLUMNS = 20  # domains that get a column each
 
 
 def mean_score(values: np.ndarray) -> float:
-    """Return the mean of all scores that are not nan; nan if all are.
+    """Return the mean of all scores that are not nan; nan if every score is nan.
 
     The score of a set may be undefined (nan). An example is the area under the ROC curve of samples
     of one class.
@@ -89,9 +89,9 @@ class ScoreColumns:
     def shared(self, parts: Sequence[np.ndarray], scoring: ScoredClients) -> Row:
         """Return the columns with the scores of the shared model.
 
-        parts: four arrays with the metric's value of each sample. The samples are the test samples
-        of clients, the test samples of unseen clients, the central test set, and the validation
-        samples of clients.
+        parts: four arrays with the metric's value of each sample. The arrays are for four sets of
+        samples: test samples of clients, test samples of unseen clients, the central test set, and
+        validation samples of clients.
         scoring: the scored clients; their scores are added to `scoring.client_scores`.
         """
         tested, unseen, central, validated = parts

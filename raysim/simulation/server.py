@@ -37,7 +37,7 @@ from raysim.vectors.tree_sum import TreeLeaf, sum_in_tree, weighted_sum
 
 
 def default_weighting(methods: Sequence[Method]) -> Weighting:
-    """Return "samples", or "uniform" if a method needs uniform weights."""
+    """Return how a server weighs updates: "uniform" if a method needs it, else "samples"."""
     needs_uniform = any(method.weighting == "uniform" for method in methods)
     return "uniform" if needs_uniform else "samples"
 
@@ -454,7 +454,7 @@ class Server:
         )
 
     def _average_buffers(self, total: Tensor, aggregation: Aggregation) -> Tensor:
-        """Return the step that makes the server's float buffers the mean of the clients' buffers.
+        """Return the step from the server's float buffers to the mean of the clients' buffers.
 
         total: the weighted sum of the changes of the clients' buffers. It is changed in place.
         aggregation: the updates that did not fail, with their weights.

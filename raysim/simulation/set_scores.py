@@ -180,10 +180,10 @@ class SetScores:
 
 
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
-    """Return a dictionary of scores by client for each metric.
+    """Map the name of each metric to a dictionary with the score of each client.
 
-    reports: each has the scores of all metrics on one set of samples. If the samples belong to no
-    client, for example to a domain, their score gets a negative key.
+    reports: each has the scores of all metrics on one set of samples. Some samples do not belong to
+    one client, such as those of a domain. The key of their score is a negative number.
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

@@ -37,8 +37,9 @@ class _StoredArray:
 class SpillFile:
     """A file that contains a dictionary of arrays for each client.
 
-    New arrays of a client overwrite its old ones if they are not larger. So repeated writes do not
-    make the file grow. The file is removed when the process ends in any way.
+    New arrays of a client overwrite its old arrays, unless the new ones need more space. So
+    repeated writes of arrays of the same size do not make the file grow. The file is removed when
+    the process ends in any way.
 
     folder: a folder on the disk to use; "" is the system's folder for temporary files.
     """

@@ -76,7 +76,7 @@ class Versions(Mapping[int, PublishedVersion]):
         return self._runtime.put(self._make(version))
 
     def _make(self, version: int) -> PublishedVersion:
-        """Return the current version of a replica, without adding it to the store."""
+        """Return a version that is the current one of a replica, without storing it."""
         return self._makers[min(self._replicas[version])]()
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:
@@ -119,7 +119,7 @@ class Versions(Mapping[int, PublishedVersion]):
     def is_held(self, version: int) -> bool:
         """Return True if at least one job starts from this version and has not ended.
 
-        These are the jobs for which `hold` was called and `release` was not.
+        For such a job `hold` was called, and `release` was not called yet.
         """
         return self._holders[version] > 0
 

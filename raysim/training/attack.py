@@ -1,9 +1,9 @@
 """Simulate attackers among the clients: choose them, and change their labels or updates.
 
-The attackers are drawn once from the seed, among the clients with samples. y is a label of C
-classes, and D is the update that an attacker would send if it were honest. mean and std are the
-mean and standard deviation of each parameter over the honest updates of the same aggregation. The
-values of `attack.kind` mean:
+The attackers are drawn once from the seed, among the clients with samples. The table has the values
+of `attack.kind`, what an attacker does, and the source. In the table, y is a label of C classes,
+and D is the update that an attacker would send if it were honest. mean and std are the mean and
+standard deviation of each parameter over the honest updates of the same aggregation.
 
     label_flip   train on C - 1 - y                   Fang et al., USENIX Security 2020
     sign_flip    send -scale D                        Li et al., AAAI 2019 (RSA)

@@ -137,7 +137,7 @@ class BatchPlanner:
         """Return the batches of a job that takes all samples in every epoch.
 
         samples: the number of the client's training samples.
-        participation: the number of the client's earlier jobs. With the client it decides the
+        client, participation: the client, and the number of its earlier jobs. They decide the
         random numbers of the shuffle.
         """
         selected = [np.arange(samples)] * (self.local.epochs or 1)

@@ -188,9 +188,9 @@ class BatchedLanes(LaneLoop[Lane]):
         """Return the parameters of all lanes, and the tensors that the optimizer changes.
 
         The keys of the first result are the ids of the network's parameters. Its values are tensors
-        [K, ...] with the parameters of all K lanes. The second result has the trained parameters.
-        If `local.clip` is set, it has slices [K, n] of the lanes' vectors that contain these
-        parameters.
+        [K, ...] with the parameters of all K lanes. The second result has the trained parameters of
+        all lanes. Without `local.clip` they are one tensor [K, ...] for each parameter. With
+        `local.clip` they are slices [K, n] of the lanes' vectors.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}

@@ -171,7 +171,7 @@ def actor_class(kind: type) -> Any:
         return lambda self, *args: getattr(self.held, name)(*args)
 
     def stack_source(self: Any) -> StackSource | None:
-        """Return what other processes on this node need to read this process's call stacks.
+        """Return what other processes on this node use to read this process's call stacks.
 
         Return None if the operating system does not allow it.
         """
@@ -242,9 +242,9 @@ class RayCoordinator:
     def begin(self) -> Iterator[list[Event]]:
         """Yield the events of the run up to `Started`, when all workers are ready.
 
-        The method `events` yields the later events. Make the run's folder before you call it.
+        The method `events` yields the later events. Make the run's folder before you call `events`.
         Raises UnequalWorkersError if results of a worker would not be bit-identical to results of
-        the driver, the process that the user has started.
+        the driver. The driver is the process that the user has started.
         """
         for event in self._events:
             if not isinstance(event, Started):
@@ -605,8 +605,8 @@ class RayRuntime:
     def explain_death(self, worker: int, death: WorkerDiedError) -> str:
         """Return why a worker died, as text without a full stop.
 
-        The text names missing memory if the kernel of the worker's node has ended a process because
-        memory ran out. Otherwise it is the text of the error.
+        The text says that memory ran out if the kernel of the worker's node has ended a process for
+        this reason. Otherwise the text is that of the error.
         death: the error that says that the worker is dead.
         """
         text = str(death).rstrip(".")

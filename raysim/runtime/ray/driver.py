@@ -155,7 +155,7 @@ def _limit_by_other_runs(size: Size, options: RayOptions, say: Say) -> Size:
     """Reduce the number of workers to what fits next to other runs on the cluster.
 
     If no worker fits, do not reduce the number; the run then waits until all its workers fit.
-    size: the planned number of workers and what each reserves.
+    size: the planned number of workers and the resources that each of them reserves.
     say: function that tells the user about a smaller number.
     """
     free = worker_capacity(free_resources(), size.per_worker, options.strategy)
@@ -181,7 +181,7 @@ def _limit_by_memory(
     """Reduce the number of workers to what the memory of the nodes allows, but at least one.
 
     cluster: the resources of each node.
-    size: the planned number of workers and what each reserves.
+    size: the planned number of workers and the resources that each of them reserves.
     say: function that tells the user about a smaller number.
     options: the settings `runtime.*`.
     spec: the run; the size of its model decides how much memory a worker needs.

@@ -1,7 +1,7 @@
 """Notice nodes that do not answer, leave the cluster or join it.
 
-Ray declares a node dead only after a minute without an answer. Until then it may start processes
-there.
+Ray declares a node dead only after a minute without an answer. Until then Ray may start processes
+on this node.
 """
 
 from __future__ import annotations
@@ -135,10 +135,11 @@ def free_resources() -> list[Resources]:
 class NodeWatch:
     """A thread that asks every few seconds whether the nodes of a cluster answer.
 
-    The attribute `lost` maps each node that has left or will leave the cluster to a `LostNode`,
-    which has the reason. A node is named by Ray's identifier, here and in the methods.
+    The attribute `lost` maps each lost node to a `LostNode`, which has the reason. A node is lost
+    if it does not answer for `timeout_s` seconds, or if it has left or will leave the cluster. A
+    node is named by Ray's identifier, here and in the methods.
     timeout_s: the seconds without an answer after which a node counts as lost. If it is infinity,
-    nodes are not asked. Nodes that Ray declares dead or draining are lost in any case.
+    nodes are not asked. Nodes that Ray declares dead or draining are then still lost.
     """
 
     def __init__(self, timeout_s: float):
@@ -206,7 +207,7 @@ class NodeWatch:
         """Return the unreserved resources of a node, as amounts by name.
 
         Return {} if a task, an actor or a placement group of the cluster waits for resources,
-        because Ray may give the resources to it.
+        because Ray may give it these resources.
         """
         state = self._state
         return {} if state.has_demand else state.free.get(node, {})
