@@ -27,7 +27,7 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 def kernel() -> Iterator[Any]:
     """Yield a Jupyter kernel, in which all notebooks of this file run one after another.
 
-    Each notebook starts without names, but packages that an earlier notebook imported stay loaded.
+    Each notebook starts without variables. Packages that an earlier notebook imported stay loaded.
     """
     from jupyter_client.manager import KernelManager
 

@@ -71,7 +71,7 @@ class BiasFreeMlp(NormedMlp):
 
 
 class Block(nn.Module):
-    """Two convolutions with torchvision's names."""
+    """A residual block of two convolutions, whose layers are named as in torchvision."""
 
     def __init__(self, channels: int):
         super().__init__()

@@ -134,7 +134,7 @@ class Alone(Mixup):
 
 @dataclass(frozen=True)
 class Plain:
-    """Settings with which a run of the method equals a run of FedAvg.
+    """Settings with which a run of a method equals a run of FedAvg.
 
     make: function that returns the method.
     study: arguments of `run_spec` for both runs, by name.
@@ -724,7 +724,7 @@ def check_list(names: Sequence[str]) -> None:
 
 @functools.cache
 def clash(first: str, second: str) -> bool:
-    """Return whether two methods of the table may not be in one list."""
+    """Return True if two methods of the table are refused in one list."""
     try:
         check_list([first, second])
     except ValueError:

@@ -49,7 +49,7 @@ def case(
 ) -> dict[str, Any]:
     """Return random arguments for FedCDA's selection of one model per client.
 
-    No model is close to zero.
+    The parameters of all models are close to 10.
     clients: the number of clients.
     memory: the largest number of candidate models of a client.
     fixed: the number of models that are already chosen for other clients.

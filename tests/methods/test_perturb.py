@@ -48,9 +48,10 @@ PARTNERS = [name for name in TABLE if name not in OWNERS and not clash(name, "fe
 
 
 def bits_with(name: str, *more: Method) -> tuple[str, str]:
-    """Run two rounds of a method and others; return the hashes of the parameters and of the state.
+    """Run two rounds; return the hashes of the parameters and of the state.
 
-    name: a method of the conformance table, or "fedavg".
+    name: the first method of the run, a key of the conformance table; "fedavg" adds no method.
+    more: further methods of the run.
     """
     row = TABLE.get(name)
     methods, model = ([row.make()], row.model) if row else ([], NORMED_MLP)

@@ -50,7 +50,7 @@ class Counter(TorchDispatchMode):
 
 
 def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which recorded steps append the operations that wait for the device."""
+    """Return a list that gets the operations of later recorded steps that wait for the device."""
     operations: list[str] = []
     compute = RecordedLanes.compute
 

@@ -369,7 +369,7 @@ _CLUSTERS: list[Any] = []
 def _start_cluster(cache: str) -> None:
     """Start a Ray cluster of two nodes with one CPU each, and connect this process to it.
 
-    The first node declares two GPUs to Ray, which need not exist.
+    The first node declares two GPUs to Ray. The machine need not have GPUs.
     cache: raysim's cache folder on the second node.
     """
     from ray.cluster_utils import Cluster

@@ -85,9 +85,9 @@ def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    """Yield a function that calls functions in the driver of two unequal nodes.
+    """Yield a function that calls functions in the driver of a Ray cluster of two nodes.
 
-    The second node uses other CPU kernels, and a copy of raysim in which one comment is added.
+    The second node uses other CPU kernels, and a copy of raysim with one additional comment.
     """
     own, empty = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("empty")
     shutil.copytree(

@@ -52,7 +52,7 @@ class Books:
     def back(self, job: Any, read: int = 0) -> None:
         """Handle the answer to a job: note the size of the client's new state, and free memory.
 
-        read: the number of bytes that were read from disk for the job's message, which are freed.
+        read: the number of bytes that were read from disk for the job's message. They are freed.
         """
         trained: Any = SimpleNamespace(updates=[SimpleNamespace(job=job.number)], states=[EACH])
         self.client_states.note_sizes(trained)

@@ -1,4 +1,4 @@
-"""Test decisions of each schedule, and the runs that follow from them, without training."""
+"""Test the decisions of each schedule, and the order of events in runs with it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def view(running: int = 0, arrived: tuple[int, ...] = (), idle: int = 9, **other
 
 @dataclass
 class Watched:
-    """A schedule that records its views and actions."""
+    """A schedule that decides like another one, and records what it sees and decides.
+
+    schedule: the other schedule.
+    log: for each decision, the view and the action.
+    """
 
     schedule: Any
     log: list[tuple[View, Action]] = field(default_factory=list)

@@ -33,7 +33,7 @@ def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Bo
     """Run FedAvg's rounds without a correction.
 
     client(job, x, correct): the model that the client trains from x, with gradients from `correct`.
-    factor: ignored; an argument because `with_scaffold` and `with_fedcm` have it.
+    factor: not used; `with_scaffold` and `with_fedcm` have the same argument.
     """
     x = dict(world.start)
     for jobs in world.rounds:

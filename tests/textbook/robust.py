@@ -51,8 +51,8 @@ def trimmed_mean(world: World, share: float) -> Book:
 def krum(world: World, f: int, selected: int | None = 1) -> Book:
     """Add to x the mean of the updates that have the smallest scores s(i).
 
-    s(i) is the sum of |g_i - g_j|^2 over the n - f - 2 updates j that are nearest to i, at least
-    one.
+    s(i) is the sum of |g_i - g_j|^2 over the updates j that are nearest to i. The number of these
+    updates is n - f - 2, but at least 1.
     f: the number of attackers.
     selected: the number of updates in the mean; None: n - f.
     """

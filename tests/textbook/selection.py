@@ -60,7 +60,7 @@ class OortByHand:
     `decay`.
     decay: this factor.
     least: the smallest `exploration`.
-    cutoff: the n known clients of a round are drawn from clients with high scores: at least
+    cutoff: if a round needs n known clients, they are drawn from those whose scores are at least
     `cutoff` times the n-th largest score.
     clip: the quantile of the utilities to which larger utilities are reduced.
     preferred: the percentile of the durations; slower clients get a lower score.
@@ -72,7 +72,7 @@ class OortByHand:
     number: the number of rounds so far.
     last_round: for each client, the last round in which it was chosen.
     exploited: the known clients of the last round.
-    utilities: for each earlier round, the mean utility of its known clients.
+    utilities: for each earlier round with known clients, their mean utility.
     """
 
     exploration: float

@@ -76,7 +76,7 @@ MOST_BYTES = 8 << 30  # of a child: a mutant that loops may also hoard
 
 
 def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """Return about `count` mutants, which are spread evenly over the possible ones of each file.
+    """Return about `count` mutants, which are spread evenly over each file.
 
     Every file gets a few mutants (`LEAST`). The others are divided among the files in proportion to
     the number of possible mutants.

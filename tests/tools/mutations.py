@@ -347,7 +347,10 @@ def bound_name(node: ast.stmt) -> str:
 
 
 def is_text_or_list(side: ast.expr) -> bool:
-    """Return whether a side of an operator is a text or a list, for which other operators fail."""
+    """Return whether an operand is a text, a list or a tuple.
+
+    Most other operators raise an error for such an operand.
+    """
     text = isinstance(side, ast.Constant) and isinstance(side.value, str)
     return text or isinstance(side, (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple))
 
