@@ -234,7 +234,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit.
 
-    argv: the arguments; None takes those of the process.
+    argv: the words of the command line after `raysim`; None takes them from `sys.argv`.
     """
     notice_interrupts()
     status = call(list(sys.argv[1:] if argv is None else argv))
@@ -825,7 +825,10 @@ def _completions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> l
 # --- commands -----------------------------------------------------------------------------------
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Switch garbage collection off inside `with`, where modules are imported."""
+    """Switch garbage collection off inside `with`, so that imports inside it take less time.
+
+    Later collections ignore all objects that exist at the end of the `with` block.
+    """
     gc.disable()
     try:
         yield

@@ -83,8 +83,8 @@ def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]
 def reserved_names(layout: Layout) -> set[str]:
     """Return the names that a method cannot give to client state, because they are in use.
 
-    They are the full names of the neural networks' tensors that stay on the client, such as
-    "model.bn1.weight", and the names of the two flat arrays of `ClientState`.
+    These are the full names of the neural networks' tensors that stay on the client, such as
+    "model.bn1.weight". The names of the two flat arrays of `ClientState` are also reserved.
     """
     floating, integer = layout.personal_entries
     return {_PERSONAL, _COUNTERS, *(entry.name for entry in (*floating, *integer))}

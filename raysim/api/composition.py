@@ -145,8 +145,8 @@ def _check_hooks(method: Method) -> None:
 def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
     """Yield warnings about methods that probably do not do what their author wants.
 
-    A method that overrides no hook gives a warning. So does a public function that nothing calls,
-    if its name is almost the name of a hook.
+    There is a warning for a method that overrides no hook. There is also one for a public function
+    that nothing calls, if its name is almost the name of a hook.
     """
     for method in methods:
         empty = [hook for hook in HOOKS if not fills(method, hook)]

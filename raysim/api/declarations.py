@@ -50,8 +50,8 @@ class Task:
     scores: the metrics to compute, as names or as `Metric` objects of the user. If it is empty,
     only `scored_by` is computed. If `scored_by` is None too, the usual metrics of the kind are
     computed.
-    lower: names of metrics for which a lower score is better (`evaluate.lower`). It is not needed
-    for raysim's own metrics.
+    lower: names of metrics for which a lower score is better (`evaluate.lower`). raysim's own
+    metrics need not be listed.
     label_shape: the shape of one label: () for one class per sample, (height, width) for a class
     per pixel.
     has_unlabelled: True if some samples have no class.

@@ -80,8 +80,8 @@ class Learner(Method):
 
     Implement `initial`, `fit`, and `predict` or `evaluate`. A learner replaces the run's model and
     local training. Choose it with an option of the group `learner`, or pass an object:
-    `raysim.run(learner=MyLearner())`. It can be combined with schedules, fleets and server-side
-    methods.
+    `raysim.run(learner=MyLearner())`. A learner can be combined with schedules, fleets and
+    server-side methods.
 
     Parameters are a nested structure of arrays, or bytes such as serialized trees. Arrays of floats
     are averaged on the server. In arrays of integers or booleans, each entry becomes the largest

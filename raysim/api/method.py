@@ -9,8 +9,8 @@ a run overrides is never called. This is the order of the calls:
 - an aggregation: `weigh`, `combine`, `step`, `absorb`
 - before a client's own model is scored: `personalise`
 
-The hooks for each batch may only use tensor operations (no `.item()`, no `if tensor`), because a
-step may be captured as a CUDA graph.
+The hooks for each batch may only use tensor operations, not `.item()` or `if tensor`. The reason is
+that a step may be captured as a CUDA graph.
 """
 
 from __future__ import annotations

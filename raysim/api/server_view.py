@@ -142,8 +142,8 @@ class ServerView:
     def sample_counts(self) -> np.ndarray:
         """The number of training samples of each client: int64 [clients].
 
-        The entry of a client of another replica is 0. Only in a topology in which each client
-        stores its own replica, such as gossip, the array has the true number for every client.
+        The entry of a client of another replica is 0. In a topology in which each client stores its
+        own replica, such as gossip, all entries are the true numbers.
         """
         return self._server.counts  # type: ignore[no-any-return]
 

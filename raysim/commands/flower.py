@@ -1,4 +1,4 @@
-"""Implement `raysim flower run`: run a Flower app with its ServerApp on virtual time."""
+"""Implement `raysim flower run`: run a Flower app whose messages take virtual time."""
 
 from __future__ import annotations
 

@@ -206,8 +206,8 @@ class PowerSGD(Compressor):
     ) -> Exchange:
         """Send `values` with error feedback; the result is that of `Compressor.exchange`.
 
-        The vector is processed part by part. A part stays in the CPU's cache from the addition of
-        the memory until it is encoded, and from the decoding until the next memory is computed.
+        For speed, the vector is processed part by part. A part stays in the CPU's cache while the
+        memory is added to it and while its next memory is computed.
         """
         is_direct = values.device.type == "cpu" and values.dtype == torch.float32
         if not (is_direct and len(memory)):

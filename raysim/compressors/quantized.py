@@ -70,10 +70,10 @@ def _round_randomly(
     key: the low and the high word of the message's random number, uint32 [2].
     steps: i times the constant `GOLDEN` for i = 0, 1, ..., CHUNK - 1, modulo 2^32, uint32 [CHUNK].
     digits: [entries], the array to fill.
-    received: empty without error feedback. With ef14, the array for the values that the receiver
-    gets, float32 [entries]. With ef21, the next memory has these values, and `received` is working
-    memory, float32 [CHUNK].
-    memory: float32 [entries], the last memory with ef21; empty with ef14.
+    received: empty without error feedback. With ef14, the array to fill with the values that the
+    receiver gets, float32 [entries]. With ef21, float32 [CHUNK] for intermediate values; the
+    receiver then gets the values of the next memory.
+    memory: with ef21, the current memory, float32 [entries]; else empty.
     contraction: float32, the number by which decoded values are multiplied.
     """
     # All variables of the hash have 32 bits, so that the CPU computes several entries with one

@@ -477,9 +477,9 @@ def _device_use(device: str) -> Iterator[ResultRow]:
 def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
     """Return a row with the seconds per round and the client steps per second.
 
-    The first two rounds are left out if there are more than three, because they allocate memory and
-    record graphs.
-    times: the time at the end of each round, in seconds.
+    A round is the interval between two successive times. The first two rounds allocate memory and
+    record graphs; they are left out if there are more than two rounds.
+    times: times between rounds, in seconds; each is the end of a round and the start of the next.
     workload: the workload that was measured, which gives the number of steps in a round.
     """
     seconds = statistics.median(np.diff(times[2:] if len(times) > 3 else times))

@@ -1,10 +1,11 @@
-"""Measure the time of each method's local step compared with FedAvg: `raysim bench steps`.
+"""Measure the time of a local step of some methods compared with FedAvg: `raysim bench steps`.
 
 The benchmark measures a method and FedAvg alternately in one process, and reports the median ratio
 of the two times. Only FRAug is compared with FedBN instead of FedAvg.
 
-Each method has a limit for this ratio. It is the ratio of the costs of all forward and backward
-passes, plus a few percent. A forward pass costs 1, and a backward pass 2.
+For most of the measured methods raysim promises a limit: the largest allowed ratio. The limit is
+computed from the forward passes (cost 1) and backward passes (cost 2) of a step. It is the cost of
+the method's step divided by the cost of FedAvg's step, plus a few percent.
 """
 
 from __future__ import annotations
@@ -177,7 +178,9 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 
 
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
-    """Measure the local steps of each method, compared with FedAvg or, for FRAug, with FedBN.
+    """Measure the local steps of the methods in `METHODS`, of FedBSS and of FRAug.
+
+    They are compared with FedAvg; only FRAug is compared with FedBN.
 
     For FedBSS, FedAvg does the same work as FedBSS; see `fedbss_and_its_parts`.
     blocks: how often each method and its reference are measured, one after another.
@@ -247,7 +250,7 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
 
 
 def main(out: Path, blocks: int, say: Callable[[str], None]) -> None:
-    """Measure the local steps of all methods, print a table, and write the results to `out`.
+    """Measure the local steps of the methods, print a table, and write the results to `out`.
 
     blocks: how often each method and its reference are measured, one after another.
     say: function that gets a line after each block.

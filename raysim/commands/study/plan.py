@@ -123,8 +123,8 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
     folder has a study already, its stored overrides are used as well.
     conf: the user's own folders of options.
 
-    Raise `RefusedError` if no run of the study has the key of an override, or if the folder of a
-    new study exists already.
+    Raise `RefusedError` if no run has the key of an override, or if the folder of a new study
+    exists already.
     """
     overrides_of = {key: tuple(texts) for key, texts in map(expand_override, overrides)}
     out = overrides_of.pop("out", ())

@@ -205,7 +205,7 @@ class SweepTrial(tune.Trainable):
         return int(Path(self.logdir).name)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Copy the last checkpoint of each run, so that another trial can continue from them.
+        """Copy the last checkpoint of each run, so that another trial can continue from the copies.
 
         checkpoint_dir: the empty folder that Tune provides for the copies.
         """
@@ -270,7 +270,7 @@ class Listener(tune.Callback):
         self._ray_messages = ray_messages
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return an empty state: Tune stores its callbacks, but the stored ones are never read."""
+        """Return an empty dictionary, because nothing reads the callbacks that Tune stores."""
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
