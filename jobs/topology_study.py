@@ -108,6 +108,7 @@ def measured(folder: Path, topology: str) -> dict[str, Any]:
     """Return the numbers that the page shows of one finished run.
 
     folder: the run's folder.
+    topology: the name of the run's topology, such as "star".
     """
     from raysim.results.history import read_history
 

@@ -23,7 +23,7 @@ class DyingOnce(Method):
         self.marker = marker
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Kill this process in round 3, unless the file exists."""
+        """Kill this process in round 3, unless the file `marker` exists."""
         marker = Path(self.marker)
         if server.version == 2 and not marker.exists():
             marker.touch()

@@ -2,9 +2,10 @@
 
     uv run python -m jobs.benchmarks.learner
 
-One process trains clients with a `Learner` whose `fit` returns the parameters unchanged, in turn
-with a method whose `run.train` does nothing. The difference is what raysim does for a learner: it
-gathers the samples as arrays, copies the parameters out of the vector and back, and checks them.
+One process alternates two runs. In one run, the `fit` of a `Learner` returns the parameters
+unchanged. In the other run, the `run.train` of a method does nothing. The difference is what raysim
+does for a learner: it gathers the samples as arrays, copies the parameters out of the vector and
+back, and checks them.
 For comparison, the benchmark also prints the time of two plain copies of the parameters. All times
 are CPU times.
 """

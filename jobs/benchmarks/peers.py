@@ -180,7 +180,7 @@ def compare(
     name: the workload's name.
     root: the folder of Fashion-MNIST; None downloads it; "" takes random images.
     blocks: the number of turns.
-    pfl, fedjax: the Python of each simulator's environment; None leaves it out.
+    pfl, fedjax: the Python of each simulator's environment; None leaves this simulator out.
     """
     from raysim.runtime.ray import start_workers
 

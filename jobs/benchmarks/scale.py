@@ -88,7 +88,7 @@ class AggregationCost:
 
 
 def cases() -> list[Case]:
-    """Return all cases, those that need less memory first."""
+    """Return all cases, in the order in which they are measured."""
     # A measured peak is that of the whole process so far. In this order, it belongs to its case.
     cohorts = (1_000, 10_000, 100_000)
     cases = []
@@ -101,7 +101,7 @@ def cases() -> list[Case]:
 
 # --- the simulated workers ------------------------------------------------------------------------
 class ReadyWorker(SeparateSums):
-    """A worker that returns its results at once, without training: vectors filled with 1e-9."""
+    """A worker that does not train. It returns vectors filled with 1e-9 at once."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0"):
         self.name, self._counts = name, spec.data.partition.train.counts

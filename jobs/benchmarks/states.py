@@ -223,7 +223,7 @@ def bench(
 
     root: the folder of Fashion-MNIST; None downloads it.
     blocks: the number of repetitions.
-    clients: the number of clients of the run within 1 GiB; 0 skips this run.
+    clients: the number of clients in the third part of the benchmark; 0 skips this part.
     say: function that gets a line for each measurement.
     """
     checkpoints = [workload_checkpoints(root, blocks)]

@@ -143,7 +143,9 @@ def _prepare_run(folder: Path, run_folder: Path, overrides: Sequence[str]) -> No
 def run(folder: Path, names: Sequence[str], device: str, minutes: float) -> None:
     """Start or continue the prepared runs until the time is over.
 
+    folder: the folder in which the runs were prepared.
     names: the names of the studies; empty means all studies.
+    device: the device on which the runs compute, such as "cuda".
     minutes: the time for all runs.
     """
     deadline = monotonic() + 60 * minutes

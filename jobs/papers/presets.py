@@ -220,9 +220,9 @@ def deviation_of_last_ten(rows: Sequence[Row], name: str) -> float | None:
 
 
 def fedbss_score(table: Table, cell: Cell) -> Score:
-    """Return the score for FedBSS's tables: central accuracy, over the last ten rounds.
+    """Return the score for FedBSS's tables: the mean central accuracy of the last ten rounds.
 
-    The score is the mean, its spread is the deviation.
+    The spread is the standard deviation of this accuracy over the same rounds.
     """
     return Score("accuracy_global", last_ten, 100, deviation_of_last_ten)
 

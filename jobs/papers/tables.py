@@ -1,4 +1,4 @@
-"""Read the published tables from a JSON file per paper, the only source of their numbers."""
+"""Read the published tables. All numbers of a paper come from one JSON file."""
 
 from __future__ import annotations
 

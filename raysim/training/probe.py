@@ -19,9 +19,10 @@ from raysim.primitives.checks import finite_values
 
 
 def balanced_rows(labels: Ints, per_class: int, generator: np.random.Generator) -> Ints:
-    """Return ascending positions with `per_class` rows of each class, or all if there are fewer.
+    """Return ascending positions in `labels`: `per_class` of each class, or all if it has fewer.
 
-    The rows of a class are drawn without replacement.
+    The positions of a class are drawn without replacement.
+    generator: the source of random numbers.
     """
     drawn = [np.empty(0, np.int64)]
     for label in np.unique(labels):

@@ -258,7 +258,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
     # --- inputs ------------------------------------------------------------------------------
     def rate(self, lane: RecordedLane) -> Tensor:
-        """Return the learning rate as a scalar tensor; equal rates give the same tensor object."""
+        """Return the learning rate of a lane's job as a scalar tensor.
+
+        If jobs have the same rate, they usually get the same tensor object.
+        """
         value = lane.ctx.rate
         if value not in self._rates:
             self._rates = dict(list(self._rates.items())[-3:])  # the newest

@@ -69,7 +69,8 @@ class Faults:
 
     tolerate: the largest share of the jobs of an aggregation that may fail. The run stops if more
     of them fail.
-    norm: the largest norm of an update, above which the job has failed; None allows any norm.
+    norm: the largest norm of an update. A job whose update has a larger norm has failed. None
+    allows any norm.
     timeout: seconds after which a worker is replaced if it does not answer a call; None waits
     forever.
     node_timeout: seconds after which a node of a cluster counts as lost if it does not answer; its
@@ -325,7 +326,7 @@ def check_base(spec: RunSpec) -> None:
     """Raise ValueError if the adapters in `init.file` belong to other frozen weights.
 
     A file that a run with adapters has written does not contain the frozen weights, but their
-    checksum. The adapters in it fit only these weights.
+    checksum. The adapters in the file fit only weights with this checksum.
     """
     if spec.weights is not None and spec.weights.base:
         declarations = declare_as_drawn(spec)

@@ -36,8 +36,8 @@ class Scorer:
 
     Several functions have these arguments:
     task: names the model and the samples to score. The model is the shared one or a client's.
-    sent: the state of this client if it is on another worker. It is None if the state is on this
-    worker, or if the shared model is scored.
+    sent: the client's state if it is on another worker. It is None if the state is on this worker,
+    or if the shared model is scored.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):

@@ -1,6 +1,6 @@
-"""Make a step: one batch through the model, with the losses and gradients of all methods.
+"""Define a training step: it trains the model on one batch and calls the hooks of all methods.
 
-A step has one or more stages; each computes a gradient and makes one optimizer step.
+A step has one or more stages. Each stage computes a gradient and makes one optimizer step.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _StepHooks:
             self._stager = stager.method
 
     def stage_loss(self, ctx: Context, loss: Callable[..., Tensor], out: Outputs) -> Tensor:
-        """Return the loss that a method has declared for this stage, computed on the batch."""
+        """Return the value of `loss`, the loss function that a method declared for this stage."""
         job = ctx.view(self._stager) if self._stager else ctx
         value: Tensor = loss(job, out)
         return value

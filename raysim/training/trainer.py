@@ -52,7 +52,7 @@ class RunningJob:
     ctx: the job's data, as hooks see it.
     cycle: the stages (optimizer steps) of each training step; after the last entry the first one
     follows again.
-    batches: the batches that are still to train on.
+    batches: the batches on which the job has not trained yet.
     losses: the task loss of each step that has one.
     initial_state: the names of the tensors in the client state with which the job began.
     result: the result of a method that trains by itself (`run.train`); None for other methods.

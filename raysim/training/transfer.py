@@ -82,7 +82,10 @@ def read_scalars(values: Sequence[Tensor]) -> list[float]:
 
 
 class MemoryCopies:
-    """Copies to ordinary memory that are made while the device works; complete after `wait`."""
+    """Copies of tensors to ordinary memory, made while the device works.
+
+    They are complete after `wait`.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -2,8 +2,8 @@
 
 The order is: shared parameters, shared buffers, personal parameters, personal buffers. The first
 `layout.shared` entries travel between server and clients. The first `layout.trained` entries are
-the shared parameters; a step of the server may scale them, but not the buffers. Integer buffers
-have a separate vector.
+the shared parameters. A step of the server may scale these parameters, but not the buffers. Integer
+buffers have a separate vector.
 
 Constants are not in the vector: frozen parameters (requires_grad False), and buffers that are not
 part of a network's state (persistent=False). Every process builds the same constants.

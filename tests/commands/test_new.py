@@ -98,6 +98,7 @@ def scores_of_printed_command(option: str, folder: Path) -> list[float]:
     """Run one of the commands that `raysim new` prints; return the accuracy of each round.
 
     option: an override in this command, such as "method=mine".
+    folder: the folder of the package.
     """
     lines = next_steps(folder).splitlines()
     line = next(line for line in lines if "raysim run" in line and option in line)

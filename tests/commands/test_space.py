@@ -1,4 +1,4 @@
-"""Test what is drawn from search spaces, and what they refuse."""
+"""Test which points are drawn from search spaces, and which values of settings are refused."""
 
 from __future__ import annotations
 

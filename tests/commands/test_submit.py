@@ -574,7 +574,12 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
 
 
 def start(words: list[str], env: dict[str, str], log: Path) -> int:
-    """Start a head node; return the group of its processes, 0 if it did not start."""
+    """Start a head node; return the number of its process group, 0 if it did not start.
+
+    words: the command that starts the head node.
+    env: the environment variables of the command.
+    log: the file to which the command's output is written.
+    """
     with log.open("w") as stream:
         starting = subprocess.Popen(
             words, env=env, stdout=stream, stderr=stream, start_new_session=True

@@ -49,9 +49,9 @@ def miscounted(outputs: Tensor, targets: list[dict[str, Tensor]]) -> float:
 
 
 class Padded:
-    """The squared error of a network that predicts the number of boxes in each target.
+    """A loss for a network that predicts the number of boxes in each target: the squared error.
 
-    `collate` turns the targets of a batch into these numbers.
+    `collate` returns the numbers of boxes in the targets of a batch.
     """
 
     def collate(self, targets: list[dict[str, Tensor]]) -> Tensor:

@@ -22,7 +22,7 @@ def picture(height: int = 4, width: int = 4, channels: int = 1) -> np.ndarray:
 
 
 def encoded(pixels: np.ndarray) -> bytes:
-    """Return the bytes of a PNG file."""
+    """Return an image as the bytes of a PNG file."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()

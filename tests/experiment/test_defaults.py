@@ -192,7 +192,10 @@ def check_node(node: Mapping[str, Any], path: Path) -> None:
 
 
 def test_functions_of_a_method_have_the_same_defaults_as_its_class() -> None:
-    """Compare each default except None with that of the method class."""
+    """Compare defaults of functions with those of class arguments that have the same name.
+
+    A default of None is not compared.
+    """
     found = 0
     for module in (
         importlib.import_module(f"raysim.methods.{each.name}")

@@ -30,8 +30,10 @@ def _accuracy(label: str, runs: Runs, *overrides: str) -> dict[str, object]:
 
 
 def halves(runs: Runs, column: str, factor: float, y: str) -> Sequence[Panel]:
-    """Return two panels of a history column over rounds: for uneven and for wrong labels.
+    """Return two panels of a history column over rounds.
 
+    In the runs of the first panel, the clients' labels are uneven. In those of the second panel,
+    half of the labels are wrong.
     A panel has a line for each way of training. Clients train on all of their samples, on the half
     with the lowest losses, or on the half with the highest losses.
     column: the name of the column of the history. It may contain {}, which is replaced by the name

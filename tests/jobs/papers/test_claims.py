@@ -29,7 +29,11 @@ SKEW_CLAIM = next(claim for claim in CLAIMS["fedbss"] if claim.settings == SKEW)
 
 
 def stored_run(method: str, seed: int, accuracy: float, setting: str = "skew-slow") -> Run:
-    """Return a run of ten rounds that all have the same accuracy."""
+    """Return a run of ten rounds that all have the same accuracy.
+
+    method: the overrides that select the method.
+    setting: the name of the setting in `jobs.papers.settings`.
+    """
     overrides = " ".join(find_setting(setting).overrides)
     command = f"raysim run {method} seed={seed} device=cuda {overrides} data.root=DIR"
     rows = [{"round": number, "accuracy_global": accuracy} for number in range(10)]
@@ -42,6 +46,7 @@ def pairs(gains: Sequence[float], base: float = 0.7, setting: str = "skew-slow")
 
     gains: the accuracy of FedBSS minus that of FedAvg, for the seeds 0, 1, ...
     base: the accuracy of FedAvg.
+    setting: the name of the setting in `jobs.papers.settings`.
     """
     runs = []
     for seed, gain in enumerate(gains):
