@@ -336,7 +336,7 @@ class FedBR(Method):
         return contrastive_loss(z_p, z_g, z, self.tau1, self.tau2, self.temperature_mode)
 
     def global_of(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the features of pseudo-data by the received model, without a gradient: [B, F].
+        """Return the received model's features of pseudo-data, [B, F], without a gradient.
 
         They are computed in every step if the pseudo-data change in every step and
         `global_features` is "step"; otherwise once for a job.

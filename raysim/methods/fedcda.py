@@ -248,8 +248,8 @@ class _Selection:
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return inner products of T candidate models, after subtracting `centre` from all models.
 
-        These are the products of all pairs of candidates, [T, T]. They are followed by the product
-        of each candidate with the sum of the models that are chosen so far, [T].
+        The first tensor, [T, T], has the products of all pairs of candidates. The second one, [T],
+        has the product of each candidate with the sum of the models that are chosen so far.
         rows: the candidates.
         """
         gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""FedExP: make the server's step longer, the more the clients' updates disagree.
+"""FedExP: make the server's step longer if the clients' updates disagree more.
 
 The step is the mean update times a factor of at least 1. The factor is large if single updates are
 much longer than their mean.

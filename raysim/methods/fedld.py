@@ -23,17 +23,18 @@ Departures from the paper
   probabilities of a batch. The paper's values of lam were tuned with this penalty.
 - The kinds "logit_l2" and "threshold" and the damped loss are variants of eq. (3) that the paper
   only names.
-- Read literally, eq. (7) has w_l = 1 (normalization="none"), and updates become longer. The code
-  divides lambda_l by the sum of all eigenvalues (normalization="sum"), and updates become shorter.
-  The default, "l2", does not change their lengths, as the paper claims.
+- Read literally, eq. (7) has w_l = 1 (normalization="none"), and updates become longer. The
+  authors' code divides lambda_l by the sum of all eigenvalues (normalization="sum"), and updates
+  become shorter. The default, "l2", does not change their lengths, as the paper claims.
 - The mean of the g_i' is longer than FedAvg's mean if the updates have a common direction. For a
   fair comparison, also try FedAvg with a larger server step.
-- All trainable parameters of a client form one vector. The code treats each tensor separately, as
-  granularity="tensor" does.
-- The weights of the mean are those of the run, as in the paper; the code's mean has no weights.
+- All trainable parameters of a client form one vector. The authors' code treats each tensor
+  separately, as granularity="tensor" does.
+- The weights of the mean are those of the run, as in the paper. The mean in the authors' code has
+  no weights.
 - At least one principal direction is used. Very small eigenvalues and projections count as 0 (see
   the setting `tol`).
-- The rule applies in every round. The code applies it from the third round on.
+- The rule applies in every round. The authors' code applies it from the third round on.
 - With Mixup, the label of a sample is the class with the largest weight.
 """
 
@@ -204,9 +205,9 @@ class DampedMargin(Method):
 
 # --- server -------------------------------------------------------------------------------------
 def num_principal_components(*, num_clients: int, fraction: float) -> int:
-    """Return L, the number of principal directions: at least 1.
+    """Return L, the number of principal directions.
 
-    It is fraction * num_clients, rounded down.
+    L is fraction * num_clients, rounded down, but at least 1.
     num_clients: the number of updates in the aggregation.
     """
     return max(1, math.floor(fraction * num_clients + 1e-9))

@@ -107,8 +107,8 @@ def fedadam_step(
     server_lr: the server's learning rate eta.
     beta1, beta2: the factors of the old first and of the old second moment.
     tau: the constant that is added to the root of the second moment.
-    step: the number of the server's step, from 1. It corrects both moments, which start near 0 and
-    are too small at first; None for no correction.
+    step: the number of the server's step, from 1, for bias correction: both moments start near 0
+    and are too small at first. None for no correction.
     """
     moments = (first_moment, second_moment)
     return _adaptive_step(params, delta, *moments, server_lr, beta1, tau, beta2, step)

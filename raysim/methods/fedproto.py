@@ -148,7 +148,7 @@ class FedProto(Method):
         run.client_state("prototypes", lambda samples: {})
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the class means: a forward pass, a third of training, per sample."""
+        """Return the cost of the forward pass that measures class means: a third of an epoch."""
         return FORWARD * job.samples
 
     # --- a client's job -----------------------------------------------------------------------

@@ -3,12 +3,12 @@
 Source: Sun, Li, Li and Ding, "Improving LoRA in Privacy-preserving Federated Learning" (ICLR 2024).
 A layer has the weight W0 + s B A. `raysim/models/lora.py` explains W0 and s. A keeps its random
 initial values, which are equal on all clients. With p_i the weight of client i, the product of the
-mean factors is then the mean of the products. This is not so if clients train both factors
-(`method=fedavg`):
+mean factors is then the mean of the products:
 
     sum_i p_i B_i A = (sum_i p_i B_i) A
 
-B is about half of an adapter's floats; A does not travel.
+The two differ if clients train both factors (`method=fedavg`). B is about half of an adapter's
+floats; A does not travel.
 
 Departures from the paper
 - The head is trained and averaged, too.

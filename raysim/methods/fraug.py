@@ -1,4 +1,4 @@
-"""FRAug: train the classifier also on synthetic features, adapted to the client.
+"""FRAug: train the classifier also on synthetic features that are adapted to the client.
 
 A generator, which all clients share, makes features. Each client also has a representation
 transformation network (RTNet), which never travels. RTNet makes generated features similar to the

@@ -69,7 +69,7 @@ def product_norm(layout: Layout, vector: Tensor) -> float:
 
 
 def kept_rank(rank: int, gamma: float) -> int:
-    """Return q = floor(gamma * rank): a client may prune all its ranks except the first q."""
+    """Return q = floor(gamma * rank), the number of first ranks that a client never prunes."""
     return math.floor(gamma * rank)
 
 

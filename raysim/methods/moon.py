@@ -105,7 +105,7 @@ class Moon(Method):
         return Classifier(nn.Sequential(base.extractor, *projection), self.out, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Declare the client state: the client's previous models; none at first.
+        """Declare the client state: the client's previous models, of which there are none at first.
 
         The state is [models, layout.total], with at most P models.
         """

@@ -15,8 +15,8 @@ model is constant. While pi is trained, column 0 of softmax((pi + Gumbel noise) 
 place of u. Afterwards a layer is loaded if pi_l0 >= pi_l1.
 
 Departures from the paper
-- No code was released, and the text of the paper was not available: the training of the adaptive
-  policy is a reconstruction.
+- No code was released, and the text of the paper was not available. Therefore the training of the
+  adaptive policy is a reconstruction.
 - A layer is a module of the model that directly has parameters or buffers. Networks that other
   methods add are always loaded.
 - strategy=no_bn keeps on the client all modules whose type is BatchNorm, as FedBN does;

@@ -86,7 +86,11 @@ def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[sl
 
 
 def _layer_name(name: str) -> str:
-    """Return the name of a parameter's layer: up to the first number, or else the module's name."""
+    """Return the name of the layer to which a parameter belongs.
+
+    It is the parameter's name up to the first number. If there is no number, it is the name of the
+    parameter's module.
+    """
     numbered = re.match(r".*?\.\d+(?=\.)", name)
     return numbered.group() if numbered else name.rpartition(".")[0]
 

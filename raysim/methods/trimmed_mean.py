@@ -34,7 +34,8 @@ def num_trimmed(count: int, share: float) -> int:
 
     These two numbers are equal: count * share, rounded down.
     count: the number of all values.
-    share: for example, 0.2 leaves out the largest 20 % and the smallest 20 %.
+    share: the share that is left out at each end: 0.2 leaves out the largest 20 % and the smallest
+    20 %.
     """
     # 0.29 x 100 is 28.999999999999996 in floating point.
     return int(share * count + 1e-9)
@@ -43,7 +44,8 @@ def num_trimmed(count: int, share: float) -> int:
 def trimmed_mean(updates: Tensor, share: float) -> Tensor:
     """Return the mean of each column of `updates` [m, d], without its extreme values.
 
-    share: for example, 0.2 leaves out the largest 20 % and the smallest 20 % of the m values.
+    share: the share that is left out at each end: 0.2 leaves out the largest 20 % and the smallest
+    20 % of the m values.
     """
     count = len(updates)
     cut = num_trimmed(count, share)
@@ -57,7 +59,8 @@ def trimmed_mean(updates: Tensor, share: float) -> Tensor:
 class TrimmedMean(Method):
     """A server rule that leaves out the largest and smallest changes of each parameter.
 
-    share: for example, 0.2 leaves out the largest 20 % and the smallest 20 % of the changes.
+    share: the share that is left out at each end: 0.2 leaves out the largest 20 % and the smallest
+    20 % of the changes.
     """
 
     name = "trimmed_mean"

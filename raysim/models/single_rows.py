@@ -1,4 +1,4 @@
-"""Find layers that cannot train on one row, such as BatchNorm: one row has no variance."""
+"""Find layers that cannot train on one row, such as BatchNorm, which needs a variance."""
 
 from __future__ import annotations
 

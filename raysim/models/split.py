@@ -50,7 +50,7 @@ class SplitNetwork(Classifier):
 
 
 class WholeNetwork(Classifier):
-    """A network that is not split: it has outputs, but no separate features and head."""
+    """A network that is not split. It has outputs, but no separate features and head."""
 
     is_split: ClassVar[bool] = False
 

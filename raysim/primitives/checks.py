@@ -1,4 +1,4 @@
-"""Check a user's value: return it, or raise `ValueError` with the allowed values.
+"""Check a user's value; return it, or raise `ValueError` with the allowed values.
 
 A number must be finite; nan and values of other types are outside every range. The argument `name`
 of each check is the key of the configuration, such as "local.lr". The argument `why` is the end of

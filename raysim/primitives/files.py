@@ -190,7 +190,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raise `ValueError` if the text is invalid or nested too deeply. This error does not name the
-    file: a caller that reports it must add the name.
+    file, so a caller that reports it must add the name.
     """
     try:
         return json.loads(text)

@@ -80,7 +80,7 @@ class PackedShape(tuple[int, ...]):
 
     @property
     def arguments(self) -> dict[str, tuple[int, ...]] | list[tuple[int, ...]]:
-        """The shape of each input: by name, or a list if the inputs have no names."""
+        """The shapes of the inputs: a dict by name, or a list if the inputs have no names."""
         if self.fields[0].name:
             return {field.name: field.shape for field in self.fields}
         return [field.shape for field in self.fields]

@@ -60,7 +60,7 @@ def ascii_equivalent(character: str) -> str:
 
 
 def _replace_characters(error: UnicodeError) -> tuple[str, int]:
-    """Handle an encoding error: return ASCII text for the characters that the encoding lacks.
+    """Return ASCII text for characters that an encoding lacks, to handle an encoding error.
 
     `codecs` calls this function, and also needs the position after these characters.
     """

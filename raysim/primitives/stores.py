@@ -148,7 +148,7 @@ class RemoteStore:
             yield copy
 
     def settle(self, *folders: str) -> None:
-        """Do nothing: a sent file is already stored."""
+        """Do nothing, because a sent file is already stored."""
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder, if it exists."""

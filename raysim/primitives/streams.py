@@ -1,4 +1,4 @@
-"""Named random streams: every draw of a run depends on (seed, purpose, keys) only."""
+"""Make random streams that depend only on the run's seed, a purpose and keys."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ _PYTHON_FOLDER = Path(sysconfig.get_path("stdlib"))
 
 
 def users_line(error: BaseException, folder: Path | None = None) -> str:
-    """Return the line of the user's code in which an error was raised: " (file, line N: code)".
+    """Return text that names the line of the user's code in which an error was raised.
 
-    Return "" if no line of the error's traceback belongs to the user.
+    The text is " (file, line N: code)", or "" if no line of the traceback belongs to the user.
     folder: the folder of the user's code; None if unknown. If no line is in this folder, use the
     innermost line outside raysim, Python and installed packages.
     """

@@ -630,7 +630,7 @@ def _format_sizes(sizes: Ints) -> str:
 
 
 def _draw_class_map(split: ClientLabels) -> str:
-    """Return an SVG of each client's share of each class: a large share has a deep colour.
+    """Return an SVG of each client's share of each class, in which large shares have deep colours.
 
     The depth is the square root of the share, because small shares would be invisible.
     """
