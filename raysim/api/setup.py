@@ -564,7 +564,7 @@ class Setup:
         The function trains `job.model` and `job.network(...)` in any way, on `job.dataset()`, and
         returns a `LocalResult` or None. The hooks `begin` and `end` and all hooks of the server are
         called as usual. Only one method of a list may declare this. No other method of the list may
-        override hooks of the steps.
+        override a hook that changes raysim's steps, such as `loss`.
         """
         self.declared.train = function
 

@@ -184,7 +184,7 @@ class Network:
     replica may have no clients.
 
     warnings: texts for the user.
-    name: the word for one replica in messages, such as "edge".
+    name: the word for one replica in texts for the user, such as "edge".
     summary: the text about the exchanges in the plan of a run.
     """
 

@@ -17,8 +17,8 @@ value in the tensor that contains v_i, and [...] is 1 if the condition is true, 
 
 Departures from the papers
 - QSGD uses fewer bits for frequent levels (Elias coding). Here each level has the same number of
-  bits, so that the size is known before the training. An entry takes 2 bits for s = 1, 3 bits for
-  s = 3, and 4 bits for s = 7, with its sign.
+  bits, so that the size is known before the training. An entry and its sign take 2 bits for
+  s = 1, 3 bits for s = 3, and 4 bits for s = 7.
 - FedPAQ averages uniformly. To do the same, set weighting=uniform.
 - v is a client's update, and not a gradient.
 """

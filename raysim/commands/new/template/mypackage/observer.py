@@ -8,7 +8,7 @@ from raysim.simulation.events import Round
 
 
 class MyObserver(Observer):
-    """An observer that writes best.txt: the round in which a column has its highest value.
+    """An observer that writes into best.txt in which round a column has its highest value.
 
     column: the name of a column of the history, such as the accuracy on the central test set.
 

@@ -1,4 +1,4 @@
-"""Test each part with raysim's checks; then run all parts together, selected as options."""
+"""Test each part with raysim's checks, and runs in which all parts are selected as options."""
 
 from __future__ import annotations
 
