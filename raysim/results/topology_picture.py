@@ -76,7 +76,8 @@ def traffic(rows: Sequence[Row], replicas: int) -> np.ndarray:
     """Return the traffic between each replica and its clients in megabytes, [replicas, 2].
 
     The first column is the traffic to the clients, the second column the traffic to the replica.
-    Both are for the last aggregation of the replica; they are 0 if it made no aggregation.
+    Both are sums from the start of the run to the last aggregation of the replica. They are 0 for a
+    replica that made no aggregation.
     rows: the history.
     replicas: the number of replicas.
     """

@@ -63,7 +63,7 @@ class InProcess:
     def get(self, ref: Any) -> Any:
         """Return the value that a reference stands for; in this process this is `ref` itself.
 
-        If `ref` is the handle of a client state, copy the state from the device to the CPU first.
+        If `ref` stands for a client state (`StateHandle`), return a copy of the state on the CPU.
         """
         return ref.read() if isinstance(ref, StateHandle) else ref
 

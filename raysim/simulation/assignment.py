@@ -67,7 +67,8 @@ def assign_units(
 
     - If the client's state is still being made by a job, the unit goes to the worker of this job.
     - If a worker has the state, the unit goes to this worker, unless it would be too busy. Too busy
-      means that its load is more than `MAX_SLOWDOWN` times the mean load of all workers.
+      means that its load is more than `MAX_SLOWDOWN` times the mean load of all workers, with all
+      units assigned.
     - Otherwise the unit goes to the least loaded worker of the same node, unless this worker would
       be too busy.
     - Otherwise, or if no worker has the state, the unit goes to the least loaded worker of all.

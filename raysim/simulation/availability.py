@@ -253,9 +253,9 @@ class MarkovAvailability(Availability):
     """Clients that switch between available and unavailable after random times.
 
     A client is available for `on` seconds on average, and then unavailable for `off` seconds on
-    average. This is a Markov chain of two states. Virtual time is divided into steps of half of the
-    shorter mean. In each step, an unavailable client becomes available with probability q, and an
-    available client becomes unavailable with probability p.
+    average. This is a Markov chain of two states. Virtual time is divided into steps of s seconds;
+    s is half of the shorter mean. In each step, an unavailable client becomes available with
+    probability s / `off`, and an available client becomes unavailable with probability s / `on`.
     seed: the seed of the run.
     clients: the number of clients.
     on, off: the mean seconds for which a client is available, and not available.

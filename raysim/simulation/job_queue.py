@@ -43,6 +43,8 @@ class JobQueue:
     ) -> list[Job]:
         """Remove and return the first jobs in the queue that a worker accepts.
 
+        At most `MAX_PASSED_JOBS` jobs are passed over.
+
         accepts: function that returns True if the worker accepts a job. Its arguments are the job,
         and True if no other job was accepted before it.
         max_jobs: the largest number of jobs to return.

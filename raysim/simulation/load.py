@@ -197,7 +197,7 @@ class StepMessages:
 
     A step is the change of the parameters from one version to the next; a message contains one
     step. A client receives the messages of all versions since its last job. If the parameters are
-    smaller than these messages, the client receives the parameters.
+    smaller than these messages, or if it has had no job, the client receives the parameters.
     words: the size of one message in 32-bit words.
     parameters: the number of parameters.
 

@@ -4,8 +4,9 @@ A file of the log is never changed. An index says which file contains the curren
 client. The manifest of a checkpoint lists all files that this checkpoint needs.
 
 A file is abandoned in two cases. In the first case, less than half of its bytes belong to current
-states. In the second case, the file is small and there are very many small files. The current
-states in an abandoned file are written again, into new files, together with the changed states.
+states. In the second case, the file has few bytes of current states, and there are very many such
+files. The current states in an abandoned file are written again, into new files, together with the
+changed states.
 
 Over a long run, a checkpoint writes at most about twice the size of the changed states. The log
 needs at most about twice the space of all current states.

@@ -211,7 +211,8 @@ class Attackers(Method):
     ) -> np.ndarray | None:
         """Return the update [layout.trained] that all attackers send in the attack ALIE.
 
-        Return None if no honest client has sent an update.
+        Return None for any other attack. Also return None if no honest client or no attacker has
+        sent an update.
         arrivals: the updates and failures of the aggregation.
         trained: layout.trained, the number of shared parameters.
         """

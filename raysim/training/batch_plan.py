@@ -35,7 +35,10 @@ def make_plan(
     generator: np.random.Generator,
     drop_single: bool,
 ) -> Plan:
-    """Return the batches of a job: shuffle the selected samples and cut them into batches.
+    """Return the batches of a job, which are made of the selected samples.
+
+    The samples are shuffled and cut into batches. With `local.sampling=replacement`, each batch is
+    drawn with replacement instead.
 
     local: the settings of local training, such as the batch size.
     samples: the number of the client's training samples.
@@ -77,9 +80,9 @@ def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int
 
 
 def layer_needing_two_rows(declarations: Declarations) -> str:
-    """Return the name of a layer that cannot train on a batch of one row; "" if there is none.
+    """Return the name of a layer that cannot train on a batch of one sample; "" if none.
 
-    Also return "" if a method adds rows to each batch, so that no batch has one row.
+    Also return "" if a method adds rows to each batch, so that no batch has a single row.
     """
     if any(declared.adds_rows for declared in declarations.methods):
         return ""

@@ -257,7 +257,7 @@ class RayCoordinator:
         """Wait until all workers are ready; return the identities of all processes.
 
         Raises UnequalWorkersError if results of a worker would not be bit-identical to results of
-        the driver, the process that the user has started.
+        the driver. The driver is the process that the user has started.
         """
         participants = self._runtime.participants
         if participants is None:
