@@ -263,7 +263,7 @@ class MarkovAvailability(Availability):
 
     def __init__(self, seed: int, clients: int, on: float, off: float):
         self._seed, self._clients, self._step_s = seed, clients, min(on, off) / 2
-        # p, q; each at most 1/2
+        # probabilities of a step, each at most 1/2
         self._leaves, self._comes = self._step_s / on, self._step_s / off
         # Each step makes a random set of clients available, and another one unavailable. So the
         # changes can be listed without looking at all clients. No states are stored: a client's
