@@ -35,6 +35,8 @@ def afl(world: World, gamma: float) -> Book:
     A round has m clients. After it, lambda_i of each of them grows by gamma N / m times the
     client's loss. This is the loss of x on the client's samples before training. Then
     `nearest_on_simplex` projects all lambda_i.
+    If the run weighs clients by samples, models are averaged with the weights n_i lambda_i. If
+    lambda_i is 0 for all clients of the round, it is left out of the average.
     """
     x, lam = (
         detach(world.start),

@@ -42,7 +42,7 @@ def attacked(
 
     kind: "sign_flip", "scaled", "gaussian" or "alie".
     share: the fraction of attackers among the clients that have samples.
-    scale: the factor of an attacker's own update, for "sign_flip" and "scaled".
+    scale: "scaled" sends scale times the trained update, and "sign_flip" -scale times it.
     sigma: the standard deviation of the noise that "gaussian" sends.
     z: the number of standard deviations for "alie"; None: `z_max`.
     """

@@ -74,9 +74,10 @@ def _flat(p: Params, names: list[str]) -> Tensor:
 def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
     """Run SCAFFOLD, Algorithm 1, Option II: replace a gradient g by g - c_i + c.
 
-    c_i: the control variate of client i; c: that of the server. After a job, c_i <- c_i - c + (x -
-    y) / (K' eta), where `_steps` gives K'. After a round, the sum of the changes of all c_i,
-    divided by N, is added to c.
+    c_i: the control variate of client i; c: that of the server. x: the received parameters; y: the
+    trained ones; eta: the learning rate. After a job, c_i <- c_i - c + (x - y) / (K' eta), where
+    `_steps` gives K'. After a round, the sum of the changes of all c_i, divided by the number of
+    all clients, is added to c.
     client(job, x, correct): the model that the client trains from x, with gradients from `correct`.
     factor(name): a parameter's learning rate, divided by the learning rate of the run.
     """
@@ -120,7 +121,8 @@ def with_fedcm(
 
     g: the gradient; y: the parameters; wd: the weight decay; K: the number of the client's steps.
     D, the server's direction, is 0 in the first round. Later it is the mean of (x - y) / (K eta)
-    over the clients of the last round.
+    over the clients of the last round. There, x are the received parameters, y the trained ones,
+    and eta is the learning rate.
     client(job, x, correct): the model that the client trains from x, with gradients from `correct`.
     factor(name): a parameter's learning rate, divided by the learning rate of the run.
     """

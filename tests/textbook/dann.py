@@ -50,7 +50,8 @@ def dann(
     """Train phi and omega on CE(omega(z), y) - lam CE(delta(z), i), and delta on CE(delta(z), i).
 
     r: step k = 1, 2, ... of a job trains the discriminator if k mod (1 + r) < r.
-    rate: the discriminator's learning rate, divided by the learning rate of the run.
+    rate: the discriminator's learning rate, divided by the learning rate of the run. Gradient
+    reversal does not use it.
     reversal: True: gradient reversal; False: alternating steps.
     rounds: the function of the module `textbook.corrected` that runs the rounds.
     """

@@ -1,8 +1,8 @@
 """FedBuff: Nguyen et al. 2022, Algorithm 1.
 
-Symbols: K, the number of updates in an aggregation; s_i, the staleness of update i when it arrives;
-w_i, its weight, which falls with s_i. Network buffers are always averaged with the weights w_i /
-sum_i w_i. `World` says which jobs are in an aggregation, and which version each job received.
+Symbols: K, the number of updates in an aggregation; s_i, the staleness of update i; w_i, its
+weight, which falls with s_i. Network buffers are always averaged with the weights w_i / sum_i w_i.
+`World` says which jobs are in an aggregation, and which version each job received.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """FedDecorr: Shi et al. 2023: a penalty on correlations of features, in three variants.
 
-The penalty is |K|_F^2 / d^2, where K is the correlation matrix of the d features.
+In the paper, the penalty is |K|_F^2 / d^2, where K is the correlation matrix of the d features. The
+authors' code uses only the entries outside the diagonal, with another divisor.
 """
 
 from __future__ import annotations

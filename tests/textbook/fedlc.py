@@ -1,8 +1,9 @@
 """FedLC: Zhang et al. 2022, the calibrated cross-entropy in its pairwise form.
 
-Symbols: z, logits; y, true classes; n_c, the client's samples of class c; m_c = tau n_c^(-1/4), the
-margin of class c. A class without samples of the client is left out. The paper's sum is over the
-classes other than the true one. As in public code, the default sum includes the true class.
+Symbols: z, logits; y, true classes; n_c, the client's number of samples of class c; m_c = tau
+n_c^(-1/4), the margin of class c. A class without samples of the client is left out. The paper's
+sum is over the classes other than the true one. As in public code, the default sum includes the
+true class.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FedLD: Zeng et al. 2024: the server's rule of eqs. (4)-(7), alone or with FedLD's local loss.
 
-The rule is computed on whole vectors.
+The rule is computed on whole vectors, or on each tensor separately.
 Symbols: g_i, the update of client i; v_l, the l-th principal direction of the updates, of norm 1;
 lambda_l, its eigenvalue, in descending order; w_l, its weight; L, the number of directions that are
 used. The sign of v_l is chosen as in eq. (6), towards the mean update; this does not change the

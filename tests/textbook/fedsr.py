@@ -6,8 +6,8 @@ of z. A learned number s scales z. KL is the divergence of the distribution of s
 reference of the input's class.
 
 The penalty is the norm |z|, as in the code. The score of a class is the log of its mean probability
-over some draws of eps, which are the same for all inputs. References stay on clients, as in the
-code, unless they are averaged.
+over some draws of eps, which are the same for all inputs. By default, references stay on clients,
+as in the code.
 """
 
 from __future__ import annotations

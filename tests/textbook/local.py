@@ -35,7 +35,10 @@ def local(world: World, keep: bool = False) -> Book:
 
 
 class Optimizer:
-    """SGD as PyTorch defines it, or Adam (Kingma and Ba 2015, Algorithm 1) with its defaults."""
+    """SGD as PyTorch defines it, Adam (Kingma and Ba 2015, Algorithm 1) or AdamW.
+
+    Adam and AdamW have their default constants.
+    """
 
     def __init__(self, settings: Any):
         self.settings, self.steps = settings, 0

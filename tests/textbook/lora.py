@@ -179,6 +179,7 @@ def flora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
 
     W0: the frozen weight; A, B: the factors of the adapter; B_i A_i: the product that client i has
     trained; s: the scaling of the product.
+    ranks: the ranks that clients may have; each client gets the factors cut to its rank.
     """
     x, of_client = dict(world.start), drawn_ranks(world, ranks)
     for version, jobs in enumerate(world.rounds):

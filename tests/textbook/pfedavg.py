@@ -79,7 +79,12 @@ def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = F
 def tuned(
     world: World, model: Params, client: int, version: int, epochs: int, head_only: bool
 ) -> Params:
-    """Return `model` after some passes over the client's samples."""
+    """Return the fine-tuned copy of a model for a client.
+
+    It is trained on the client's training samples. If world.drawn has "spared", it is also trained
+    on the client's samples there.
+    version: the version of the model, which chooses the learning rate and the random stream.
+    """
     spared = world.drawn.get("spared")
     parts = [world.data[client], *([spared[client]] if spared else [])]
     x, y = (torch.cat(part) for part in zip(*parts, strict=True))

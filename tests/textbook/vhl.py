@@ -49,7 +49,7 @@ def virtual_set(world: World, count: int) -> tuple[Tensor, Tensor]:
 
 
 def view(image: Tensor, down: int, right: int, flip: int) -> Tensor:
-    """Return a random view of an image: padded by 4 pixels, cropped to its old size, and mirrored.
+    """Return a view of an image: padded by 4 pixels, cropped to its old size, and maybe mirrored.
 
     image: [channels, height, width].
     down, right: the position of the crop's upper left corner in the padded image.
