@@ -310,7 +310,7 @@ def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """Return the labels if each sample has a dictionary or a list of labels; else return None.
 
     The result has a dictionary or a list for each sample. It is None if each label is a number or a
-    text, and if the lists are the rows of an array. Lists are the rows of an array in these cases:
+    text. It is also None if the lists are the rows of an array, which they are in these cases:
     - `kind` is "positions".
     - The lists contain a value that is neither an integer nor text.
     - Each list has one item.

@@ -415,6 +415,7 @@ def _table_vocabulary(
     """Return the vocabulary of a table's column of texts, or of lists of token numbers.
 
     values: the texts or the token numbers of all documents and prompts.
+    settings: the settings of the documents, which name the tokenizer.
     place: the name of the table in errors.
     """
     texts = [value for value in values if isinstance(value, str)]

@@ -257,6 +257,7 @@ def _read_column(
 
     `Tokens` is the number of different tokens and the padding token; it is None for other lists.
     name: the name of the column, for errors.
+    settings: how text and token numbers become rows.
     place: the name of the table in errors.
     """
     if is_text(column.type):
@@ -502,6 +503,7 @@ def assemble(
     """Return the samples of a data set; training samples come first.
 
     The samples of a user become a domain, from which partition=natural makes a client.
+    inputs, labels: the inputs and the labels of the n samples, in any order.
     users: [n], the user of each sample, integers or text; None if there are no users.
     is_test: bool [n], True for samples that are for testing.
     tokens: the number of different tokens and the padding token; None if inputs are not tokens.

@@ -1,7 +1,8 @@
 """Label noise and rotation, which make clients' data differ.
 
 Rotations are counter-clockwise on the screen (y points down) about the centre ((w-1)/2, (h-1)/2) of
-an image of width w and height h. They keep the size and fill with zeros.
+an image of width w and height h. A rotated image keeps its size, and its pixels from outside of the
+original image are 0.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def symmetric_label_noise(
 ) -> Ints:
     """Return a copy of n labels in which exactly floor(n * ratio) labels are wrong.
 
-    A wrong label is (y + shift) mod C, where y is the right one.
+    A wrong label is (y + shift) mod C, where y is the right label.
 
     labels: [n], class numbers.
     num_classes: the number C of classes.
@@ -112,8 +113,8 @@ def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
 def image_angle_numbers(probabilities: Floats, uniforms: Floats) -> Ints:
     """Draw the angle of each image; return its index in the list of A angles, int64 [n].
 
-    It is the first angle whose cumulative probability is above the image's random number. An angle
-    of probability 0 is never drawn.
+    The image gets the first angle whose cumulative probability is above the image's random number.
+    An angle of probability 0 is never drawn.
     probabilities: [A], the probabilities of the angles, or [n, A] with a row for each image.
     uniforms: [n], a random number in [0, 1) for each image.
     """

@@ -22,9 +22,10 @@ def pack_fields(
     """Return one row of floats for each sample, [n, floats], and a description of each input.
 
     The row has all inputs of the sample, one after another.
-    columns: an array [n, ...] for each input of the model, with a row for each of n samples. It is
-    a dictionary by the names of the model's arguments, or a list in the order of the arguments.
-    uint8 values are divided by 255. Other integers are token numbers and are stored as floats.
+    columns: an array [n, ...] for each input of the model, with a row for each of n samples. The
+    arrays are in a dictionary, by the name of the model's argument, or in a list, in the order of
+    the arguments. uint8 values are divided by 255. Other integers are token numbers and are stored
+    as floats.
     place: the name of the data in errors.
     Raise ValueError if the arrays have different lengths, and for values that are not numbers.
     Raise it also for token numbers that are negative or that a float32 cannot hold.

@@ -45,8 +45,8 @@ def read_labels(
 ) -> LabelSet:
     """Check the labels of a source and convert them to a `LabelSet`.
 
-    values: the labels of n samples. An array has the shape [n], [n, outputs] or [n, ...]; [n, 1]
-    means the same as [n]. Otherwise it is a sequence with a list of labels for each sample.
+    values: the labels of n samples: an array [n], [n, outputs] or [n, ...], or a sequence with a
+    list of labels for each sample. An array [n, 1] means the same as [n].
     kind: the setting `data.kind`. If it is None, `infer_kind` finds the kind from the labels.
     names: the names of the model's outputs; None if the source has none.
     place: the name of the source in errors.

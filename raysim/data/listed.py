@@ -105,7 +105,7 @@ def is_lists_of_rows(part: object) -> bool:
 
 
 def _check_lists(content: Any, place: str, total: int | None) -> CSR:
-    """Return the rows that the user gives to each client; raise ValueError if they are wrong.
+    """Return the rows that the user gives to each client. Raise ValueError for wrong rows.
 
     content: the rows of each client, as a list of lists or as lists by client name.
     place: the setting that gives the lists, for errors.

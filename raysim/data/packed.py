@@ -26,7 +26,7 @@ class Strips(Source):
     train-labels.npy. The files for testing begin with "test". meta.json gives the names of the
     classes (`classes`) and the height of an image in pixels (`height`); without a height, images
     are square.
-    root: the folder with these files, or a folder in which it is the subfolder `name`.
+    root: the folder with these files, or its parent folder if `name` is set.
     name: the name of the data set; None if `root` is the folder with the files.
     """
 

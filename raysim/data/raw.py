@@ -101,7 +101,8 @@ class Source:
     RAYSIM_CACHE, or else ~/.cache/raysim.
     kind: the kind of the task: "classification", "regression", "multilabel", "positions" or
     "causal". None infers it from the type and shape of the labels (`labels.infer_kind`).
-    ignore: the label that means "no label"; losses and scores ignore these samples and positions.
+    ignore: the label that means "no label"; losses and scores ignore samples and positions that
+    have it.
     label_noise: the share of each client's training labels that are changed to another class.
     rotation: the rotation of images by fixed or random angles (see `Rotation` in corruption.py).
     pool: replaces each block of pool x pool pixels by its mean; 1 changes nothing.

@@ -276,7 +276,7 @@ def _check_parts(sample: Mapping[str, Part], endings: Sequence[str]) -> None:
     """Raise ValueError if a file of a sample is missing.
 
     sample: the files of the sample, by ending.
-    endings: the endings that must be there.
+    endings: the endings of the files that the sample must have.
     """
     for ending in endings:
         if ending not in sample:

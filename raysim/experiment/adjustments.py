@@ -59,6 +59,7 @@ def drop_untrainable_clients(
 
     For example, a model with BatchNorm needs two samples in a batch. For other models, nothing
     changes. Return the changed `spec`, and a warning if clients were left out.
+    declarations: the networks of the run, in which a layer may need two samples.
     partitioner: the rule of the split. If it has the setting `minimum`, the warning recommends to
     increase this setting.
     Raise `ValueError` if the model needs two samples, but the batch size is 1 or no client has two.

@@ -113,7 +113,7 @@ def arguments(
 
     node: the arguments by name; `_target_` is not an argument.
     path: the key of `node` in the configuration, for errors.
-    later: names of arguments that the caller adds, so that they may be missing here.
+    later: names of arguments that the caller adds later; `node` need not have them.
     Raise `RefusedError`, with the key, for unknown, missing and wrong arguments.
     """
     hints = _type_hints(cls)
@@ -299,7 +299,7 @@ def _mismatch_text(value: Any, kind: Any, path: str) -> str:
 def _nearest_choice(value: Any, kind: Any) -> str:
     """Return the allowed text that is most similar to the value; "" if none is similar.
 
-    kind: the `Literal` that lists the allowed texts, or a union with one.
+    kind: the `Literal` that lists the allowed texts, or a union that contains a `Literal`.
     """
     if not isinstance(value, str):
         return ""

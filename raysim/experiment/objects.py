@@ -372,7 +372,8 @@ def _title(part: object) -> str:
 def has_objects(config: Mapping[str, Any]) -> bool:
     """Return True if the user must give Python objects again to continue or load a run.
 
-    config: the run's configuration. It only describes objects that no file can store.
+    config: the run's configuration. If a file cannot store an object, the configuration only
+    describes the object.
     """
     nested = [value for value in config.values() if isinstance(value, Mapping)]
     return OBJECT in config or any(has_objects(node) for node in nested)
@@ -431,8 +432,8 @@ def object_node(part: object) -> Node:
 def _network_node(part: CustomModel) -> Node:
     """Return the configuration node of a user's network.
 
-    It has the class or function that makes the network, with its arguments. If a file cannot store
-    these, the node only describes the network.
+    The node has the class or function that makes the network, with the arguments. If a file cannot
+    store these, the node only describes the network.
     part: the network with its settings.
     """
     source = part.source

@@ -2,7 +2,7 @@
 
 Outside quotes, Hydra accepts only ASCII letters, digits and a few signs. So that users need no
 quotes for a path such as `/home/ü/x`, all other characters are replaced by letters before Hydra
-reads the text. They are restored afterwards.
+reads the text. The original characters are restored afterwards.
 """
 
 from __future__ import annotations

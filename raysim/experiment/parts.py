@@ -145,8 +145,8 @@ def build_list(
 ) -> tuple[T, ...]:
     """Return all parts of a group that may have several, such as "method" or "observer".
 
-    config: the run's configuration. It has a node for each part, by the part's name: a dictionary
-    with the class and its arguments.
+    config: the run's configuration. For each part, it has a node with the class and its arguments,
+    by the part's name.
     kind: the base class that all parts must extend.
     allow: the packages besides raysim whose classes the configuration may name.
     objects: the user's objects, by "GROUP.NAME". They are used in place of the nodes.

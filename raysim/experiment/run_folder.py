@@ -262,7 +262,7 @@ def separate_checkpoint_folders(options: Checkpoint, folder: Path) -> list[Path]
 def _check_folder_has_same_run(address: str | None, config: Node) -> None:
     """Raise `RefusedError` if a folder has results or checkpoints of a different run.
 
-    A run is different if its stored configuration has other values that decide the bits.
+    A run is different if its stored configuration differs in a value that decides the bits.
     address: the folder or URL; None and "" check nothing.
     config: the configuration of the run that wants to use the folder.
     """

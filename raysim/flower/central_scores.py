@@ -52,9 +52,10 @@ class ScoreHandler(logging.Handler):
 
 @contextlib.contextmanager
 def collect_scores() -> Iterator[dict[str, float]]:
-    """Yield a dictionary that gets the scores of the ServerApp that runs inside `with`, by name.
+    """Yield a dictionary for the scores of the ServerApp that runs in the `with` block.
 
-    It stays empty if the level of the logger "flwr" is above INFO.
+    The dictionary maps the name of a score to its value. It stays empty if the level of the logger
+    "flwr" is above INFO.
     """
     handler = ScoreHandler()
     logger = logging.getLogger("flwr")

@@ -29,8 +29,8 @@ class VirtualClock:
 
     fleet: the devices of the clients.
     clients: the number of clients.
-    samples: the number of samples that a client processes when it gets a training message. Other
-    messages let it process none.
+    samples: the number of samples that a client processes when it gets a training message. For any
+    other message, a client processes no samples.
     seed: the seed of the run, which decides the devices.
     """
 

@@ -151,8 +151,8 @@ class VirtualGrid(SimpleGrid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes that are available at the current virtual time.
 
-        An app that calls this repeatedly, without sending a message, is waiting for clients. The
-        clock then advances to the next change of a client's availability.
+        An app that calls this function repeatedly, without sending a message, is waiting for
+        clients. The clock then advances to the next change of a client's availability.
         """
         if not self.is_owner():  # the clock does not move in a thread that Flower started
             return list(self._nodes) or self._available_nodes()

@@ -1,7 +1,8 @@
 """Get a Flower app's initial parameters, and the config that its ServerApp sends.
 
 A ServerApp makes the initial parameters inside its main function. raysim calls this function with a
-Grid that stops it at the first message for training; that message contains the parameters.
+Grid that stops the function at the first message for training; that message contains the
+parameters.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def read_project(folder: str | Path) -> Project:
 
 
 def _number_of_clients(federations: Mapping[str, Any]) -> int | None:
-    """Return the number of clients in an older project's pyproject.toml; None if it has none.
+    """Return the number of clients in an older project's pyproject.toml; None without one.
 
     The number is in the default federation.
     federations: the federations in the file, by name.

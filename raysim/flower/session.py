@@ -119,8 +119,8 @@ class AppResult:
     """The result of a run of a Flower app.
 
     messages: a row for each message that was answered, lost or failed.
-    rounds: a row for each group of messages of one type that were sent at the same virtual time. It
-    has the weighted means of the numbers in their replies.
+    rounds: a row for each group of messages of one type that were sent at the same virtual time. A
+    row has the weighted means of the numbers in the replies to these messages.
     summary: the results of the whole run, by name. Metrics of the last round have the prefixes
     "train." and "evaluate." if clients computed them, and "server." if the ServerApp did.
     out: the run's folder; None if nothing is stored.

@@ -9,7 +9,8 @@ the Trainer. The updates are aggregated as in any run.
 
 Choices
 - The loss is the run's (`loss`). Learning rate, batch size, epochs or steps, and weight decay come
-  from `local.*`. `options` sets other arguments of `TrainingArguments`, and can override these.
+  from `local.*`. `options` sets other arguments of `TrainingArguments`, and can override the values
+  of `local.*`.
 - The optimizer is the Trainer's: AdamW, unless `options.optim` sets another one. Each job has a new
   optimizer. Its weight decay leaves out biases and normalization layers.
 - The Trainer writes no files and reports nowhere.
@@ -130,8 +131,8 @@ class HFTrainer(Method):
 def _exclude_from_collection() -> Iterator[None]:
     """Let garbage collections inside `with` skip all objects that exist at its start.
 
-    The Trainer starts a garbage collection at the end of each training. Without this exclusion, it
-    examines all objects of the process and takes 1.9 of the 2.2 seconds of a small job.
+    The Trainer starts a garbage collection at the end of each training. Without this exclusion, the
+    collection examines all objects of the process and takes 1.9 of the 2.2 seconds of a small job.
     """
     gc.freeze()
     try:

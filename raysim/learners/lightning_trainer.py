@@ -9,7 +9,7 @@ any run.
 Choices
 - The default module has the run's loss and the optimizer of torch that `local.optimizer` names,
   with `local.lr`, `momentum` and `weight_decay`. Epochs or steps come from `local.*`. `options`
-  sets other arguments of `lightning.Trainer`, and can override these.
+  sets other arguments of `lightning.Trainer`, and can override the number of epochs or steps.
 - The Trainer writes no files, shows nothing and uses one device.
 """
 

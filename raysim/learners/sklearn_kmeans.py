@@ -75,6 +75,7 @@ class SklearnKMeans(Learner):
         parameters: the received centers and counts, as bytes. The counts are not used.
         inputs: the client's samples, [n, ...].
         labels: the client's labels, which are not used.
+        job: the client's job, with its random streams.
         """
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
         received, _ = self.centers(parameters)

@@ -11,8 +11,8 @@ Choices
   (`local.epochs`), with all samples of the client.
 - All other estimators are trained by one call of `fit` for each job. With the argument `warm_start`
   (LogisticRegression), `fit` starts from the received coefficients, and `options.max_iter` is the
-  length of local training. Without it (Ridge, LinearSVC), `fit` ignores the received coefficients,
-  so that the server averages independent models.
+  length of local training. Without this argument (Ridge, LinearSVC), `fit` ignores the received
+  coefficients, so that the server averages independent models.
 - `local.lr`, `local.batch` and the optimizer are not used. The estimator has its own settings, and
   its learning-rate schedule starts again in each job.
 - For two classes, scikit-learn computes one value s for a sample. The logits are then (0, s).

@@ -20,8 +20,8 @@ Departures from the paper
 - The age of an update is the number of aggregations since its base version.
 - The mean is over A, not over all N clients, and all clients have the same weight. If A is empty,
   the model does not change, and t grows.
-- In the paper, the server has an update of every client before its first step. Here it waits for
-  these updates only with initialise=true.
+- In the paper, the server has an update of every client before its first step. Here the server
+  waits for these updates only with initialise=true.
 - BatchNorm's statistics are averaged over the clients whose updates arrive, as in FedAvg.
 - The paper makes one local step. Here a job may have several.
 """

@@ -16,7 +16,7 @@ Departures from the paper
 - N counts the clients with training samples. All other clients have lambda_i = 0.
 - F_i is the task loss alone, measured in eval mode and without augmentation.
 - The model's buffers (BatchNorm's statistics) are averaged with the weights of the updates.
-- If lambda_i = 0 for all participants, they have equal weights.
+- If lambda_i = 0 for all participants, all participants have equal weights.
 - The projection costs O(N log N) in each round, so N is limited to 100,000.
 """
 

@@ -11,7 +11,8 @@ v_i. m is the mixture, eta the learning rate, f the loss on the batch:
     v_i <- v_i - eta alpha_i grad f(m)
     w <- w - eta grad f(w)                          averaged as in FedAvg
 
-If alpha is adaptive, it moves once in each job, on the first batch and before the first step:
+If `adaptive` is set, alpha_i changes once in each job, on the first batch and before the first
+step:
 
     alpha_i <- clip(alpha_i - eta <v_i - w, grad f(m)>, 0, 1)
 

@@ -12,8 +12,8 @@ i (0 at first), and h the mean of h_i over all N clients. The buffer has K updat
     h_i <- Delta_i                         for the clients in the buffer
 
 Departures from the paper
-- A client may have two updates in a buffer. Both are compared with the h_i of the last aggregation,
-  and the later one becomes h_i.
+- A client may have two updates in a buffer. Then h_i in both differences Delta_i - h_i is the one
+  before this aggregation. Afterwards h_i is the later update.
 - h is the mean over all N clients with samples (average="all"), as in the paper. A client without
   an update so far counts as 0, which makes early steps short. With average="seen", h is the mean
   over the clients that have sent an update.

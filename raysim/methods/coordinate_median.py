@@ -1,7 +1,8 @@
 """Coordinate-wise median: move each parameter by the median of the clients' updates.
 
-Some updates may be arbitrary, such as those of attackers. If these are fewer than half, the median
-of each parameter lies between the smallest and the largest value of the honest updates.
+Some updates may be arbitrary, such as those of attackers. If fewer than half of the updates are
+arbitrary, the median of each parameter lies between the smallest and the largest value of the
+honest updates.
 
 Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
 Statistical Rates" (ICML 2018), Definition 1 and Algorithm 1, option I.

@@ -6,7 +6,7 @@ is trained so that the discriminator fails.
 Source: Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand and Lempitsky,
 "Domain-Adversarial Training of Neural Networks" (JMLR 2016). The two steps alternate as in
 DomainBed and in FedBR's Appendix A, with the client i as domain. z are the features, omega is the
-classifier, delta the discriminator:
+classifier, delta the discriminator and CE the cross-entropy:
 
     discriminator step:  CE(delta(z), i), z constant
     generator step:      CE(omega(z), y) - lam CE(delta(z), i), delta constant
@@ -63,7 +63,8 @@ def generator_loss(
 ) -> Tensor:
     """Return cross-entropy minus `weight` times the `discriminator_loss`.
 
-    It trains the classifier and its features, which then hide the client from the discriminator.
+    This loss trains the classifier and the features, which then hide the client from the
+    discriminator.
     class_logits: [B, C], the classifier's outputs.
     labels: int64 [B], or rows of probabilities [B, C].
     domain_logits: [B, N], the discriminator's outputs for N clients.

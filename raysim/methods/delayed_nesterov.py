@@ -1,8 +1,8 @@
 """Delayed Nesterov: server momentum for updates that arrive one by one.
 
 Source: Liu, Chhaparia, Douillard, Kale, Rusu, Shen, Szlam and Ranzato, "Asynchronous Local-SGD
-Training for Language Modeling" (2024), the algorithm of the delayed Nesterov update. It makes
-DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server)
+Training for Language Modeling" (2024), the algorithm of the delayed Nesterov update. This algorithm
+makes DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server)
 asynchronous. D_t is the update t = 1, 2, ..., which points towards improvement. x are the
 parameters, m is the momentum, and b is a sum of updates. eta is the learning rate and beta the
 factor of the old momentum. The momentum changes with every N-th update. Each of the N - 1 steps

@@ -19,8 +19,8 @@ z.
 
 The two epsilons
 - The guarantee is (epsilon, delta)-differential privacy of clients. It covers all models of the run
-  and all bounds C. It does not cover other columns of the history and scores of single clients,
-  which only a simulation shows.
+  and all bounds C. It does not cover the other columns of the history or the scores of single
+  clients; only a simulation can show these.
 - ``dp_fedavg.epsilon`` is for what raysim does: each round draws a set of exactly m of the n
   clients with samples. Two data sets are neighbours if the data of one client is replaced by other
   data. The sum of the clipped updates can then change by 2 C, so its noise counts as z / 2 (Wang,
@@ -28,8 +28,8 @@ The two epsilons
 - ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that every client joins each
   round independently with probability m / n. Two data sets are neighbours if one of them has one
   more client. A round of a fixed size does not have this guarantee.
-- Neither number holds if it depends on the devices which clients take part (availability,
-  over-selection, deadlines).
+- Neither number holds if the devices decide which clients take part (availability, over-selection,
+  deadlines).
 - The package dp-accounting computes both numbers. The noise comes from the seed of the run, and
   anyone who knows the seed knows the noise. The method therefore measures the cost of privacy and
   protects nobody.

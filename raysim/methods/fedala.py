@@ -12,9 +12,9 @@ At the start of a job, the client first learns W on a share of its samples. Then
 model: the last p layers start from theta, all other layers from x. The update is the trained model
 minus x.
 
-A client learns W for the first time in its second job. It makes several passes over this share,
-until the losses of the last ten passes have a standard deviation below 0.1. In each later job it
-makes one pass.
+A client learns W for the first time in its second job. In this job it makes several passes over
+this share of its samples, until the losses of the last ten passes have a standard deviation below
+0.1. In each later job it makes one pass.
 
 Departures from the paper
 - A layer is a module with parameters that travel, in the order of the model. With p = 1 only the

@@ -12,8 +12,8 @@ term of FedProx: `method=fedasync+fedprox`.
 
 Departures from the paper
 - If an aggregation has several models, they are mixed into x one after another. Each model
-  increases t in the formula. In synchronous rounds the last model therefore counts most, so that
-  this is not FedAvg.
+  increases t in the formula. In synchronous rounds the last model therefore counts most, so the
+  result is not that of FedAvg.
 - The hinge function has a + 1 in the denominator, as in the paper; easyFL's code leaves it out.
 - The model y is mixed, including its floating-point buffers (BatchNorm's statistics). To add the
   update y - x_tau instead, use FedBuff with a buffer of one update.

@@ -38,7 +38,7 @@ def weighted_sum(vectors: Tensor, weights: Tensor) -> Tensor:
 def weighted_average(vectors: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean [d] of the rows of `vectors` [m, d], in their dtype.
 
-    ``weights`` [m] need not be normalised. Raises ValueError unless all are finite, none is
+    ``weights`` [m] need not be normalised. Raises ValueError unless all weights are finite, none is
     negative and at least one is positive.
     """
     return weighted_sum(vectors, weights) / weight_total(weights)
@@ -47,7 +47,7 @@ def weighted_average(vectors: Tensor, weights: Tensor) -> Tensor:
 def weight_total(weights: Tensor) -> float:
     """Return the sum of the weights [m].
 
-    Raises ValueError unless all are finite, none is negative and at least one is positive.
+    Raises ValueError unless all weights are finite, none is negative and at least one is positive.
     """
     values = weights.tolist()
     total = math.fsum(values)

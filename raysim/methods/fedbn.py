@@ -114,7 +114,7 @@ class FedBN(Method):
     name_rule: a text that decides, in place of `layers`, which tensors stay on the client: those
     with this text in their name. None chooses layers by type.
     reestimate: True scores a client that never trained with BatchNorm statistics of its own
-    samples. This takes a pass over them in every evaluation.
+    samples. This takes a pass over these samples in every evaluation.
     """
 
     name = "fedbn"
