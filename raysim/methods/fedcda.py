@@ -5,21 +5,21 @@ close to each other.
 
 Source: Wang, Xu, Li, Xu, Li and Zhang, "FedCDA: Federated Learning with Cross-rounds
 Divergence-aware Aggregation" (ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants of
-an aggregation are divided at random into B groups, called batches. One batch after another, the
-server chooses a cached model w_n for each client n of the batch. All clients that do not
+an aggregation are divided at random into B groups (the setting `batches`). One group after another,
+the server chooses a cached model w_n for each client n of the group. All clients that do not
 participate keep the models that were chosen for them before. F_n is the loss of w_n, and L the
 setting `smoothness`. The choice minimises
 
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of the models w_n
 
-The means are over all clients except those of later batches.
+The means are over all clients except those of later groups.
 
 Departures from the paper
 - Clients without an update so far are left out.
 - F_n is the mean training loss in the last epoch of a job. With local.steps, it is the mean over
   the last tenth of the steps.
 - In the warm-up rounds the next version is FedAvg's mean. The participants' models enter the cache.
-- The batches have equal sizes. If this is impossible, the first batches have one client more.
+- The groups have equal sizes. If this is impossible, the first groups have one client more.
 - Floating-point buffers (BatchNorm's statistics) are averaged with their model, but are not part of
   the norm.
 - The model of a stale client is its base version plus its update. Weights of other methods have no

@@ -164,9 +164,10 @@ class FedExP(Method):
         self.minimum = at_least("method.fedexp.minimum", minimum, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Declare that this method makes the server's step, and that the mean iterate is scored.
+        """Declare that this method makes the server's step, and which model is scored.
 
-        Each job uploads the squared norm of its update.
+        The mean of the last two versions is scored. Each job uploads the squared norm of its
+        update.
         """
         run.warn_if_single("the server's step is FedAvg's")
         run.owns("step")
