@@ -147,7 +147,8 @@ def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> Format
 
     This is the unit that fits the smallest number; signs are ignored. If the largest number is more
     than `MAX_UNIT_RATIO` times the smallest, return `show`, which chooses a unit for each number.
-    Also return `show` if it writes no units. show: function that formats one number.
+    Also return `show` if it writes no units.
+    show: function that formats one number.
     values: the numbers of the column; None, nan and 0 are ignored.
     """
     sizes = [abs(value) for value in finite_values(values) if value]
