@@ -248,7 +248,7 @@ class TestBits:
 
 
 class TestInputs:
-    """Test which values a recorded step reads, if they differ between clients and jobs."""
+    """Test which tensors and Python values raysim finds as the inputs of a recorded step."""
 
     def test_inputs_of_recording_are_the_tensors_that_a_step_reads(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))

@@ -41,7 +41,7 @@ SHAPE = (1, 8, 8)
 
 
 class Two(nn.Module):
-    """A network with a body, a head named fc, and a branch whose output is not used."""
+    """A network with a body, a head named fc, and a layer that is never called."""
 
     def __init__(self, num_classes: int = 5, width: int = 7, after: bool = False):
         super().__init__()

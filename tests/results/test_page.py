@@ -24,7 +24,7 @@ EVIL = "<script>alert(1)</script>"
 
 
 class Tags(HTMLParser):
-    """The tags and attributes of a page, and the text of its cells."""
+    """The tags, attributes and texts of a page."""
 
     def __init__(self, text: str):
         super().__init__()

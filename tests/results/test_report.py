@@ -342,7 +342,7 @@ def test_runs_of_one_setting_share_a_row_with_mean_and_deviation(
 
 
 def test_runs_with_different_losses_are_different_settings(tmp_path: Path) -> None:
-    """Two runs that differ only in the option of the group `loss` have different settings."""
+    """Two runs with different options of the group `loss` have different settings."""
     own = "seed: 1\nloss: {_target_: mine.loss}\nchoices: {loss: mine}"
     runs = [make(tmp_path / name, [0.5], config) for name, config in (("a", "seed: 0"), ("b", own))]
     assert len(report.group_by_setting(runs)) == 2

@@ -506,10 +506,10 @@ def test_run_continues_in_the_next_repetition_of_a_trace() -> None:
 
 
 def test_every_availability_change_of_a_fast_client_is_reported() -> None:
-    """All 150 changes of a fast client are reported before and while other clients change.
+    """A fast client changes every second; its first 250 changes are all reported.
 
-    raysim sorts at most 32 changes of a client at once, so it must sort this client's changes
-    several times.
+    From second 150 on, another client leaves in each second, too. raysim sorts at most 32 changes
+    of a client at once, so it must sort the fast client's changes several times.
     """
     others = 1500
     bounds = np.array(

@@ -20,7 +20,9 @@ CLIENTS, SAMPLES = 12, 12
 
 @dataclass
 class Slow:
-    """Workers that report a fixed training time, and that train only when the coordinator reads.
+    """Workers that report a fixed training time.
+
+    A call counts as unanswered until the coordinator reads its result.
 
     spec: the run.
     seconds: the training time of one sample that the workers report.

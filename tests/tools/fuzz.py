@@ -165,7 +165,7 @@ def outcome(words: list[str]) -> str:
 
 
 def files(folder: Path) -> set[str]:
-    """Return the paths of all files below a folder, except those in its subfolder `cache`."""
+    """Return the paths of all files and folders below a folder, except those in `cache`."""
     return {
         str(path) for path in folder.rglob("*") if "cache" not in path.relative_to(folder).parts[:1]
     }
@@ -365,7 +365,7 @@ def other_commands(data: Any) -> None:
 
 
 def stored_configurations(data: Any) -> None:
-    """Run a stored configuration after a random change of one value, or of its characters.
+    """Run a stored configuration after a random change of one entry, or of some bytes.
 
     data: Hypothesis' source of random values.
     """
@@ -414,7 +414,7 @@ def change_bytes(data: Any, content: bytes) -> bytes:
 
 
 def damage(data: Any, path: Path) -> None:
-    """Replace a file by other content, or by something that is no file."""
+    """Delete a file, change its content, or put something in its place that is no file."""
     kind = data.draw(
         st.sampled_from(["bytes"] * 8 + ["pipe", "folder", "loop", "missing", "empty", "device"])
     )

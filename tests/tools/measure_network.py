@@ -69,7 +69,7 @@ print("END", result.summary["model_sha256"], flush=True)
 
 @dataclass(frozen=True)
 class Measurement:
-    """The bytes and seconds per round of a run, as medians over the measured rounds.
+    """The seconds per round of a run, as a median, and the bytes per round, as means.
 
     links: for each machine, the bytes that it received and sent, as its link counted them.
     columns: for each node, the bytes that it received and sent by raysim's history. Node 0 is

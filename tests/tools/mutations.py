@@ -356,7 +356,7 @@ def is_text_or_list(side: ast.expr) -> bool:
 
 
 def first_bound(scope: ast.AST) -> dict[str, int]:
-    """Map each name of a function to the line of its first binding."""
+    """Map each name of a function or module to the line of its first binding."""
     found: dict[str, int] = {}
     for node in ast.walk(scope):
         if isinstance(node, ast.arg) or (

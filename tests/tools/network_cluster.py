@@ -135,7 +135,7 @@ class Traffic:
     """Bytes on a link since it was made, with the headers of packets.
 
     received, sent: the bytes that the machine received and sent.
-    resent: the bytes of data that the machine's TCP sent again.
+    resent: the bytes of data that the machine's TCP sent again, if all these segments were full.
     """
 
     received: int  # by the machine

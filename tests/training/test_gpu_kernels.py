@@ -135,7 +135,10 @@ def test_aligned_rows_are_copies_on_aligned_addresses() -> None:
 
 
 class SeesAddresses(TorchFunctionMode):
-    """A mode that notes whether all tensors of a function start at multiples of 16 bytes."""
+    """A mode that notes, for each call of `batch_norm` or `instance_norm`, how tensors are aligned.
+
+    aligned: for each call, whether all its tensors start at multiples of 16 bytes.
+    """
 
     def __init__(self) -> None:
         super().__init__()

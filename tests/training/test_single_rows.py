@@ -56,7 +56,7 @@ class Pair(nn.Module):
 
 
 class Squeezed(nn.Module):
-    """A layer that turns images to one pixel of 4 channels and applies BatchNorm2d.
+    """A layer that takes 4 features as one pixel of 4 channels, and applies BatchNorm2d.
 
     BatchNorm2d then has as many values per channel as the batch has rows.
     """

@@ -197,7 +197,7 @@ def test_fedbuff_scales_the_step_of_a_combining_method(rule: Callable[[], Method
 
 
 class Sizes(TorchFunctionMode):
-    """A mode that records the size of the largest tensor that any call makes."""
+    """A mode that records the number of entries of the largest tensor that any call makes."""
 
     largest = 0
 
