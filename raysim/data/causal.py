@@ -1,8 +1,8 @@
 """Turn documents into rows of tokens; the label of each token is the next token.
 
 Documents are joined to streams: `end` document `end` document ... `end`. A stream is then cut into
-rows. The inputs of a row are T consecutive tokens of the stream, and the labels are the T tokens
-that begin one position later.
+rows. The inputs of a row are T consecutive tokens of the stream. The labels are the T tokens that
+begin one position later.
 
 A document may begin with a prompt, which a model reads but is not trained to write. The labels of a
 prompt are `IGNORED`: no loss is computed for them. The last row of a stream is filled up with

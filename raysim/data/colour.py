@@ -1,8 +1,8 @@
 """Change the colours of batches of images; each image has its own strength of the change.
 
 Images are uint8 [B, 1 or 3, h, w], and strengths are float32 [B]. Results are rounded to integers
-from 0 to 255. Changes of saturation and hue, and the conversion to grey, have no effect on grey
-images, which have one channel or three equal channels.
+from 0 to 255. Grey images have one channel or three equal channels. Changes of saturation and hue,
+and the conversion to grey, do not change them.
 """
 
 from __future__ import annotations

@@ -408,8 +408,8 @@ def structure_values(table: pa.Table, columns: Sequence[str], place: str) -> lis
 def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_column") -> Any:
     """Return a column of labels.
 
-    The result is an array of numbers or text, an array [n, outputs] from lists of a fixed size, or
-    a list of lists. A column of structs becomes a list of dictionaries.
+    The result is an array of numbers or text, or a list of lists. Lists of a fixed size become an
+    array [n, outputs]. A column of structs becomes a list of dictionaries.
     place: the name of the table in errors.
     key: the setting that names the column, for errors.
     Raise ValueError for a column of another type, and for empty values.

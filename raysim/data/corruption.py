@@ -1,8 +1,8 @@
 """Label noise and rotation, which make clients' data differ.
 
-Rotations are counter-clockwise on the screen (y points down) about the centre ((w-1)/2, (h-1)/2) of
-an image of width w and height h. A rotated image keeps its size, and its pixels from outside of the
-original image are 0.
+Rotations are counter-clockwise on the screen (y points down). An image of width w and height h
+turns about its centre ((w-1)/2, (h-1)/2). A rotated image keeps its size, and its pixels from
+outside of the original image are 0.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Rotation:
     angles: A angles in degrees.
 
     per: "none" rotates nothing. "client" turns all images of client k by the angle with index
-    k mod A. With "image", each client draws a distribution over the angles, q ~ Dir(concentration),
-    and then draws an angle from q for each of its images.
+    k mod A. With "image", each client draws a distribution over the angles, q ~ Dir(concentration).
+    For each of its images, it then draws an angle from q.
     interpolation: "nearest" takes the nearest pixel of the image, "bilinear" interpolates between
     the four nearest pixels.
     test: the rotation of the central test set. "all" repeats the set at every angle. "spread" turns

@@ -20,9 +20,9 @@ def crop_boxes(*, height: int, width: int, area: tuple[float, float], uniforms: 
     """Return a random rectangle per image: top, left, height and width, int64 [4, B].
 
     The rules are those of torchvision's RandomResizedCrop. The rectangle's share of the image's
-    area is uniform in `area`, and its ratio of width to height is log-uniform from 3/4 to 4/3. If
-    the rectangle does not fit into the image, it is drawn again, at most `TRIES` times in all. If
-    none fits, the rectangle is the largest one in the centre with an allowed ratio.
+    area is uniform in `area`. The ratio of width to height is log-uniform from 3/4 to 4/3. If the
+    rectangle does not fit into the image, it is drawn again, at most `TRIES` times in all. If none
+    fits, the rectangle is the largest one in the centre with an allowed ratio.
     height, width: the size of the images in pixels.
     area: the smallest and the largest share of the image that a rectangle covers.
     uniforms: random numbers in [0, 1), [4, TRIES, B]. The four numbers of a try decide share,

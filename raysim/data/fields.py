@@ -23,9 +23,9 @@ def pack_fields(
 
     The row has all inputs of the sample, one after another.
     columns: an array [n, ...] for each input of the model, with a row for each of n samples. The
-    arrays are in a dictionary, by the name of the model's argument, or in a list, in the order of
-    the arguments. uint8 values are divided by 255. Other integers are token numbers and are stored
-    as floats.
+    arrays are in a dictionary, by the name of the model's argument, or in a list in the order of
+    these arguments. uint8 values are divided by 255. Other integers are token numbers and are
+    stored as floats.
     place: the name of the data in errors.
     Raise ValueError if the arrays have different lengths, and for values that are not numbers.
     Raise it also for token numbers that are negative or that a float32 cannot hold.

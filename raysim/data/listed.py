@@ -33,8 +33,8 @@ class Listed(Partitioner):
         """Return the training rows that the file gives to each client.
 
         draws: has a label for each training row. Only the number of training rows is used.
-        Raise ValueError if the file does not contain lists of rows, if a row does not exist, or if
-        a row occurs twice.
+        Raise ValueError if the file does not contain lists of rows, or if a row occurs twice or
+        does not exist.
         """
         content = self._read_file()
         is_from_python = user_path(str(self.file)).parent == cache_folder(None)  # `store_lists`

@@ -31,8 +31,8 @@ class Tabular(Source):
     """A source of a scikit-learn table; columns are scaled to mean 0 and standard deviation 1.
 
     The means and deviations of the training rows are used for all rows. The labels of breast_cancer
-    and wine are classes. The label of diabetes is a value, the progression of the disease, which is
-    also scaled to mean 0 and standard deviation 1.
+    and wine are classes. The label of diabetes is a value, the progression of the disease. It is
+    scaled like the columns.
     name: the name of the table: "breast_cancer", "wine" or "diabetes".
     test_fraction: the share of each class that is for testing; for diabetes, of all rows.
     """
@@ -83,9 +83,10 @@ class NumPy(Source):
     user [n]: the user of each sample, for partition=natural; this array may be missing.
 
     Samples with several inputs have an array x.NAME for each input in place of x. Samples with
-    several targets have an array y.NAME for each target in place of y. If a target has a different
-    number of entries in each sample, such as the boxes in an image, y.NAME has the entries of all
-    samples one after another. The array y.NAME.rows [n] has the number of entries of each sample.
+    several targets have an array y.NAME for each target in place of y. A target may have a
+    different number of entries in each sample, such as the boxes in an image. Then y.NAME has the
+    entries of all samples one after another. The array y.NAME.rows [n] has the number of entries of
+    each sample.
 
     root: the folder with the files.
     padding: the number that fills short sequences of token numbers.
@@ -276,8 +277,8 @@ def _concatenate(
 ) -> dict[str, NDArray[Any]]:
     """Join each array of the first archive with the arrays of this name in all other archives.
 
-    Raise ValueError if an archive has no array of this name, or if two arrays of this name differ
-    in their type or in the shape of a row.
+    Raise ValueError if an archive has no array of this name. Raise it also if two arrays of this
+    name differ in their type or in the shape of a row.
     archives: the arrays of each archive, by name.
     names: the archives' file names, for errors.
     place: the file or the argument that has the data, for errors.

@@ -58,7 +58,7 @@ def drop_untrainable_clients(
     """Leave out clients with a single training sample, if the model cannot train on one sample.
 
     For example, a model with BatchNorm needs two samples in a batch. For other models, nothing
-    changes. Return the changed `spec`, and a warning if clients were left out.
+    changes. Return the changed `spec`, and a tuple with a warning if clients were left out.
     declarations: the networks of the run, in which a layer may need two samples.
     partitioner: the rule of the split. If it has the setting `minimum`, the warning recommends to
     increase this setting.

@@ -331,7 +331,10 @@ def _batchnorm_names(network: str, module: nn.Module) -> tuple[list[str], list[s
 
 
 def _extra_evaluation(experiment: Experiment, declarations: Declarations) -> list[str]:
-    """Describe the cost of fine-tuning and of the loss decomposition, if they are switched on."""
+    """Describe the cost of each extra evaluation that is switched on, one text for each.
+
+    Such an evaluation is the fine-tuning before scores, or the loss decomposition.
+    """
     evaluation = evaluation_of(experiment.spec, declarations)
     texts = []
     finetune = evaluation.finetune

@@ -95,8 +95,8 @@ def run(
     methods: a list of methods, each as an object or as the name of an option.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
     object, the name of an option, or (but not for `data`) values by key in a dictionary.
-    `data` may also be a tuple (inputs, labels) or (inputs, labels, users) of arrays or tensors, a
-    torch Dataset, or a table of pandas, polars, Arrow or Hugging Face. A tuple of two such values
+    `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or a tuple
+    of arrays or tensors: (inputs, labels) or (inputs, labels, users). A tuple of two such values
     gives the training samples and the central test samples.
     `partition` may also be the rows of each client, in a list of lists or a dictionary.
     `loss` may also be a function of outputs and labels that returns a loss for each sample.

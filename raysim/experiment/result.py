@@ -150,8 +150,8 @@ class Result:
         best: True loads the weights of the best round instead of the final ones. The best round is
         the one with the best validation score; without validation samples, the one with the lowest
         training loss. Its number is `summary["best_model"]["round"]`.
-        Raise `RefusedError` if clients have personal parameters, if the run has not finished, or if
-        the run's learner has bytes in place of a torch model.
+        Raise `RefusedError` if clients have personal parameters, or if the run has not finished.
+        Raise it also if the run's learner has bytes in place of a torch model.
         """
         self._refuse_personal()
         if not self._has_parameters():

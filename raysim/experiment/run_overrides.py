@@ -169,8 +169,8 @@ def extract_overrides(
     overrides: the user's overrides that are text, such as "local.lr=0.1".
     settings: the user's overrides that are Python values, by key; nested dictionaries are allowed.
     places: the places of the objects, such as "data" or "method.fedprox".
-    Raise `RefusedError` for an override that sets a place itself, such as "data=mnist", and for a
-    key of an object that is set twice.
+    Raise `RefusedError` for an override of a place itself, such as "data=mnist", and if a key of an
+    object is set twice.
     """
     by_place: dict[str, dict[str, SetValue]] = {place: {} for place in places}
     other_overrides = []

@@ -72,6 +72,8 @@ class SklearnKMeans(Learner):
     ) -> tuple[bytes, LocalResult]:
         """Move the centers; return them with the number of the client's samples in each cluster.
 
+        The centers and numbers are bytes. The second result has the number of processed samples.
+
         parameters: the received centers and counts, as bytes. The counts are not used.
         inputs: the client's samples, [n, ...].
         labels: the client's labels, which are not used.

@@ -123,7 +123,7 @@ class SklearnLinear(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Train a client's coefficients; return them, and the number of processed samples.
+        """Train a client's coefficients; return them, and a result with the processed samples.
 
         If the estimator has `partial_fit`, it is called once for each epoch. Otherwise `fit` is
         called once.

@@ -2,7 +2,7 @@
 
 A client receives the ensemble of trees, continues boosting on its samples and returns the new
 trees. The server appends the trees of all clients. It multiplies the leaves of each client's trees
-by the weight of the client, so that a round adds the mean of the clients' predictions.
+by the client's weight. Therefore a round adds the mean of the clients' predictions.
 
 Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016), for the training.
 The examples of Flower and NVFlare for XGBoost also append the trees of all clients ("bagging").
@@ -98,9 +98,12 @@ class XGBoostBagging(Learner):
     ) -> tuple[bytes, LocalResult]:
         """Continue boosting on the client's samples; return only the new trees.
 
+        The second result has the number of processed samples.
+
         parameters: the received ensemble, as XGBoost's JSON.
         inputs: the client's samples, [n, ...].
         labels: the class of each sample, or its value for a regression, [n].
+        job: the client's job, with its random streams and the learning task.
         """
         import xgboost
 

@@ -23,8 +23,8 @@ The two epsilons
   clients; only a simulation can show these.
 - ``dp_fedavg.epsilon`` is for what raysim does: each round draws a set of exactly m of the n
   clients with samples. Two data sets are neighbours if the data of one client is replaced by other
-  data. The sum of the clipped updates can then change by 2 C, so its noise counts as z / 2 (Wang,
-  Balle and Kasiviswanathan, AISTATS 2019).
+  data. The sum of the clipped updates can then change by 2 C. Therefore its noise counts as z / 2
+  (Wang, Balle and Kasiviswanathan, AISTATS 2019).
 - ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that every client joins each
   round independently with probability m / n. Two data sets are neighbours if one of them has one
   more client. A round of a fixed size does not have this guarantee.
@@ -35,8 +35,8 @@ The two epsilons
   protects nobody.
 
 Departures from the papers
-- s is m / 20, as in the paper, but at least z, because z_D exists only for s > z / 2. With noise 0
-  no epsilon is reported.
+- s is m / 20, as in the paper, but at least z. This is because z_D exists only for s > z / 2. With
+  noise 0 no epsilon is reported.
 - All clients have the same weight. A failed client counts as an update of zero: the sum is still
   divided by m.
 - In the papers, the clients clip their updates and send b_i. Here the server clips the updates and
@@ -72,9 +72,9 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 def noise_of_sum(noise: float, bit_noise: float) -> float:
     """Return z_D, the noise for the sum of the updates: (noise^-2 - (2 bit_noise)^-2)^(-1/2).
 
-    A round publishes the sum of the updates with the noise z_D, and the number of updates that are
-    not clipped with the noise `bit_noise`. Both together have the same privacy loss as the sum of
-    the updates alone with the noise `noise`.
+    A round publishes two noisy numbers: the sum of the updates with the noise z_D, and the number
+    of unclipped updates with the noise `bit_noise`. Both together have the same privacy loss as the
+    sum of the updates alone with the noise `noise`.
     noise: a standard deviation divided by the clipping bound, as z_D is; for 0 the result is 0.
     bit_noise: the standard deviation of the noise on the number of updates that are not clipped.
     """

@@ -12,7 +12,7 @@ Departures from the paper
 - "scale" is the rule of the released code, which is also the source of the defaults. "cap" is the
   rule of the paper. With "cap" and eta = 1e-3, the rate is below eta only for a staleness above
   1000. With threshold=null the rate is always eta.
-- With bias_correction=True, m is divided by 1 - beta1^n and w by 1 - beta2^n at step n, as in the
+- With bias_correction=True, step n divides m by 1 - beta1^n and w by 1 - beta2^n, as in the
   released code. The paper has no correction.
 - An update is the trained model minus the model that the client received, as in the paper. The
   released code subtracts a model that the client did not receive.
