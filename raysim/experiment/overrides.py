@@ -1,8 +1,8 @@
 """Read one override, `key=value`, with Hydra's parser.
 
 Outside quotes, Hydra accepts only ASCII letters, digits and a few signs. All other characters are
-replaced by letters before Hydra reads the text. Therefore users need no quotes for a path such as
-`/home/ü/x`. Afterwards the original characters are restored.
+replaced by letters before Hydra reads the text, and restored afterwards. Therefore users need no
+quotes for a path such as `/home/ü/x`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ The server stores the last update of every client. Therefore fast clients, which
 do not have more influence than slow ones.
 
 Source: Chang, Yao, Krishnamurthy, Shelton, Chakraborty, Swami, Oymak and Roy-Chowdhury, "Mitigating
-Participation Imbalance Bias in Asynchronous Federated Learning" (arXiv 2511.19066). Client j
-returns Delta, trained from version tau, when the server has version t:
+Participation Imbalance Bias in Asynchronous Federated Learning" (arXiv 2511.19066). x is the model
+and eta the server's learning rate. The server stores for client i its last update u_i and the base
+version tau_i of u_i. When the server has version t, client j returns Delta, which was trained from
+version tau:
 
     u_j <- Delta      tau_j <- tau      x <- x + eta / |A| sum_{i in A} u_i      t <- t + 1
 

@@ -5,8 +5,8 @@ The server learns a weight for each client. Clients with a high loss get larger 
 Source: Mohri, Sivek and Suresh, "Agnostic Federated Learning" (ICML 2019), with local steps as in
 the comparison of Deng, Kamani and Mahdavi, "Distributionally Robust Federated Averaging" (NeurIPS
 2020). The weights lambda of all N clients are at least 0 and sum to one; at first they are equal.
-A round has the participants S. D_i is the update of client i, and F_i the loss of the received
-model on all training samples of client i:
+x is the shared model and gamma a step size. A round has the participants S. D_i is the update of
+client i, and F_i the loss of the received model on all training samples of client i:
 
     x <- x + sum_{i in S} lambda_i D_i / sum_{i in S} lambda_i
     lambda_i <- lambda_i + gamma (N / |S|) F_i         for the participants

@@ -5,7 +5,8 @@ updates, which the server stores.
 
 Source: Wang, Cao, Wu, Chen and Chen, "Tackling the Data Heterogeneity in Asynchronous Federated
 Learning with Cached Update Calibration" (ICLR 2024), Algorithm 2. h_i is the last update of client
-i (0 at first), and h the mean of h_i over all N clients. The buffer has K updates Delta_i:
+i (0 at first), and h the mean of h_i over all N clients. The buffer has K updates Delta_i. x is the
+model, eta the server's learning rate:
 
     v = h + sum_i (Delta_i - h_i) / K
     x <- x + eta v

@@ -5,8 +5,9 @@ is trained so that the discriminator fails.
 
 Source: Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand and Lempitsky,
 "Domain-Adversarial Training of Neural Networks" (JMLR 2016). The two steps alternate as in
-DomainBed and in FedBR's Appendix A, with the client i as domain. z are the features, omega is the
-classifier, delta the discriminator and CE the cross-entropy:
+DomainBed and in FedBR's Appendix A, with the client i as domain. z are the features of a sample
+with the label y, omega is the classifier, and delta the discriminator. CE is the cross-entropy, and
+lam a setting:
 
     discriminator step:  CE(delta(z), i), z constant
     generator step:      CE(omega(z), y) - lam CE(delta(z), i), delta constant

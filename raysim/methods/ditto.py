@@ -4,7 +4,8 @@ The shared model is trained by FedAvg, or by other methods that the run combines
 
 Source: Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through
 Personalization" (ICML 2021), Algorithm 1. Client k's personal model v_k starts from the initial
-model x^0. x^t is the received model. Each job trains v_k for S steps:
+model x^0. x^t is the received model, F_k the client's loss, lr_v the learning rate of v_k, and lam
+the strength of the pull. Each job trains v_k for S steps:
 
     v_k <- v_k - lr_v (grad F_k(v_k) + lam (v_k - x^t))
 

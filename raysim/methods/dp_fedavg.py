@@ -5,9 +5,10 @@ The clipping bound can adapt to the lengths of the updates.
 Source: McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language
 Models" (ICLR 2018), Algorithm 1 with flat clipping and a fixed denominator. The bound C follows
 Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Adaptive Clipping"
-(NeurIPS 2021), Algorithm 1. A round has m clients with the updates D_i. The bit b_i is 1 if |D_i|
-<= C, otherwise 0. The setting `noise` is z. The setting `bit_noise` is s, the standard deviation of
-the noise on the sum of the bits:
+(NeurIPS 2021), Algorithm 1. x is the model, and N(0, q) is Gaussian noise with the variance q. A
+round has m clients with the updates D_i. The bit b_i is 1 if |D_i| <= C, otherwise 0. The setting
+`noise` is z. The setting `bit_noise` is s, the standard deviation of the noise on the sum of the
+bits:
 
     x <- x + (sum_i D_i min(1, C / |D_i|) + N(0, (z_D C)^2)) / m
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m
@@ -72,7 +73,7 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 256, 512, 1024)
 def noise_of_sum(noise: float, bit_noise: float) -> float:
     """Return z_D, the noise for the sum of the updates: (noise^-2 - (2 bit_noise)^-2)^(-1/2).
 
-    A round publishes two noisy numbers: the sum of the updates with the noise z_D, and the number
+    A round publishes two noisy results: the sum of the updates with the noise z_D, and the number
     of unclipped updates with the noise `bit_noise`. Both together have the same privacy loss as the
     sum of the updates alone with the noise `noise`.
     noise: a standard deviation divided by the clipping bound, as z_D is; for 0 the result is 0.

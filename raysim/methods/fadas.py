@@ -2,7 +2,8 @@
 
 Source: Wang, Wang, Lu and Chen, "FADAS: Towards Federated Adaptive Asynchronous Optimization" (ICML
 2024), Algorithm 1 and its delay-adaptive rule. Delta is the mean update of a buffer, and s the
-largest staleness in it:
+largest staleness in the buffer. m and v are the first and the second moment of Delta, w is the
+largest v so far, and x the model:
 
     m <- beta1 m + (1 - beta1) Delta      v <- beta2 v + (1 - beta2) Delta^2      w <- max(w, v)
     x <- x + eta_t m / (sqrt(w) + eps)    eta_t = eta if s <= threshold,

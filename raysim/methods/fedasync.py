@@ -1,7 +1,8 @@
 """FedAsync: move the shared model towards each arriving model, less if it is stale.
 
 Source: Xie, Koyejo and Gupta, "Asynchronous Federated Optimization" (OPT 2020), Algorithm 1 and
-section 5.2. A client received version tau and returns the model y when the server has version t:
+section 5.2. x is the shared model. alpha, a and b are settings. A client received version tau and
+returns the model y when the server has version t:
 
     x <- (1 - a_t) x + a_t y      a_t = alpha sigma(t - tau)      t <- t + 1
 

@@ -1,7 +1,8 @@
 """FedAvg: average the clients' models with weights; the base of all other methods.
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data"
-(AISTATS 2017), Algorithm 1; Guo, Tang and Lin, "FedBR" (ICML 2023), eq. (1):
+(AISTATS 2017), Algorithm 1; Guo, Tang and Lin, "FedBR" (ICML 2023), eq. (1). Client i has the
+trained model y_i, n_i training samples and the weight p_i:
 
     x_bar = sum_i p_i y_i / sum_i p_i        over the participants i
     p_i = n_i ("samples") or 1 ("uniform")

@@ -3,8 +3,8 @@
 Guo, Tang and Lin, "FedBR: Improving Federated Learning on Heterogeneous Data via Local Learning
 Bias Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. The trained model computes the features z
 of a batch and z_p of pseudo-data. The received model computes the features z_g of the same
-pseudo-data. P is a projection. lambda, mu, tau1 and tau2 are settings. With
-s+ = cos(P(z_p), P(z_g)) and s- = cos(P(z_p), P(z)) for each row,
+pseudo-data. P is a projection. lambda, mu, tau1 and tau2 are settings. L_local is the loss on the
+batch. Row j has the similarities s+_j = cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
 
     L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)
     L_p   = cross-entropy of pseudo-data with its targets; means of samples have uniform targets
