@@ -72,7 +72,7 @@ def test_new_refuses_impossible_package_name(
 
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
-def test_error_of_flag_allow_with_a_project_folder_suggests_its_package(
+def test_error_of_flag_allow_with_project_folder_suggests_package_folder(
     words: list[str],
     mine: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -269,7 +269,7 @@ def test_study_prints_warnings_before_the_first_run(capsys: pytest.CaptureFixtur
     assert "out=s: " in error and "raysim study out=s resume=latest" in error
 
 
-def test_study_warning_lists_its_runs_unless_every_run_has_the_warning() -> None:
+def test_study_warning_lists_the_runs_with_it_unless_all_runs_have_it() -> None:
     def warnings(*texts: str) -> Sequence[str]:
         runs = []
         for number, text in enumerate(texts):
@@ -517,7 +517,7 @@ class TestComparisons:
 
 
 class TestTable:
-    def test_table_marks_best_mean_only_if_it_leads_by_more_than_a_deviation(self) -> None:
+    def test_table_marks_best_mean_only_if_it_leads_by_a_standard_deviation(self) -> None:
         planned = example_study()
         means = {"fedavg": 0.5, "fedprox": 0.9, "scaffold": 0.52}
         scores = []

@@ -103,7 +103,7 @@ class TestPackage:
         assert mine == ["mine/a.py", "mine/deep/b.yaml"]
         assert not [name for name in names if "pycache" in name or "/." in name]
 
-    def test_package_refuses_links_out_of_its_folder(self, tmp_path: Path) -> None:
+    def test_package_refuses_links_that_leave_its_folder(self, tmp_path: Path) -> None:
         (tmp_path / "secret").write_text("hunter2")
         mine = tmp_path / "mine"
         (mine / "sub").mkdir(parents=True)
@@ -190,7 +190,9 @@ class TestCommand:
         ],
         ids=" ".join,
     )
-    def test_submit_refuses_results_in_the_jobs_folder(self, words: tuple[str, ...]) -> None:
+    def test_submit_refuses_a_results_folder_inside_the_folder_of_the_job(
+        self, words: tuple[str, ...]
+    ) -> None:
         with pytest.raises(RefusedError, match=r"out="):
             check_command(job_command(*words), find_files())
 
@@ -205,7 +207,9 @@ class TestCommand:
         ],
         ids=" ".join,
     )
-    def test_submit_accepts_results_outside_the_jobs_folder(self, words: tuple[str, ...]) -> None:
+    def test_submit_accepts_a_results_folder_outside_the_folder_of_the_job(
+        self, words: tuple[str, ...]
+    ) -> None:
         check_command(job_command(*words), find_files())
 
     def test_submit_checks_keys_and_commands_before_the_upload(
@@ -323,7 +327,7 @@ class TestJobServer:
         with pytest.raises(ValueError, match=f"--address {address}"):
             job_server.find_address(address)
 
-    def test_submit_refuses_silent_address_before_the_upload(
+    def test_submit_refuses_address_without_a_server_before_the_upload(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)

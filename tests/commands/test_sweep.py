@@ -212,7 +212,7 @@ class TestPlan:
         points = shipped(name).points()
         assert values <= {point[key] for point in points}
 
-    def test_search_space_of_sweep_option_fedbr_includes_tau2_zero(self) -> None:
+    def test_search_space_of_sweep_option_fedbr_includes_zero_for_tau2(self) -> None:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 

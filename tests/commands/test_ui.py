@@ -58,7 +58,9 @@ def test_run_and_its_parent_folders_share_one_database(runs: Path) -> None:
         assert find_root(str(folder)) == runs
 
 
-def test_ui_refuses_empty_folder_taken_port_and_silent_server(runs: Path, tmp_path: Path) -> None:
+def test_ui_refuses_empty_folder_taken_port_and_address_without_server(
+    runs: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RefusedError, match=f"^{tmp_path} "):
         ui.show_charts(str(tmp_path), 5000, False)
     with socket.socket() as listener:

@@ -152,7 +152,7 @@ def test_database_ignores_removed_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_run_whose_model_cannot_be_saved_is_reported_once(tmp_path: Path) -> None:
+def test_database_reports_only_once_that_a_model_cannot_be_saved(tmp_path: Path) -> None:
     begin(tmp_path / "a").finish({}, model="pending")
     printed: list[str] = []
     database = RunDatabase(tmp_path, printed.append)

@@ -336,7 +336,7 @@ def write_users(folder: Path, x: Any, y: Any) -> Path:
     return folder
 
 
-def test_leaf_reads_pictures_from_the_folder_in_data_images(tmp_path: Path) -> None:
+def test_leaf_reads_pictures_from_the_folder_of_key_data_images(tmp_path: Path) -> None:
     pictures = {f"{user}{row}.png": picture(4, 4, 3) for user in "ab" for row in range(4)}
     for name, pixels in pictures.items():
         write_picture(tmp_path / "celeba" / name, pixels)
@@ -353,7 +353,7 @@ def test_leaf_reads_pictures_from_the_folder_in_data_images(tmp_path: Path) -> N
         Leaf(str(root), images=str(tmp_path)).build()
 
 
-def test_leaf_reads_text_of_the_field_in_data_field(tmp_path: Path) -> None:
+def test_leaf_reads_text_from_the_field_of_key_data_field(tmp_path: Path) -> None:
     root = write_users(
         tmp_path, lambda user, row: ["14", "Mon", user, "I am happy", row], lambda row: row % 2
     )
@@ -420,7 +420,7 @@ def test_markov_labels_follow_the_transition_chain_of_their_user() -> None:
     assert np.abs(transitions[0] - transitions[1]).max() > 0.3  # every user has its own chain
 
 
-def test_markov_with_label_chain_uses_the_number_of_the_chain_as_label() -> None:
+def test_markov_label_is_the_number_of_the_chain_if_key_label_is_chain() -> None:
     dataset = Markov(users=4, label="chain", chains=2, skew=1.0).build()
     users = dataset.domains
     assert np.array_equal(

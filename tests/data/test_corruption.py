@@ -96,7 +96,7 @@ def test_rotation_agrees_with_nearest_neighbour_of_pillow() -> None:
         assert np.array_equal(turned, np.asarray(Image.fromarray(image).rotate(angle))), angle
 
 
-def test_pooling_averages_and_rounds_half_up() -> None:
+def test_block_averages_of_pixels_round_half_up() -> None:
     image = np.array([[0, 1, 255, 255], [0, 1, 255, 255]], dtype=np.uint8)[None, None]
     assert pool_images(image, 2).tolist() == [[[[1, 255]]]]
     assert pool_images(np.array([[0, 1], [0, 0]], dtype=np.uint8)[None, None], 2).tolist() == [

@@ -97,7 +97,7 @@ def test_option_pneumonia_mnist_reads_its_data_set(shared: Path) -> None:
     assert isinstance(source, Stored) and source.build().class_names == ["normal", "pneumonia"]
 
 
-def test_override_data_domains_selects_the_domains_that_are_read(shared: Path) -> None:
+def test_override_of_data_domains_decides_which_domains_are_read(shared: Path) -> None:
     source = built(
         "data/digit_domains", f"data.root={shared / 'data'}", "data.domains=[usps,digits]"
     )

@@ -81,7 +81,7 @@ def test_rotation_per_client_turns_all_images_of_a_client_by_one_angle() -> None
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
 
 
-def test_central_test_set_is_rotated_by_each_angle_if_rotation_test_is_all() -> None:
+def test_central_test_set_has_every_rotation_if_key_rotation_test_is_all() -> None:
     clean = SOURCE.build()
     spread = federate(
         replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0

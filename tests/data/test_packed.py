@@ -172,7 +172,7 @@ def test_strips_need_an_integer_label_per_image(tmp_path: Path) -> None:
         Strips(root=str(tmp_path)).build()
 
 
-def test_named_pipe_as_strip_file_is_refused_unopened(tmp_path: Path) -> None:
+def test_named_pipe_as_strip_file_is_refused_before_it_is_opened(tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "train-000.png").unlink()
     os.mkfifo(tmp_path / "train-000.png")

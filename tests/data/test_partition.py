@@ -158,7 +158,7 @@ def test_dirichlet_with_large_alpha_gives_clients_the_global_class_shares() -> N
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
-def test_dirichlet_scaled_by_the_prior_gives_clients_nearly_one_class() -> None:
+def test_dirichlet_scaled_by_class_shares_gives_clients_nearly_one_class() -> None:
     settings = {
         "concentration": "prior_scaled",
         "remaining": True,
@@ -187,7 +187,7 @@ def test_dirichlet_client_draws_other_classes_if_its_classes_are_used_up() -> No
 
 
 @pytest.mark.parametrize(("shares", "label"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
-def test_random_number_1_draws_the_last_class_whose_share_is_above_zero(
+def test_uniform_draw_of_1_selects_the_last_class_with_a_share_above_zero(
     shares: list[float], label: int
 ) -> None:
     arguments = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
@@ -223,7 +223,7 @@ def test_minimum_of_a_client_may_be_equal_to_the_number_of_all_samples() -> None
     assert partition.train.counts.tolist() == [len(LABELS)]
 
 
-def test_group_of_clients_gets_samples_in_proportion_to_its_size() -> None:
+def test_group_gets_samples_in_proportion_to_its_number_of_clients() -> None:
     partition = split(Dirichlet(25, 0.3, balance=True, grouping=10, test_fraction=0))
     groups = np.add.reduceat(partition.train.counts, [0, 10, 20])
     assert groups.tolist() == [800, 800, 400]
@@ -250,7 +250,7 @@ def test_shards_of_uneven_sizes_lose_no_samples() -> None:
     ]
 
 
-def test_domain_partitions_give_a_client_one_domain_or_one_class_group() -> None:
+def test_domain_partition_gives_a_client_one_domain_or_group_of_classes() -> None:
     counts = split(Domain(2, test_fraction=0)).train
     assert [set(DOMAINS[counts.rows(client)].tolist()) for client in range(8)] == [
         {d} for d in (0, 0, 1, 1, 2, 2, 3, 3)
@@ -361,7 +361,7 @@ def test_error_of_impossible_split_mentions_key_and_value(make, key: str) -> Non
 
 
 @pytest.mark.parametrize(("proportions", "attempts"), [(5_000, 50), (1_000, 20)])
-def test_impossible_split_draws_at_most_a_limited_number_of_proportions(
+def test_impossible_split_is_redrawn_only_a_limited_number_of_times(
     proportions: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partition_module, "MAX_PROPORTIONS", proportions)
