@@ -61,7 +61,7 @@ def test_second_build_of_equal_data_reuses_the_stored_file(cache: Path) -> None:
     assert first.path.parent == cache and len(list(cache.glob("*.arrow"))) == 2
 
 
-def test_data_cache_setting_takes_precedence_over_environment(tmp_path: Path) -> None:
+def test_key_data_cache_takes_precedence_over_environment_variable(tmp_path: Path) -> None:
     assert Synthetic(cache=str(tmp_path / "other")).build().path.parent == tmp_path / "other"
 
 
@@ -165,7 +165,7 @@ def test_checksum_of_a_data_file_is_verified_only_once_on_a_machine(
 
 
 # ---- data sets by name ---------------------------------------------------------------------------
-def test_digits_have_pixels_up_to_255_and_a_fifth_of_each_class_for_tests() -> None:
+def test_digits_reach_pixel_255_and_hold_out_a_fifth_of_each_class() -> None:
     digits = Digits().build()
     assert (
         digits.inputs.shape == (1797, 1, 8, 8)
@@ -407,7 +407,7 @@ def test_mnist_and_fashion_mnist_have_their_published_sizes_and_means(
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
-def test_setting_data_only_selects_classes_and_their_order(tmp_path: Path) -> None:
+def test_data_have_only_the_classes_of_key_data_only_in_its_order(tmp_path: Path) -> None:
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):

@@ -118,7 +118,7 @@ def test_adapters_are_refused_without_their_frozen_weights(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("base", "kind"), [("bfloat16", HalfWeight), ("nf4", FourBitWeight)])
-def test_training_with_lora_base_in_few_bits_equals_that_with_rounded_base(
+def test_stored_lora_base_of_few_bits_trains_like_its_rounded_weights(
     base: str, kind: type[HalfWeight | FourBitWeight], trained: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")

@@ -84,7 +84,7 @@ class Unnamed(Learner):
         return np.asarray(inputs.reshape(len(inputs), -1) @ parameters)
 
 
-def test_option_and_object_of_a_learner_give_equal_runs() -> None:
+def test_learner_option_and_learner_object_give_equal_runs() -> None:
     option = raysim.run(f"{QUICK} learner=sklearn_linear rounds=2", quiet=True, out="option")
     part = raysim.run(f"{QUICK} rounds=2", learner=SklearnLinear(), quiet=True, out="object")
     assert part.summary["model_sha256"] == option.summary["model_sha256"]

@@ -78,7 +78,7 @@ class TestArrays:
         wrong = np.count_nonzero(noisy.open().labels[train] != CLASSES[train])
         assert wrong == sum(int(0.5 * size) for size in noisy.partition.train.counts)
 
-    def test_setting_data_only_applies_to_arrays_passed_as_data(self) -> None:
+    def test_arrays_have_only_the_classes_of_key_data_only(self) -> None:
         data = built("data.only=[2,0]").spec.data.open()
         assert data.class_names == ["2", "0"]
         assert len(data) == 40
@@ -159,7 +159,7 @@ class TestNetworks:
         with pytest.raises(RefusedError, match=r"^model\.width:"):
             built("model.width=7", model=functools.partial(Wide, width=6))
 
-    def test_setting_model_head_applies_to_a_passed_network(self) -> None:
+    def test_value_of_model_head_applies_to_a_passed_network(self) -> None:
         recipe = built("model.head=fc", model=Wide()).spec.model
         assert recipe.head == "fc"  # type: ignore[attr-defined]
         with pytest.raises(RefusedError, match=r"model\.head=body\.1"):

@@ -102,7 +102,7 @@ class TestOrder:
 
 
 class TestListedNames:
-    def test_keys_of_a_partition_mapping_are_client_names_in_their_order(self) -> None:
+    def test_client_names_are_the_keys_of_the_partition_mapping_in_order(self) -> None:
         data = build(
             WORDS, data=(INPUTS, CLASSES), partition={"zoe": range(9), "al": range(10, 19)}
         ).spec.data

@@ -167,7 +167,7 @@ def test_grid_repeats_all_messages_of_a_dead_worker():
     assert sum(grid.runtime.calls) == 8 + 2  # a worker has two calls at a time
 
 
-def test_grid_refuses_an_unknown_node():
+def test_grid_refuses_a_message_to_an_unknown_node_id():
     with pytest.raises(ValueError, match="dst_node_id=99"):
         make_grid().send_and_receive(messages([99]))
 

@@ -291,7 +291,7 @@ NEWER = {
 
 
 @pytest.mark.parametrize("name", NEWER)
-def test_message_based_strategies_train(run, name):
+def test_message_based_strategies_reduce_the_loss(run, name):
     strategy = getattr(newer, name)(**NEWER[name])
     results = []
 

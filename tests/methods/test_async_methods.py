@@ -234,7 +234,7 @@ def test_fadas_threshold_changes_the_rate_of_stale_updates_but_no_moments() -> N
 
 
 @pytest.mark.parametrize("limit", [None, 4])
-def test_running_sum_of_the_cache_is_exact_after_many_updates(
+def test_running_sum_of_the_ace_cache_is_exact_after_many_updates(
     limit: int | None,
 ) -> None:
     at, bases, draw = (

@@ -30,18 +30,18 @@ def idx_file(array):
     return head + array.tobytes()
 
 
-def test_accuracy_is_the_mean_of_the_last_rounds():
+def test_accuracy_read_from_a_log_is_the_mean_of_its_last_five_rounds():
     lines = [f"MetricRecord: {{'accuracy': {value}, 'loss': 2.0}}" for value in range(7)]
     assert read_accuracy("\n".join(lines)) == 4.0
 
 
-def test_server_accuracy_is_read_if_clients_log_theirs_too():
+def test_accuracy_of_the_server_is_read_even_if_clients_log_an_accuracy():
     log = "{'eval_acc': 0.5}\n{'accuracy': 0.25}"
     assert read_accuracy(log) == 0.25
     assert read_accuracy("{'eval_acc': 0.5}") == 0.5
 
 
-def test_accuracy_of_a_logged_history_is_the_mean_of_its_rounds():
+def test_accuracy_is_read_from_a_history_that_flower_has_logged():
     log = "{'accuracy': [(0, 0.25),\n INFO:  (1, 5e-01)],\n 'auc': [(0, 0.9)]}"
     assert read_accuracy(log) == 0.375
 

@@ -70,7 +70,7 @@ def test_benchmark_of_server_rules_compares_times_with_fedavg(
     assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 3
 
 
-def test_benchmark_refuses_to_measure_zero_blocks_of_repetitions(
+def test_benchmark_refuses_zero_as_the_value_of_flag_blocks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["rules", "--blocks", "0"])

@@ -94,7 +94,7 @@ def test_paper_claim_is_judged_for_each_setting() -> None:
     assert (second.setting.name, second.verdict) == ("skew-fast", "contradicted")
 
 
-def test_needed_number_of_seeds_gives_a_confidence_interval_without_zero() -> None:
+def test_needed_number_of_seeds_makes_the_interval_exclude_zero() -> None:
     # t(0.975, 9) = 2.262: with ten pairs the half width is 0.715 deviations, with nine 0.769.
     assert seeds_needed(1.0, 0.74) == "about 10" == seeds_needed(2.0, -1.48)
     assert seeds_needed(1.0, 0.01) == "more than 100"
@@ -114,7 +114,7 @@ def test_noise_claims_of_fedbss_have_the_numbers_printed_in_the_paper() -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_exactly_the_undecided_claims_list_runs_that_would_decide_them(paper: str) -> None:
+def test_claims_table_suggests_runs_for_undecided_claims_only(paper: str) -> None:
     runs = stored_runs(paper)
     rows = claims_table(paper, runs).splitlines()[2:]
     assert len(rows) == len(list(verdicts(paper, runs)))

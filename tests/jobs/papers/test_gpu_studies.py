@@ -33,7 +33,7 @@ def tiny_study(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "STUDIES", (STUDY,))
 
 
-def test_gpu_study_lists_all_methods_of_a_seed_before_the_next() -> None:
+def test_gpu_study_lists_all_methods_of_a_seed_before_the_next_seed() -> None:
     names = [name for name, _ in GpuStudy("a", (), STUDY.methods, (0, 1)).runs()]
     assert names == ["a-fedavg-0", "a-fedprox-0_5-0", "a-fedavg-1", "a-fedprox-0_5-1"]
 
