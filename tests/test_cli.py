@@ -144,7 +144,7 @@ class TestRun:
         assert bits("a") == bits("b")
         assert bits("a") != bits("c")
 
-    def test_python_function_run_returns_the_summary_that_it_writes(self) -> None:
+    def test_raysim_run_called_from_python_returns_the_written_summary(self) -> None:
         result = execute.run([*QUICK, "out=a"], quiet=True)
         assert result.folder == Path("a")
         assert result.summary == summary("a")
@@ -228,9 +228,7 @@ class TestRefusals:
         assert "out=a " in printed(["run", "out=a", "resume=latest"], capsys, status=2)
         assert list(Path().iterdir()) == []
 
-    def test_auto_resume_accepts_out_as_the_only_override(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_auto_resume_needs_only_an_output_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         folders: list[Any] = []
 
         def record_folder(config: Any, **_: object) -> None:
@@ -244,7 +242,7 @@ class TestRefusals:
         ("words", "missing"),
         [(["out=a", "resume=latest"], "resume="), (["rounds=1"], "out=DIR")],
     )
-    def test_auto_resume_without_out_or_with_resume_is_refused(
+    def test_auto_resume_is_refused_without_folder_or_with_key_resume(
         self, words: list[str], missing: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         error = printed(["run", "--auto-resume", *words], capsys, status=2)
@@ -781,7 +779,9 @@ class TestReport:
         Path("many/runs").rename("many/others")
         assert "many " in printed(["report", "many"], capsys, status=2)
 
-    def test_report_refuses_csv_together_with_out(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_report_refuses_flag_csv_together_with_flag_out(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         words = ["report", "a", "--csv", "--out", "page"]
         assert "--out page: --csv" in printed(words, capsys, status=2)
 

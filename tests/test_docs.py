@@ -70,7 +70,7 @@ def test_method_page_shows_paper_costs_and_settings_of_a_method(from_docs: Any) 
     assert "`uv run python -m jobs.papers.report fedbr/table1`" in reference.method_page("fedbr")
 
 
-def test_method_page_has_a_heading_for_each_list_with_a_title(from_docs: Any) -> None:
+def test_title_of_a_list_becomes_a_heading_of_the_method_page(from_docs: Any) -> None:
     reference: ModuleType = from_docs("reference")
     for method, title in {
         "centralized": "How the run works",

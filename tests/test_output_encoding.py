@@ -127,6 +127,6 @@ def test_missing_characters_have_readable_equivalents() -> None:
     assert [ascii_equivalent(character) for character in "━⠋\udcff"] == ["-", "*", "?"]
 
 
-def test_lossy_output_accepts_none_string_buffers_and_closed_streams() -> None:
+def test_lossy_output_accepts_missing_closed_and_in_memory_streams() -> None:
     with lossy_output(io.StringIO(), None, closed := strict("ascii")):
         closed.close()

@@ -429,7 +429,7 @@ def test_partialfed_policy_gradient_includes_batchnorm_statistics() -> None:
     )
 
 
-def test_partialfed_policy_steps_add_to_the_cost_from_the_second_job_on() -> None:
+def test_partialfed_cost_includes_policy_steps_from_the_second_job_on() -> None:
     method = PartialFed("adaptive", policy_steps=3, policy_batch=20)
     assert method.cost(participation_facts(None, 50, 50)) == 0
     assert method.cost(participation_facts(None, 50, 50, 1)) == 60

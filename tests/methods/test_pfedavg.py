@@ -194,7 +194,7 @@ def test_pfedavg_settings_choose_how_clients_are_fine_tuned() -> None:
     assert finetuning(head) == Finetune(2, head=True, last=True)
 
 
-def test_pfedavg_mode_finetune_last_fine_tunes_in_the_last_round_only() -> None:
+def test_pfedavg_can_fine_tune_in_the_last_round_only() -> None:
     always, last = (run(study(PFedAvg(mode))).rows for mode in ("finetune", "finetune_last"))
     assert ["accuracy_finetuned" in row for row in always] == [True, True, True]
     assert ["accuracy_finetuned" in row for row in last] == [False, False, True]

@@ -148,7 +148,7 @@ class TestNumbers:
         method = FedBSS(1, fraction_of="loss")
         assert_as_in_loop(study(method, local=EPOCHS), rounds=3)
 
-    def test_fraug_with_metric_mmd_classes_can_be_recorded(self) -> None:
+    def test_recorded_fraug_can_compute_a_distance_for_each_class(self) -> None:
         method = FRAug(3, noise_dim=4, generator_metric="mmd_classes", rtnet_metric="mmd_classes")
         assert_as_in_loop(study(method, model=NORMED_MLP), rounds=2)
 
@@ -238,7 +238,7 @@ class TestBits:
         computed = run(study(name), rounds=3)
         assert not loop_of(computed).recordings and computed.bits == replayed.bits
 
-    def test_limit_of_one_recording_does_not_change_the_bits_of_training(
+    def test_dropped_recordings_do_not_change_the_bits_of_training(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         complete = run(study("moon"), rounds=3)
@@ -379,7 +379,7 @@ class TestRefusals:
         ):
             run(study(Asking(read)), rounds=1)
 
-    def test_error_says_which_method_reports_during_a_recorded_step(self) -> None:
+    def test_error_says_which_method_writes_a_report_in_a_recorded_step(self) -> None:
         with pytest.raises(LanesError, match=r"^runtime\.graph=true: method 'reporting'"):
             run(study(Reporting()), rounds=1)
 
@@ -413,7 +413,7 @@ def test_recorded_lane_that_fails_does_not_change_other_lanes(hook: str) -> None
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def test_train_or_eval_mode_of_a_stage_replaces_earlier_modes() -> None:
+def test_train_or_eval_mode_of_a_network_is_the_one_set_last() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
     assert list(after.items()) == [

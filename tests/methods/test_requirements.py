@@ -142,7 +142,7 @@ def options_of_methods() -> list[tuple[type[Method], str, tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize(("method", "argument", "choices"), options_of_methods())
-def test_error_of_an_unknown_choice_lists_the_choices_of_the_annotation(
+def test_error_of_an_unknown_choice_lists_the_choices_of_the_argument(
     method: type[Method], argument: str, choices: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError) as error:

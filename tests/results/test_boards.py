@@ -167,7 +167,7 @@ def test_wandb_receives_settings_rows_scores_and_pictures(
 @pytest.mark.parametrize(
     ("package", "observer"), [("tensorboardX", TensorBoard), ("wandb", WeightsAndBiases)]
 )
-def test_error_contains_the_missing_package_and_its_extra(
+def test_error_of_a_missing_board_package_contains_the_extra_to_install(
     package: str, observer: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)

@@ -60,7 +60,7 @@ def test_run_folder_has_the_split_and_the_last_score_of_each_client(tmp_path: Pa
     assert np.nanmin(clients["accuracy"]) == result.summary["accuracy_worst"]
 
 
-def test_table_of_clients_has_no_accuracy_for_unscored_ones(
+def test_table_of_clients_has_no_accuracy_for_clients_without_a_score(
     tmp_path: Path,
 ) -> None:
     words = [

@@ -124,7 +124,7 @@ def test_latex_table_of_costs_shows_each_score_once(study: Path) -> None:
     assert text.count(r"\midrule") == 2
 
 
-def test_two_seeds_are_too_few_for_a_test(tmp_path: Path) -> None:
+def test_two_seeds_are_too_few_for_a_significance_test(tmp_path: Path) -> None:
     for method in ("fedavgm", "fedprox"):
         for seed in (0, 1):
             save(tmp_path / f"{method}-{seed}", method, seed, 0.5 + 0.1 * seed)
@@ -183,7 +183,7 @@ def test_best_cost_is_marked_among_settings_with_the_same_data(tmp_path: Path) -
     assert [re.findall(r"fedprox, alpha=([\d.]+)", line) for line in best] == [["1.0"], ["0.1"]]
 
 
-def test_settings_with_the_same_data_stay_together_in_a_chosen_order(tmp_path: Path) -> None:
+def test_settings_with_the_same_data_stay_together_if_order_is_chosen(tmp_path: Path) -> None:
     for method in ("fedavgm", "fedprox", "moon"):
         for alpha in (0.1, 1.0):
             folder = save(tmp_path / f"{method}-{alpha}", method, 0, 0.5 + alpha / 10)

@@ -61,7 +61,7 @@ def test_curve_of_a_long_history_has_fewer_points_but_both_ends() -> None:
 
 
 @pytest.mark.pictures
-def test_panels_leave_out_axes_without_values_and_use_page_colours() -> None:
+def test_panels_have_only_axes_with_values_and_use_colours_of_the_page() -> None:
     drawn = curves.panels(
         [curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy"
     )
@@ -167,7 +167,7 @@ def test_y_axis_of_an_accuracy_stays_between_0_and_1(monkeypatch: pytest.MonkeyP
     assert 0.4 < low < 0.5 and 0.6 < high < 0.7
 
 
-def test_curve_draws_missing_values_of_a_cost_at_0() -> None:
+def test_curve_draws_missing_values_of_a_cost_as_0() -> None:
     rows = [
         row | {"virtual_seconds": value}
         for row, value in zip(history([0.5] * 3), (math.nan, None, 2), strict=True)

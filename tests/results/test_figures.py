@@ -45,7 +45,7 @@ def test_features_figure_accepts_any_number_and_size_of_features(
     assert size(tmp_path / "features.png") == (1560, 897)
 
 
-def test_features_figure_shows_only_clients_of_the_commonest_version() -> None:
+def test_features_figure_shows_clients_that_received_the_same_version() -> None:
     probes = [
         make(0, 9),
         make(1, 4),

@@ -94,7 +94,7 @@ def test_page_of_an_older_run_says_which_results_are_missing(tmp_path: Path) -> 
     assert "raysim run --config" in section(text, "How to repeat it")
 
 
-def test_page_explains_the_deviation_behind_plus_minus(tmp_path: Path) -> None:
+def test_page_says_that_numbers_after_plus_minus_are_deviations(tmp_path: Path) -> None:
     runs = seeded(tmp_path, "fedprox", [0.5, 0.75, 1.0]) + seeded(
         tmp_path, "fedavgm", [0.25, 0.25, 0.25]
     )
@@ -236,7 +236,7 @@ def test_page_shows_notes_below_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_picture_of_client_classes_has_the_colour_of_the_page(tmp_path: Path) -> None:
+def test_style_of_a_page_colours_the_picture_of_classes_per_client(tmp_path: Path) -> None:
     """Check that the page's style colours the picture with the class map.
 
     A picture with fixed colours for a light page would be hard to see on a dark page.

@@ -194,13 +194,13 @@ def test_table_starts_with_best_run_and_marks_best_values(tmp_path: Path) -> Non
     assert "3 k*" not in lines[4]  # of fewer rounds
 
 
-def test_table_explains_the_deviation_behind_plus_minus(tmp_path: Path) -> None:
+def test_table_note_says_that_deviations_are_over_the_last_rounds(tmp_path: Path) -> None:
     note = "last 10: mean ± deviation over these rounds"
     assert table([make(tmp_path / "one", [0.25, 0.5])]).splitlines()[-1] == note
     assert note not in table([make(tmp_path / "none", [None])])
 
 
-def test_settings_that_distinguish_runs_leave_out_runtime_defaults(tmp_path: Path) -> None:
+def test_settings_listed_as_different_do_not_include_runtime_defaults(tmp_path: Path) -> None:
     def runtime(name: str, more: str = "") -> stored_runs.Run:
         config = f"{{choices: {{runtime: {name}}}, runtime: {{name: {name}, threads: 1{more}}}}}"
         return make(tmp_path / f"{name}{len(list(tmp_path.iterdir()))}", [0.5], config)
@@ -283,7 +283,7 @@ def test_table_has_one_row_per_setting(tmp_path: Path) -> None:
     ]
 
 
-def test_table_marks_no_best_value_if_values_are_equal_or_single(tmp_path: Path) -> None:
+def test_table_marks_no_best_value_of_equal_runs_or_of_a_single_run(tmp_path: Path) -> None:
     twin = [make(tmp_path / name, [0.5]) for name in ("a", "b")]
     assert "*" not in table(twin)
     assert "*" not in table(twin[:1])
@@ -300,7 +300,9 @@ ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
 
 
 @pytest.mark.parametrize("odd", range(len(ODD)))
-def test_wrong_value_in_a_summary_can_raise_only_a_value_error(odd: int, tmp_path: Path) -> None:
+def test_reading_a_wrong_summary_value_raises_no_error_but_value_error(
+    odd: int, tmp_path: Path
+) -> None:
     make(tmp_path / "one", [0.5, 0.75])
     good = json.loads((tmp_path / "one/summary.json").read_text())
     for key in good:

@@ -86,7 +86,7 @@ def spans(bars: PolyCollection) -> list[tuple[float, float, float]]:
 
 
 # --- whether --------------------------------------------------------------------------------------
-def test_timeline_is_not_drawn_for_equal_clients_in_rounds() -> None:
+def test_timeline_is_not_drawn_if_all_jobs_start_and_end_together() -> None:
     rounds = make_jobs(*[(client, 0.0, 1.0, "aggregated", 0) for client in range(4)])
     rounds.round[:] = 1
     assert not timeline.has_events(rounds)
@@ -229,7 +229,7 @@ def test_timeline_explains_missing_times_of_workers() -> None:
     )
 
 
-def test_timeline_has_one_curve_for_one_worker() -> None:
+def test_timeline_has_one_worker_curve_if_least_and_mean_are_equal() -> None:
     workers = draw_panels(rows=[row | {"worker_busy_least": row["worker_busy"]} for row in ROWS])[2]
     assert len(workers.lines) == 1 and workers.get_legend() is None
 

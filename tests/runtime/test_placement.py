@@ -218,7 +218,7 @@ def test_wrong_runtime_settings_are_refused(override: str, key: str) -> None:
         build([override, "tracking=none"])
 
 
-def test_trial_has_one_worker_for_each_bundle_but_the_coordinators() -> None:
+def test_trial_has_one_worker_for_each_bundle_after_the_first() -> None:
     bundles = [{"CPU": 1.0}, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0, "GPU": 0.5}]
     assert size_in_group(RayOptions(), bundles, "cuda") == Size(2, {"CPU": 2.0, "GPU": 0.5})
     assert size_in_group(RayOptions(workers=1, cpus=2), bundles, "cpu").workers == 1
@@ -266,7 +266,7 @@ def test_preflight_measures_memory_with_the_largest_client_only() -> None:
     assert measure(run_spec()).job > 10 * 2**20, "the resident memory of this process"
 
 
-def test_function_restrict_data_returns_training_data_of_one_client() -> None:
+def test_restricted_data_have_training_samples_of_one_client_only() -> None:
     data = restrict_data(tiny_data(), [2], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [2]
     assert data.partition.train.rows(2).tolist() == tiny_data().partition.train.rows(2).tolist()

@@ -367,7 +367,7 @@ def test_markov_availability_has_the_right_mean_if_few_are_available() -> None:
 
 
 # --- statistics -----------------------------------------------------------------------------------
-def test_interval_number_of_a_time_is_right_despite_rounding() -> None:
+def test_number_of_an_interval_is_right_if_the_division_is_rounded() -> None:
     generator, rounded = np.random.default_rng(0), set[int]()
     for length, place in zip(
         generator.uniform(0.1, 100.0, 2000), generator.integers(1, 1000, 2000), strict=True
@@ -459,7 +459,7 @@ def test_run_waits_for_the_next_available_client() -> None:
     assert both.now == 510.0
 
 
-def test_fleet_whose_clients_appear_later_than_its_patience_is_refused() -> None:
+def test_fleet_whose_clients_are_available_too_late_is_refused() -> None:
     fleet = Recorded([500.0, 900.0], patience=499.0)
     with pytest.raises(ValueError, match=r"fleet: .* 500 s\. .*fleet\.availability"):
         planner(fleet, 1, Buffered(1, 1)).next_aggregation()

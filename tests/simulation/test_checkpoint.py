@@ -121,7 +121,7 @@ def test_checkpoint_stores_many_server_tensors_in_several_files(
     assert same_arrays(dict(checkpoint.read(path).server), server)
 
 
-def test_setting_keep_limits_the_number_of_stored_checkpoints(tmp_path: Path) -> None:
+def test_number_of_stored_checkpoints_is_limited(tmp_path: Path) -> None:
     result = Checkpoints(tmp_path / "three", keep=3), Checkpoints(tmp_path / "two")
     for version in (2, 9, 10, 100):
         for each in result:
@@ -326,7 +326,7 @@ def test_run_resumed_in_another_folder_copies_all_client_states(tmp_path: Path) 
     assert before and checkpoint.find_damage(first)
 
 
-def test_checkpoint_has_empty_client_states_but_no_removed_ones(tmp_path: Path) -> None:
+def test_checkpoint_stores_an_empty_client_state_but_no_removed_state(tmp_path: Path) -> None:
     now = after(states(range(3), job=1), 5, job=9)
     now = replace(now, clients={**now.clients, 1: {}})
     run = Checkpoints(tmp_path)

@@ -140,7 +140,7 @@ def test_state_is_sent_if_its_client_trains_on_another_worker() -> None:
     assert values(sent) == [1.0] and books.told == [(0, [1])]
 
 
-def test_list_of_states_on_a_worker_has_those_of_its_finished_jobs() -> None:
+def test_states_on_a_worker_are_those_of_its_finished_jobs() -> None:
     books = Books()
     finished = [books.send(client, worker)[0] for client, worker in ((1, 0), (2, 1), (3, 0))]
     in_flight, *_ = books.send(4, worker=0)

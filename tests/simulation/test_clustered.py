@@ -177,7 +177,7 @@ def test_error_of_method_option_ifca_suggests_clustered_topology(tmp_path: Path)
         run_experiment(["method=ifca", f"out={tmp_path}"])
 
 
-def test_client_model_returns_the_model_of_its_cluster(tmp_path: Path) -> None:
+def test_loaded_model_of_a_client_is_the_model_of_its_cluster(tmp_path: Path) -> None:
     result = run_experiment(
         "data=synthetic data.samples=120 model=mlp partition.clients=6 schedule.cohort=6 rounds=3 "
         "topology=clustered topology.rule=loss topology.clusters=2 local.epochs=1 "

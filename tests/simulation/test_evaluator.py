@@ -195,7 +195,7 @@ def test_evaluation_can_fine_tune_in_the_last_round_only() -> None:
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
-def test_setting_evaluate_common_is_refused_without_personal_models() -> None:
+def test_evaluate_common_is_refused_if_a_run_has_no_personal_models() -> None:
     rows = run(
         run_spec(FedBN(), model=NORMED_MLP, data=data_with_tests()),
         evaluate=Evaluation(common=True),

@@ -166,7 +166,7 @@ def test_fleet_without_device_classes_gives_all_clients_one_label() -> None:
 
 
 # --- delays ---------------------------------------------------------------------------------------
-def test_job_duration_is_within_the_delay_bounds_of_its_client() -> None:
+def test_job_duration_is_within_the_bounds_of_the_clients_delay_kind() -> None:
     fleet = Delays()
     labels, result = fleet.labels(3, 300), devices(fleet, 300, 3)
     for client in range(300):
@@ -175,7 +175,7 @@ def test_job_duration_is_within_the_delay_bounds_of_its_client() -> None:
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_share_of_clients_of_each_delay_kind_is_drawn_from_a_dirichlet() -> None:
+def test_delay_kind_of_a_client_is_the_largest_part_of_a_dirichlet_draw() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}
@@ -233,7 +233,7 @@ def test_lognormal_fleet_accepts_settings_as_positional_arguments() -> None:
     assert given == named
 
 
-def test_markov_fleet_is_refused_if_waiting_exceeds_setting_patience() -> None:
+def test_markov_fleet_whose_expected_wait_exceeds_patience_is_refused() -> None:
     fleet = Ideal(availability="markov", off=100.0, patience=10.0)
     assert fleet.presence(0, 10) is not None
     with pytest.raises(ValueError, match=r"fleet\.off=100 .* 11 s"):

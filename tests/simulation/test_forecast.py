@@ -39,7 +39,7 @@ def test_predicted_staleness_is_right_if_updates_arrive_at_the_same_time() -> No
     assert result == Forecast(in_flight=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
 
 
-def test_forecast_divides_seconds_by_all_aggregations_at_the_same_time() -> None:
+def test_forecast_of_two_aggregations_at_second_1_is_0_5_seconds_for_each() -> None:
     # All three updates arrive after 1 s, each of them is an aggregation.
     result = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 2)
     assert result.seconds == 0.5 and result.in_flight == 3.0

@@ -49,7 +49,7 @@ def test_queue_returns_each_job_once_and_in_order(
     assert not queue
 
 
-def test_bundle_of_jobs_is_limited_by_work_and_number_of_jobs() -> None:
+def test_bundle_is_limited_by_number_of_jobs_and_by_their_samples() -> None:
     jobs = [(job(number, work=2.0), 0) for number in range(10)]
     assert take_bundle(queue_of(jobs), max_work=5.0) == [0, 1, 2]
     assert take_bundle(queue_of(jobs), max_jobs=4) == [0, 1, 2, 3]
@@ -62,7 +62,7 @@ def test_jobs_that_a_bundle_does_not_accept_stay_in_queue() -> None:
     assert take_bundle(queue) == [0, 2, 4, 5]
 
 
-def test_take_bundle_skips_a_limited_number_of_jobs() -> None:
+def test_bundle_is_closed_after_many_jobs_that_its_worker_refuses() -> None:
     queue = queue_of([(job(number), 0) for number in range(MAX_PASSED_JOBS + 1)])
     bundle = queue.take_bundle(lambda job, is_first: job.number == MAX_PASSED_JOBS, 10, math.inf)
     assert bundle == []

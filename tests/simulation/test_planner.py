@@ -487,7 +487,7 @@ def test_plan_starts_when_the_first_client_of_any_tier_is_available() -> None:
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_list_of_exhausted_tiers_is_empty_after_each_aggregation() -> None:
+def test_list_of_tiers_with_too_few_clients_is_empty_after_aggregations() -> None:
     first_view: dict[int, list[int]] = {}  # by version: the short pools
 
     class Watched(Tiered):

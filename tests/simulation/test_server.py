@@ -117,7 +117,7 @@ def test_sums_of_long_vectors_follow_the_fixed_tree() -> None:
     assert torch.equal(sums.totals[group], expected)
 
 
-def test_aggregate_does_not_depend_on_the_order_of_sums() -> None:
+def test_new_version_does_not_depend_on_the_order_of_the_sums() -> None:
     sums = [on_a_worker(unit) for unit in groups(4)]
     ways = [
         step(server(), [summed_update(client) for client in ALL], order)
@@ -312,7 +312,7 @@ def test_server_report_contains_only_values_of_the_last_aggregation() -> None:
     assert step(result, [update(1, result.version)]).report == {}
 
 
-def test_server_stores_cumulative_sample_shares_of_its_clients() -> None:
+def test_server_stores_cumulative_sums_of_the_clients_sample_shares() -> None:
     counters, counts = torch.zeros(1, dtype=torch.int64), np.array([1, 0, 2, 1])
     result = make_server(LAYOUT, torch.tensor(START), counters, (), counts, 0, TASK)
     assert result.sample_ends.tolist() == [0.25, 0.75, 1.0] and result.able == 3

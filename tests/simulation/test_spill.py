@@ -160,7 +160,7 @@ def test_resumed_run_may_have_another_budget_for_client_states(
     ]
 
 
-def test_setting_state_budget_is_in_gib_and_cannot_be_negative(
+def test_state_budget_is_in_gib_and_cannot_be_negative(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert StateBudget(0.5).bytes == 2**29 and StateBudget().bytes == math.inf

@@ -203,7 +203,7 @@ def test_finetuning_uses_samples_of_unseen_clients() -> None:
     assert row["accuracy_unseen_finetuned"] > row["accuracy_unseen"]  # type: ignore[operator]
 
 
-def test_setting_evaluate_clients_limits_unseen_clients_that_are_scored() -> None:
+def test_number_of_unseen_clients_that_are_scored_can_be_limited() -> None:
     finished_run = run(study(share=0.5), evaluate=Evaluation(clients=2))
     scores = {round(score, 9) for score in scores_by_hand(finished_run, unseen_of(finished_run))}
     pairs = {round((a + b) / 2, 6) for a in scores for b in scores}

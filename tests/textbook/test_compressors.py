@@ -283,7 +283,7 @@ class TestRounded:
 
 
 class TestPowerSGD:
-    def test_powersgd_projects_matrix_on_columns_of_its_product(self) -> None:
+    def test_powersgd_projects_each_matrix_on_its_product_with_the_query(self) -> None:
         compressor = PowerSGD(rank=2)
         values = values_of(LAYOUT)
         decoded = coded(compressor, values)
@@ -395,7 +395,7 @@ class TestFeedback:
 
     @pytest.mark.parametrize("compressor", FAST, ids=str)
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_fast_exchange_of_a_compressor_equals_the_base_class_bit_for_bit(
+    def test_fast_exchange_of_a_compressor_has_the_bits_of_the_base_class(
         self, compressor: Compressor, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(compressor, "feedback", kind)

@@ -122,7 +122,7 @@ def test_worker_that_joins_with_other_code_is_refused(fact: str) -> None:
     assert len(participants.all) == 2, "a process that is refused takes no part"
 
 
-def test_workers_must_have_equal_devices_but_not_that_of_the_driver() -> None:
+def test_workers_must_have_equal_devices_but_the_driver_may_differ() -> None:
     Participants(DRIVER).add(worker(0, device="H100"), worker(1, device="H100"))
     with pytest.raises(UnequalWorkersError, match=r"worker-1 on node-b.* A100 .*H100.*worker-0"):
         Participants(DRIVER).add(worker(0, device="H100"), worker(1, "node-b", device="A100"))
@@ -141,7 +141,7 @@ def test_unequal_processes_can_be_allowed_and_are_listed_in_results() -> None:
     assert groups[1]["nodes"] == ["node-a", "node-c"] and groups[2]["CPU capability"] == "AVX2"
 
 
-def test_error_of_unequal_processes_says_how_many_more_facts_differ() -> None:
+def test_error_of_unequal_processes_counts_differences_it_does_not_list() -> None:
     facts = {f"fact {number}": "a" for number in range(7)}
     other = Identity("worker-0", "node-b", dict.fromkeys(facts, "b"))
     with pytest.raises(UnequalWorkersError, match=r"fact 3 .*, 3 more"):
@@ -174,7 +174,7 @@ def test_checksum_changes_with_any_file_of_a_package(
     code_checksum.cache_clear()
 
 
-def test_used_packages_are_the_allowed_ones_and_those_of_target_classes() -> None:
+def test_used_packages_are_those_allowed_and_those_in_the_configuration() -> None:
     node = {
         "method": {
             "fedprox": {"_target_": "raysim.methods.fedprox.FedProx"},

@@ -161,7 +161,7 @@ def test_error_in_a_learners_initial_function_refuses_the_run(
         raysim.build("data=synthetic runtime=inprocess", learner=Centroids())
 
 
-def test_learner_parameters_as_arrays_have_their_structure_and_types() -> None:
+def test_learner_parameters_returned_as_arrays_keep_types_and_nesting() -> None:
     task = Task((1, 2, 2), num_classes=3, clients=2)
     learner = Centroids()
     initial = learner.initial(task, np.random.default_rng(0))

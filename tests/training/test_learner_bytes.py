@@ -296,7 +296,7 @@ def test_printed_plan_of_a_run_says_that_message_sizes_change() -> None:
     assert lines["schedule"].endswith("if messages did not change in size")
 
 
-def test_message_that_varies_in_size_cannot_be_sent_only_once() -> None:
+def test_message_that_is_sent_once_cannot_vary_in_size() -> None:
     class Once(Means):
         name = "once"
 

@@ -88,7 +88,7 @@ def body_and_head(model: Any) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
-def test_local_rates_equal_parameter_groups_of_torch(kind: Any) -> None:
+def test_learning_rates_of_modules_equal_parameter_groups_of_torch(kind: Any) -> None:
     recorder, ours = trained(Local(optimizer=kind, rates={"head": 0.5, "body": 2.0}, **LOCAL))
     optimizer: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
@@ -170,7 +170,7 @@ class TestSchedulesOverSteps:
         ((_, steps, rate),) = recorder.moves
         assert steps * rate == pytest.approx(0.1 * sum(factors or ()))
 
-    def test_rate_schedule_over_rounds_is_unchanged_by_step_warmup(self) -> None:
+    def test_warmup_over_steps_does_not_change_the_schedule_over_rounds(self) -> None:
         local = Local(schedule="step", drop_every=1, warmup_steps=2, **LOCAL)
         assert local.rate(1) == pytest.approx(0.01)
         assert local.step_factors(4) == pytest.approx([1 / 3, 2 / 3, 1, 1])

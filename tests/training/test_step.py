@@ -258,7 +258,7 @@ class TwoStages(Method):
         return height
 
 
-def test_each_stage_has_separate_networks_direction_and_learning_rate() -> None:
+def test_stages_differ_in_networks_in_direction_and_in_learning_rate() -> None:
     method, extra = TwoStages(), nn.Linear(4, 1)
     start = {name: value.clone() for name, value in extra.state_dict().items()}
     step, ctx = at_work([method], OptimizerSettings(), **{"two.extra": extra})
@@ -374,7 +374,7 @@ def test_features_are_computed_once_for_all_methods() -> None:
     assert len(asked) == 1
 
 
-def test_function_keep_statistics_freezes_batchnorm_statistics() -> None:
+def test_batchnorm_statistics_do_not_change_inside_keep_statistics() -> None:
     worker = Worker(run_spec(model=NORMED))
     inputs, _ = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = Context(

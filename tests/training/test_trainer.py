@@ -120,7 +120,7 @@ def test_last_batch_of_one_sample_can_be_dropped() -> None:
     assert [part.tolist() for part in cut_batches(order[:1], 4, True)] == [[0]], "the only batch"
 
 
-def test_usual_batch_sizes_include_the_last_batch_size_of_most_clients() -> None:
+def test_usual_batch_sizes_include_a_last_size_that_most_clients_have() -> None:
     assert usual_batch_sizes(np.array([23, 23, 13, 8, 0]), 10) == {10, 3}
     assert usual_batch_sizes(np.array([23, 24, 25, 20]), 10) == {10}, "no rest is that of most"
     assert usual_batch_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"
@@ -196,7 +196,7 @@ class Starting(Method):
         return loss
 
 
-def test_frozen_network_has_personal_tensors_that_hook_begin_has_set() -> None:
+def test_frozen_network_contains_personal_tensors_set_in_hook_begin() -> None:
     method = Starting()
     assert not run(run_spec(method), ROUNDS, rounds=2).failures
     assert method.steps

@@ -69,7 +69,7 @@ def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestCopiesAndWaits:
     @pytest.mark.usefixtures("own_memory")
-    def test_summed_jobs_copy_only_their_sums_from_the_device(self) -> None:
+    def test_only_the_sums_of_summed_jobs_are_copied_from_the_device(self) -> None:
         assert count_calls()[0] == {"waits": 4, "copies": 2}
 
     @pytest.mark.usefixtures("own_memory")

@@ -120,7 +120,7 @@ def test_gram_matrix_does_not_depend_on_threads(
 # --- the sum --------------------------------------------------------------------------------------
 
 
-def test_combining_updates_with_unchanged_weights_gives_weighted_mean() -> None:
+def test_mixing_updates_with_the_identity_matrix_gives_weighted_mean() -> None:
     target, rows = server(), normal(12, LAYOUT.shared)
     weights = [target.weight(client) for client in range(12)]
     got = recombine(given(rows, weights), view(target), "model", unchanged)
@@ -139,7 +139,7 @@ def test_weighted_sum_computed_in_blocks_equals_a_pairwise_sum_exactly(
     assert torch.equal(got, ((a + b) + (c + d)) + ((e + f) + g))
 
 
-def test_function_recombine_multiplies_weights_mixture_matrix_and_updates() -> None:
+def test_recombined_update_is_weights_times_mixture_times_updates() -> None:
     rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
     got = recombine(
         given(rows, [1.0, 2.0, 4.0], 8.0), view(server()), "model", lambda products: mixture
@@ -169,7 +169,7 @@ RULES = (PrincipalGradient, FedGH, HierarchicalFedGH)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_methods_that_combine_updates_average_float_buffers(
+def test_float_buffers_are_averaged_if_a_method_combines_updates(
     rule: Callable[[], Method],
 ) -> None:
     rows = normal(12, LAYOUT.shared)
