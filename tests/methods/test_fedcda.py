@@ -94,7 +94,7 @@ def combinations(arguments: dict[str, Any]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("smoothness", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("fixed", [0, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_fedcda_search_in_one_batch_finds_best_combination(
+def test_fedcda_search_of_one_client_batch_finds_the_best_combination(
     seed: int, fixed: int, smoothness: float
 ) -> None:
     arguments = case(seed, fixed=fixed) | {"smoothness": smoothness}
@@ -102,7 +102,7 @@ def test_fedcda_search_in_one_batch_finds_best_combination(
     assert select_models(**arguments).tolist() == list(best)
 
 
-def test_fedcda_search_in_the_first_batch_does_not_depend_on_later_batches() -> None:
+def test_fedcda_search_in_first_client_batch_does_not_use_later_batches() -> None:
     arguments = case(1)
     first = {
         key: value[:2] if key.startswith(("cand", "num")) else value
@@ -113,7 +113,7 @@ def test_fedcda_search_in_the_first_batch_does_not_depend_on_later_batches() -> 
     )
 
 
-def test_fedcda_search_allows_more_batches_than_clients() -> None:
+def test_fedcda_search_allows_more_client_batches_than_clients() -> None:
     arguments = case(2)
     alone, many = (greedy_selection(**arguments, num_batches=count).tolist() for count in (4, 9))
     assert alone == many
@@ -312,7 +312,7 @@ def test_fedcda_cached_models_survive_resume_and_absence_of_a_client(tmp_path: P
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(27), Buffered(concurrency=28, size=27)])
-def test_fedcda_error_of_too_large_search_suggests_enough_batches(
+def test_fedcda_error_of_too_large_search_suggests_enough_client_batches(
     schedule: Any,
 ) -> None:
     data = clients_of_sizes((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations

@@ -169,7 +169,7 @@ def test_fedlc_without_margins_equals_fedavg_exactly() -> None:
     )
 
 
-def test_fedlc_margins_are_zero_for_outputs_of_virtual_classes() -> None:
+def test_fedlc_margins_are_zero_for_outputs_of_virtual_classes_of_vhl() -> None:
     class Watched(FedLC):
         def begin(self, job: LocalJob) -> None:
             super().begin(job)

@@ -381,7 +381,7 @@ def test_fedpac_job_starts_from_sent_head_and_uploads_trained_one() -> None:
     assert torch.equal(worker.vector.personal, trained)
 
 
-def test_fedpac_aligns_mixed_samples_with_the_mean_of_both_label_losses() -> None:
+def test_fedpac_alignment_loss_of_mixed_sample_averages_over_its_labels() -> None:
     method = FedPAC(2.0)
     features = random(4, 12, seed=3).float()
     labels, partners = torch.tensor([0, 1, 2, 3]), torch.tensor([3, 0, 4, 1])
@@ -539,7 +539,7 @@ def test_fedpac_class_without_participants_has_no_prototype() -> None:
 # --- costs and refusals -----------------------------------------------------------------------
 
 
-def test_fedpac_cost_has_two_forward_passes_and_no_extractor_backward_pass() -> None:
+def test_fedpac_costs_two_more_forward_passes_but_fewer_backward_passes() -> None:
     spec = run_spec(FedPAC(), local=TWO)
     cost = FedPAC().cost(participation_facts(spec, 30, 90))
     assert cost == pytest.approx(2 * 30 / 3 - 30 * 2 / 3)

@@ -185,7 +185,7 @@ class Count(Method):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_setting_keep_optimizer_continues_step_counts_in_the_next_job(keep: bool) -> None:
+def test_step_counts_continue_in_the_next_job_if_keep_optimizer_is_true(keep: bool) -> None:
     count = Count()
     local = replace(LOCAL, epochs=None, steps=4, keep_optimizer=keep)
     result = run(run_spec(count, local=local), Synchronous(6), rounds=3)
@@ -194,7 +194,7 @@ def test_setting_keep_optimizer_continues_step_counts_in_the_next_job(keep: bool
     assert result.coordinator.client_states.stateful is keep
 
 
-def test_keep_optimizer_of_fraug_acts_as_that_of_group_local() -> None:
+def test_key_keep_optimizer_acts_equally_in_fraug_and_in_group_local() -> None:
     by_run, by_method, by_both, fresh = (
         run(
             run_spec(
@@ -293,7 +293,7 @@ def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("pace", "gamma"), [(None, 0.01), (300, 0.01 * 300 / 6)])
-def test_fraug_setting_ramp_rounds_sets_how_fast_its_ramps_grow(
+def test_fraug_ramps_grow_at_the_speed_that_ramp_rounds_sets(
     pace: int | None, gamma: float
 ) -> None:
     expected = [math.exp(gamma * (t - 6)) for t in range(3)]
@@ -305,7 +305,7 @@ def test_fraug_ramps_are_constant_after_their_last_round() -> None:
 
 
 @pytest.mark.parametrize("first", ["method=[fraug]", "experiment=fraug/digits"])
-def test_fraug_setting_rounds_is_the_number_of_rounds_of_the_run_if_unset(first: str) -> None:
+def test_fraug_key_rounds_defaults_to_the_number_of_rounds_of_the_run(first: str) -> None:
     def rounds(*words: str) -> object:
         return to_dict(compose([first, *words]))["method"]["fraug"]["rounds"]
 

@@ -53,7 +53,7 @@ class TestScaffold:
 
 
 class TestDelayedNesterov:
-    def test_setting_activation_above_1_divided_by_setting_every_is_refused(self) -> None:
+    def test_delayed_nesterov_refuses_activation_above_1_divided_by_every(self) -> None:
         with pytest.raises(ValueError, match=r"method\.delayed_nesterov\.activation=0\.26"):
             DelayedNesterov(every=4, activation=0.26)
 

@@ -75,7 +75,7 @@ def test_inco_mixes_kernels_of_two_entries_separately(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", get_args(Granularity))
-def test_inco_halves_target_if_source_is_zero_and_doubles_it_if_equal(
+def test_inco_zero_source_halves_the_target_and_equal_source_doubles_it(
     granularity: str,
 ) -> None:
     # Half, for the length of the result is the mean of both lengths.

@@ -91,7 +91,7 @@ def test_flora_traffic_is_stacked_factors_and_the_head_without_the_base() -> Non
 
 
 @pytest.mark.parametrize("method", [FlexLoRA, HetLoRA, FLoRA])
-def test_hetlora_ranks_follow_the_kind_of_device(method: Any) -> None:
+def test_ranks_of_lora_methods_follow_the_kind_of_device(method: Any) -> None:
     kinds = np.array([0, 1, 0, 1, 1, 0], np.int16)
     devices = Labels(("phone", "tablet"), kinds)
     spec = run_spec(method({"phone": 1, "tablet": 3}), model=SMALL, devices=devices)
@@ -117,7 +117,7 @@ def test_hetlora_factors_above_the_rank_of_the_client_stay_zero() -> None:
         assert a[0].any() and not a[1:].any() and not b[:, 1:].any()
 
 
-def test_hetlora_penalty_is_the_product_of_factor_norms_of_surplus_ranks() -> None:
+def test_hetlora_penalty_is_the_product_of_norms_of_surplus_factors() -> None:
     layout = declare_run(run_spec(HetLoRA(), model=SMALL)).layout
     (factors,) = find_factors(layout)
     params = torch.linspace(-1.0, 2.0, layout.trained)
@@ -146,7 +146,7 @@ def test_hetlora_refuses_wrong_ranks(method: Any, ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("method", [FFALoRA, FlexLoRA, HetLoRA, FLoRA])
-def test_methods_for_adapters_refuse_models_without_them(method: Any) -> None:
+def test_methods_for_adapters_refuse_models_without_adapters(method: Any) -> None:
     with pytest.raises(ValueError, match=r"model\.lora\.rank"):
         declare_run(run_spec(method(), model=MLP))
 

@@ -139,7 +139,7 @@ def test_history_has_the_accuracy_of_each_user_for_token_data() -> None:
 
 
 # --- values ---------------------------------------------------------------------------------
-def test_regression_is_scored_by_errors() -> None:
+def test_regression_is_scored_by_absolute_or_squared_errors() -> None:
     rows = run(
         run_spec(model=Mlp((6,)), data=data("values"), local=LOCAL), Synchronous(5), rounds=8
     ).rows
