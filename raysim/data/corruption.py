@@ -81,7 +81,7 @@ def symmetric_label_noise(
 
 
 def client_rotation_angles(*, num_clients: int, angles: ArrayLike) -> Floats:
-    """Return the angle of each client: client k has the angle at index k mod A of the list.
+    """Return the angle of each client: client k has the angle at index k mod A of `angles`.
 
     angles: [A] in degrees.
     """
@@ -103,7 +103,7 @@ def image_rotation_angles(
 
 
 def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
-    """Return the index of each client's angle in the list: k mod `num_angles` for client k.
+    """Return the index of each client's angle: k mod `num_angles` for client k.
 
     clients: the numbers of the clients.
     """
@@ -111,11 +111,11 @@ def client_angle_numbers(clients: Ints, num_angles: int) -> Ints:
 
 
 def image_angle_numbers(probabilities: Floats, uniforms: Floats) -> Ints:
-    """Draw the angle of each image; return its index in the list of A angles, int64 [n].
+    """Draw the angle of each image; return its index, from 0 to A - 1, int64 [n].
 
     The image gets the first angle whose cumulative probability is above the image's random number.
     An angle of probability 0 is never drawn.
-    probabilities: [A], the probabilities of the angles, or [n, A] with a row for each image.
+    probabilities: [A], the probabilities of the A angles, or [n, A] with a row for each image.
     uniforms: [n], a random number in [0, 1) for each image.
     """
     cumulative = np.cumsum(probabilities, axis=-1)

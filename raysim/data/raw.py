@@ -459,7 +459,7 @@ def _format_shape(shape: Sequence[int]) -> str:
 
 
 def _code_files(cls: type[Source]) -> list[Path]:
-    """Return a list with the source file of a user's class; the stored data depend on the code.
+    """Return a list with the source file of a user's class; the data set depends on this file.
 
     Return [] for a class of raysim, and for a class from a notebook, which has no file.
     """
