@@ -20,7 +20,7 @@ STOPS = re.findall(r"^\d+\. `([a-z_/]+\.py)`, `([\w.]+)`:", TEXT, re.MULTILINE)
 CODE = "".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
 
 
-def test_round_runs_functions_in_the_order_of_contributing_md() -> None:
+def test_functions_of_a_round_run_in_the_order_of_contributing_md() -> None:
     package, seen = Path(raysim.__file__).parent, list[tuple[str, str]]()
 
     def watch(frame: FrameType, event: str, _: object) -> None:

@@ -258,7 +258,7 @@ class TestInputs:
         ]
         assert not loop.reads.facts
 
-    def test_recording_copies_shared_inputs_of_lanes_once(self) -> None:
+    def test_recording_copies_an_input_that_lanes_share_only_once(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
         together = next(
             recording for recording in loop.recordings.values() if len(recording._lanes) == 3

@@ -228,7 +228,9 @@ def test_vhl_refuses_methods_that_replace_the_model() -> None:
     [([Vhl()], 20), ([Vhl(), Mixup()], 40), ([Mixup(), Vhl()], 40), ([Vhl(**NONE)], 0)],
     ids=str,
 )
-def test_vhl_costs_one_pass_over_its_images_or_two_with_mixup(methods: Any, samples: int) -> None:
+def test_vhl_adds_one_pass_over_virtual_images_or_two_with_mixup(
+    methods: Any, samples: int
+) -> None:
     (vhl,) = [method for method in methods if method.name == "vhl"]
     assert vhl.cost(participation_facts(run_spec(*methods), 5, 20.0)) == samples
 

@@ -449,7 +449,7 @@ def test_error_of_a_wrong_model_setting_contains_its_key(make, key: str) -> None
         make()
 
 
-def test_pretrained_weights_come_from_the_cache(
+def test_pretrained_weights_are_read_from_the_cache_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchvision

@@ -117,7 +117,7 @@ def test_network_with_wrong_head_inputs_or_outputs_is_rejected(
         split_network(net(), 5, inputs(), head)
 
 
-def test_network_that_removes_the_output_dimension_is_rejected() -> None:
+def test_network_whose_output_has_only_the_batch_dimension_is_rejected() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
     with pytest.raises(ValueError, match="squeeze"):
         split_network(net, 1, inputs())

@@ -55,7 +55,7 @@ def test_stacks_of_a_blocked_process_contain_its_current_function() -> None:
     assert read_stacks(source) == ""
 
 
-def test_read_stacks_sends_no_signal_to_a_process_without_stack_file() -> None:
+def test_process_without_a_file_for_its_stacks_gets_no_signal() -> None:
     with open(os.devnull) as file:
         assert read_stacks(StackSource(os.getpid(), file.fileno())) == ""
     assert read_stacks(None) == ""

@@ -294,7 +294,7 @@ def test_figure_of_few_lines_has_labels_at_their_ends(study: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_figure_of_lines_with_different_ends_has_a_legend(study: Path) -> None:
+def test_figure_whose_lines_end_at_different_places_has_a_legend(study: Path) -> None:
     save(study / "runs" / "krum-0", "krum", 0, 0.5, floats=9000)
     (curves,) = [
         curves
@@ -319,7 +319,7 @@ def test_legend_fits_into_its_figure(label: str) -> None:
     assert figure.axes[0].get_window_extent().height / figure.dpi > 1.0
 
 
-def test_axis_of_rounds_has_multiples_of_ten() -> None:
+def test_ticks_of_the_round_axis_are_multiples_of_ten() -> None:
     rows = [{"round": number, "accuracy": number / 30} for number in range(1, 31)]
     curves = [mean_curve("fedavg", [rows], "accuracy", 0)]
     axes = print_figures.draw_figure(curves, AXES[0], "accuracy").axes[0]

@@ -97,7 +97,7 @@ def test_run_with_replicas_can_resume_with_another_memory_budget(
     assert run_to_end(second).bits == whole.bits
 
 
-def test_replicas_beyond_the_memory_budget_stay_only_if_they_have_jobs() -> None:
+def test_number_of_idle_replicas_in_memory_is_at_most_the_budget() -> None:
     most = 2
     budget = most * vector_bytes(coordinate(spec("pairs"), schedule("pairs")))
     coordinator = coordinate(

@@ -473,7 +473,7 @@ class TestGraphs:
         expected = [[third, third, third], [half, half, 0], [half, 0, half]]
         np.testing.assert_allclose(dense(network(star, 3)), expected)
 
-    def test_gossip_weights_of_a_clients_edges_and_itself_sum_to_1(self) -> None:
+    def test_gossip_weights_of_a_client_sum_to_1_including_its_own(self) -> None:
         line = Gossip("edges", edges=[[0, 1, 0.25], [1, 2, 0.5]])
         expected = [[0.75, 0.25, 0], [0.25, 0.25, 0.5], [0, 0.5, 0.5]]
         np.testing.assert_allclose(dense(network(line, 3)), expected)

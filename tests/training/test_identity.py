@@ -98,7 +98,7 @@ def test_workers_with_equal_identities_are_accepted() -> None:
     ]
 
 
-def test_error_of_unequal_hardware_lists_workers_nodes_and_facts() -> None:
+def test_error_of_unequal_hardware_lists_workers_nodes_and_differences() -> None:
     slow = {"CPU_capability": "AVX2", INSTRUCTIONS.replace(" ", "_"): "avx avx2"}
     with pytest.raises(UnequalWorkersError) as refused:
         Participants(DRIVER).add(

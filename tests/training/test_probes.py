@@ -119,7 +119,7 @@ def test_client_with_all_classes_has_no_classifier_bias(measure: str) -> None:
     assert getattr(diagnostics, measure)(PROBABILITIES[:2], LABELS[:2], SEEN) is None
 
 
-def test_feature_likeness_is_mean_cosine_of_seen_and_unseen_classes() -> None:
+def test_feature_likeness_is_mean_cosine_between_seen_and_unseen_classes() -> None:
     labels, seen = np.array([0, 0, 1, 2]), np.array([True, False, True])
     features = np.array(
         [[2, 0], [0, 3], [1, 0], [-5, 0]], np.float32

@@ -171,7 +171,7 @@ def test_damaged_machine_code_is_compiled_again(tmp_path: Path) -> None:
     assert result(compile_function(rule(tmp_path))) == (7.0, 0)
 
 
-def test_every_process_compiles_if_the_cache_is_not_writable(
+def test_every_process_compiles_if_its_machine_code_cannot_be_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -68,7 +68,7 @@ def test_row_cache_on_disk_uses_a_file_that_no_folder_lists(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_restored_row_cache_without_room_to_grow_is_copied(place: cache.Place) -> None:
+def test_row_cache_restored_without_room_for_more_rows_is_copied(place: cache.Place) -> None:
     rows = filled(place)
     assert rows_with_room(rows, 5, place) is rows
     found = rows_with_room(rows.clone(), 5, place)
@@ -77,7 +77,7 @@ def test_restored_row_cache_without_room_to_grow_is_copied(place: cache.Place) -
     assert in_file(found.data_ptr()) == (place == "disk")
 
 
-def test_restored_row_cache_without_free_rows_is_moved_into_a_file() -> None:
+def test_row_cache_restored_at_its_full_size_is_moved_into_a_file() -> None:
     restored = filled("disk", 5).clone()
     assert in_file(rows_with_room(restored, 5, "disk").data_ptr())
 
