@@ -721,7 +721,9 @@ class TestContinue:
         with pytest.raises(RefusedError, match=r"^out=s: "):
             read_request(["out=s", "resume=latest"])
 
-    def test_asha_stops_worse_trials_before_and_after_a_kill(self, ray_session: None) -> None:
+    def test_asha_sweep_stops_worse_trials_and_continues_after_a_kill(
+        self, ray_session: None
+    ) -> None:
         rows = kill_and_continue("grid")
         assert [row["rounds"] == 4 for row in rows] == [row["status"] == "done" for row in rows]
         assert rows[0]["status"] == "done"

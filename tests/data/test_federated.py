@@ -244,7 +244,7 @@ def test_split_statistics_have_sizes_and_label_entropies_of_the_clients() -> Non
 @pytest.mark.parametrize(
     "partitioner", [IID(3), Dirichlet(30, 0.05, minimum=0), Dirichlet(1500, 0.5, minimum=0)]
 )
-def test_partition_is_drawn_as_png(partitioner: Partitioner, tmp_path: Path) -> None:
+def test_picture_of_a_partition_is_a_png_file(partitioner: Partitioner, tmp_path: Path) -> None:
     from PIL import Image
 
     draw_partition(federate(SOURCE, partitioner, 0), tmp_path / "partition.png")

@@ -212,7 +212,7 @@ def test_balanced_dirichlet_makes_client_sizes_nearly_equal() -> None:
     assert sizes.max() < split(Dirichlet(10, 0.1, minimum=0, test_fraction=0)).train.counts.max()
 
 
-def test_dirichlet_split_is_redrawn_until_each_client_has_the_minimum() -> None:
+def test_dirichlet_split_is_redrawn_until_clients_have_enough_samples() -> None:
     # at this setting about one draw in ten satisfies the minimum
     assert split(Dirichlet(20, 0.3, minimum=20, test_fraction=0)).train.counts.min() >= 20
     assert split(Dirichlet(20, 0.3, minimum=0, test_fraction=0), seed=0).train.counts.min() < 20

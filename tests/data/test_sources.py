@@ -382,7 +382,7 @@ def test_resized_synthetic_images_equal_those_resized_by_pillow() -> None:
     assert np.abs(large.inputs[2].astype(int) - np.asarray(resized)).max() <= 1
 
 
-def test_pipeline_settings_do_not_change_the_stored_file() -> None:
+def test_image_pipeline_settings_do_not_change_the_stored_data_file() -> None:
     source = Synthetic(
         mean=[0.5],
         std=[0.25],

@@ -121,7 +121,7 @@ def test_parquet_label_above_number_of_rows_is_rejected(label: int, tmp_path: Pa
         Parquet(root=str(tmp_path)).build()
 
 
-def test_error_mentions_a_label_of_the_largest_unsigned_integer(tmp_path: Path) -> None:
+def test_error_mentions_a_label_that_is_the_largest_unsigned_integer(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_parquet(
             tmp_path / f"{split}.parquet", [picture()], pa.array([2**64 - 1], pa.uint64())

@@ -102,7 +102,7 @@ def test_table_reads_columns_named_in_settings(write: Writer, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("label", "user"), [("y", "client_id"), ("Target", "User_ID"), ("CLASS", "client")]
 )
-def test_label_and_user_columns_are_found_by_usual_names_in_any_case(
+def test_label_and_user_columns_are_found_by_names_of_any_letter_case(
     write: Writer, label: str, user: str, tmp_path: Path
 ) -> None:
     columns = {"a": COLUMNS["score"], user: COLUMNS["user"], label: COLUMNS["label"]}

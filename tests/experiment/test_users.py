@@ -112,7 +112,7 @@ class TestListedNames:
         ).spec.data
         assert names(data) == ["7", "3"]
 
-    def test_keys_in_a_users_file_are_client_names(self) -> None:
+    def test_keys_in_the_file_of_partition_listed_are_client_names(self) -> None:
         Path("rows.json").write_text('{"zoe": [0, 1, 2, 3, 4, 5], "al": [6, 7, 8, 9, 10, 11]}')
         data = federate(Synthetic(samples=40), Listed(file="rows.json"), 0)
         assert names(data) == ["zoe", "al"]

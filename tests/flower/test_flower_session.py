@@ -116,7 +116,7 @@ def test_interrupted_app_continues_to_the_results_of_an_uninterrupted_run(
     assert (continued.summary["replayed"] > 0) == (kept > 0)
 
 
-def test_rerun_of_finished_app_reads_replies_from_its_folder(run, tmp_path, monkeypatch):
+def test_rerun_of_finished_app_reads_replies_from_the_folder_of_the_run(run, tmp_path, monkeypatch):
     stored = replace(run, out=tmp_path / "run", resumes=True)
     result = run_app(stored, no_text)
     monkeypatch.setattr(AppWorker, "answer", None)

@@ -128,7 +128,7 @@ def test_fedld_with_one_participant_equals_fedavg_exactly() -> None:
     assert torch.equal(step([4], PrincipalGradient()).vector, step([4]).vector)
 
 
-def test_fedld_averages_tensors_with_one_entry_without_projection() -> None:
+def test_fedld_averages_tensors_of_one_entry_and_does_not_project_them() -> None:
     values = torch.tensor([[1.0], [-2.0], [4.0]]).double()
     close(aggregate(values, 2, torch.tensor([1.0, 1, 2])), torch.tensor([7 / 4]).double())
 

@@ -81,9 +81,7 @@ def data(kind: str) -> FederatedData:
 
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("name", TABLE)
-def test_method_trains_on_each_kind_of_task_or_error_mentions_the_method(
-    name: str, kind: str
-) -> None:
+def test_method_trains_on_each_kind_of_task_or_is_named_in_the_error(name: str, kind: str) -> None:
     method = TABLE[name].make()
     lacks = LACKS[kind]
     model = MODELS[kind]
