@@ -120,7 +120,7 @@ def test_flexlora_and_flora_accept_untied_and_ungrouped_layers(method: Method) -
         declare_run(run_spec(method, model=adapted(network, layer)))
 
 
-def test_lists_of_methods_that_shift_or_mix_gradients_are_complete() -> None:
+def test_methods_that_shift_or_mix_gradients_are_the_expected_ones() -> None:
     corrections = {name: declared(name).correction for name in TABLE}
     shifting = {name for name, kind in corrections.items() if kind == "shift"}
     mixing = {name for name, kind in corrections.items() if kind == "mix"}

@@ -207,7 +207,7 @@ def test_lost_job_frees_its_client_and_sends_nothing() -> None:
     )
 
 
-def test_unavailable_client_loses_its_job() -> None:
+def test_job_is_lost_when_its_client_becomes_unavailable() -> None:
     # Away half of the time, in stretches that are as long as a job.
     fleet = Ideal(speed=1.0, availability="markov", on=20.0, off=20.0)
     result = steps(planner(Synchronous(4), fleet, 0, [5] * 12), 30)

@@ -128,7 +128,7 @@ def test_kmeans_finds_clusters_without_labels(tmp_path: Path) -> None:
     assert result.summary["purity_global"] > 0.6
 
 
-def test_xgboost_predicts_the_mean_margin_of_the_clients_trees() -> None:
+def test_xgboost_predicts_the_weighted_mean_of_the_clients_margins() -> None:
     import xgboost
 
     learner, task = XGBoostBagging(depth=3), Task((4,), num_classes=3, clients=2)
