@@ -22,8 +22,8 @@ SPLITS = ("train", "test")
 class Strips(Source):
     """A source that reads the files of a folder with strips.
 
-    The pictures of training are in train-000.png, train-001.png, and so on, and their labels in
-    train-labels.npy. The files for testing begin with "test". meta.json gives the names of the
+    The training images are in train-000.png (or .webp), train-001.png, and so on, and their labels
+    in train-labels.npy. The files for testing begin with "test". meta.json gives the names of the
     classes (`classes`) and the height of an image in pixels (`height`); without a height, images
     are square.
     root: the folder with these files, or its parent folder if `name` is set.

@@ -132,7 +132,7 @@ def _latest_place(experiment: Experiment) -> Place:
 
 
 def _has_just_begun(folder: Path) -> bool:
-    """Return True if a folder has only files that a run writes at its start.
+    """Return True if a folder has at most a lock and files that were not completely written.
 
     A run that was killed early leaves such a folder.
     """

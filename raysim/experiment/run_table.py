@@ -53,7 +53,8 @@ def plan_file(folder: Path, command: str) -> Path:
 def configure_run(config: Node, folder: Path, name: str) -> Node:
     """Return a run's configuration with `out`, the run's folder in a study or sweep.
 
-    It also sets `resume`, so that an unfinished run of the same name continues.
+    The result also has `resume`, so that an unfinished run of the same name continues. If
+    `checkpoint.folder` is set, the run gets its own subfolder there.
     config: the configuration of the run, without its folder.
     folder: the folder of the study or sweep.
     name: the name of the run.
