@@ -116,8 +116,6 @@ def test_error_of_wrong_data_setting_mentions_its_key() -> None:
     ("override", "option"),
     [("data=MNIST", "mnist"), ("data=CSV", "csv"), ("partition=IID", "iid"), ("model=MLP", "mlp")],
 )
-def test_data_option_with_wrong_capital_letters_gets_a_suggestion(
-    override: str, option: str
-) -> None:
+def test_option_with_wrong_capital_letters_gets_a_suggestion(override: str, option: str) -> None:
     with pytest.raises(ValueError, match=rf"^{override} .*did you mean {option}\?"):
         compose_run([override])
