@@ -1,4 +1,4 @@
-"""Run programs of this folder with raysim's environment variables and exit status."""
+"""Run the programs of this folder as the command `raysim` runs: with the same exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the values that hooks return and write, and format errors of hooks."""
+"""Check the values that hooks return and write, and make texts of the errors in hooks."""
 
 from __future__ import annotations
 

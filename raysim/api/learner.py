@@ -145,7 +145,7 @@ class Learner(Method):
         )
 
     def upload_bytes(self, task: Task, received: int) -> int:
-        """Return how many bytes a job will probably send, if parameters are bytes.
+        """Return how many bytes a job of a learner whose parameters are bytes will probably send.
 
         The virtual clock needs this number before training. The default is `received`.
         task: the learning task.
@@ -190,7 +190,7 @@ class Learner(Method):
         run.load_model(_load_content)
 
     def _planned_words(self, task: Task, received: int) -> int:
-        """Return how many 32-bit words a job will probably send, if parameters are bytes.
+        """Return how many 32-bit words a job will send, for a learner whose parameters are bytes.
 
         task: the learning task.
         received: the number of 32-bit words that the job receives as parameters.

@@ -513,10 +513,11 @@ class Setup:
     ) -> None:
         """Collect arrays from all clients before round 0.
 
-        client(contribution) is called for each client with samples, and returns the client's arrays
+        client: function that is called for each client with samples. It returns the client's arrays
         by name.
-        server(parts, server) is then called once. `parts[name]` is the list of all clients' arrays
-        of this name, ordered by client number; `server` is the ServerView of this method.
+        server: function that is then called once, with two arguments. The first has, by name, the
+        list of all clients' arrays of this name, ordered by client number. The second is the
+        ServerView of this method.
         """
         self.declared.contribute = client
         self.declared.assemble = server

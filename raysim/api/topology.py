@@ -284,8 +284,8 @@ def one_replica(clients: int) -> Network:
 def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
     """Return the weighted means of an exchange in which only some replicas take part.
 
-    The mean of a replica uses only replicas that take part. The weights of absent replicas are
-    added to the replica's weight in its own mean, so that the sum is still 1.
+    The mean of a replica uses only replicas that take part. Its weight for itself is increased by
+    the weights of the absent replicas, so that the sum is still 1.
 
     mixing: the weights of all replicas.
     present: the replicas that take part.

@@ -88,7 +88,7 @@ class _Piece(NamedTuple):
         return split_range(0, self.rows, max(1, PART // max(1, self.columns)))
 
     def positions(self, rows: slice) -> slice:
-        """Return the positions in the vector of some rows of the matrix."""
+        """Return where the entries of some rows of the matrix are in the vector."""
         return slice(self.start + rows.start * self.columns, self.start + rows.stop * self.columns)
 
 

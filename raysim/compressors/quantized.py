@@ -275,7 +275,8 @@ class _Quantizer(Compressor):
         """Return the message for `values`.
 
         key: the number from which the random rounding is computed.
-        received, memory: as in `_round_randomly`, which also fills or replaces some of the arrays.
+        received, memory: the arguments of `_round_randomly`. If `received` is not empty, that
+        function fills it, and replaces `values` by the next memory.
         """
         starts, array = self.starts(layout), values.numpy()
         scales = self.scales(array, starts)

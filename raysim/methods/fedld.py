@@ -97,7 +97,9 @@ def margin_control_penalty(
         return lam * logits.softmax(dim=1).square().sum().log1p()
     if kind == "threshold":
         if labels is None:
-            raise ValueError("method.fedld_margin.kind=threshold needs labels. Pass labels.")
+            raise ValueError(
+                "kind=threshold of the margin penalty needs labels. Pass the labels of the batch."
+            )
         return lam * (margins(logits, labels) - threshold).clamp(min=0.0).square().mean()
     squares = logits.square().sum(dim=1)
     if kind == "marg_log":

@@ -53,7 +53,7 @@ class Column:
     tests: for each row, the paired test against the reference row of its group; None for the
     reference.
     bold: the rule by which the best score is marked. "best" always marks it. "clear" marks it only
-    if it differs from the second-best score by more than the deviation of either score. Without
+    if it differs from the second-best score by more than both deviations. Without
     `deviations` this rule is the same as "best".
     incomplete: the positions of rows whose mean is over some seeds only; they are never marked as
     the best.

@@ -138,10 +138,10 @@ class SeparateSums:
     def train_apart(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], *values: Any
     ) -> tuple[Any, ...]:
-        """Train jobs as `train` does, but return the sums separately.
+        """Train jobs as `train` does, and return each sum of updates as a value of its own.
 
-        The result has the values that `train` returns, followed by the sum of each group. A sum is
-        None if all jobs of the group failed.
+        The first values are those of `train`, without the sums. The sum of each group follows. A
+        sum is None if all jobs of the group failed.
         groups: each is a tuple with the numbers of the jobs whose updates are summed.
         """
         trained = self.train(jobs, groups, *values)

@@ -407,7 +407,7 @@ def test_mnist_and_fashion_mnist_have_their_published_sizes_and_means(
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
-def test_data_have_only_the_classes_of_key_data_only_in_its_order(tmp_path: Path) -> None:
+def test_data_have_only_the_classes_that_are_chosen_in_the_same_order(tmp_path: Path) -> None:
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):

@@ -230,7 +230,7 @@ def test_fedbn_recomputed_statistics_weigh_batches_by_their_samples() -> None:
     assert torch.equal(state, torch.get_rng_state()), "dropout stays in eval mode"
 
 
-def test_fedbn_recomputation_restores_mode_and_momentum_after_an_error() -> None:
+def test_fedbn_restores_batchnorm_mode_and_momentum_if_statistics_fail() -> None:
     norm = nn.BatchNorm1d(3).eval()
     batches = [(torch.ones(2, 3, 4, 5), torch.ones(2))]
     with pytest.raises(ValueError, match="expected 2D"):

@@ -558,7 +558,7 @@ def test_killed_actor_is_replaced_with_the_same_bits(ray_session: None, tmp_path
     assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in whole.rows]
 
 
-def test_frozen_actor_is_replaced_with_the_same_bits(
+def test_run_has_the_same_bits_if_a_hanging_worker_is_replaced(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysim.runtime import ray as on_ray
@@ -584,7 +584,7 @@ def test_frozen_actor_is_replaced_with_the_same_bits(
     assert waits and waits[0].stacks == ""
 
 
-def test_stacks_of_a_frozen_actor_are_read(ray_session: None) -> None:
+def test_call_stacks_of_a_hanging_worker_are_read(ray_session: None) -> None:
     from raysim.runtime import ray as on_ray
 
     study = run_spec(model=MLP, local=LOCAL, data=tiny_data(clients=6))

@@ -65,7 +65,7 @@ def timetable(
     size: int,
     synchronous: bool,
 ) -> list[Aggregated]:
-    """Return the state after each aggregation.
+    """Return the clients, their staleness and the virtual time of each aggregation.
 
     seed: the seed of the run, from which clients are drawn.
     counts: for each client, its number of training samples. A client without samples is never

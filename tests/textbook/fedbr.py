@@ -145,9 +145,9 @@ def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
 
 
 def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
-    """Return a function that makes pseudo-data for a version from a public data set (Algorithm 3).
+    """Return a function that makes the pseudo-data of a version (Algorithm 3).
 
-    Pseudo-data are `size` means of `count` training images each.
+    Pseudo-data are `size` means of `count` images each. The images are from a public data set.
     sources: with "unbalanced", all images are equally likely. Otherwise all classes are equally
     likely.
     """

@@ -135,7 +135,7 @@ def distance_of_labels(
 
 
 def entropy(scores: Tensor) -> Tensor:
-    """Return the mean entropy of the softmax over the batch."""
+    """Return the mean entropy of the samples' softmax probabilities."""
     return torch.distributions.Categorical(logits=scores).entropy().mean()
 
 

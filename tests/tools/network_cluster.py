@@ -347,7 +347,7 @@ class Machine:
 class NetworkCluster:
     """Machines that are joined by a switch. Use it in a `with` statement.
 
-    links: for some machines, by number, their links.
+    links: the links of some machines, by the machine's number.
     environment: further environment variables of all processes.
     """
 

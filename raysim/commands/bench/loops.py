@@ -59,7 +59,8 @@ class LoopWorkload:
     batch: the number of samples in a batch.
     model: the network that clients train.
     rounds: the number of rounds in a block, which is measured as a whole.
-    limit: the largest ratio of raysim's time to the usual loop's time that raysim promises.
+    limit: the ratio of raysim's time to that of a plain PyTorch loop. raysim promises not to exceed
+    it.
     """
 
     clients: int

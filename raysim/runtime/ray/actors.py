@@ -729,7 +729,7 @@ class RayRuntime:
         except UnequalWorkersError as error:
             raise RunStoppedError(
                 f"worker {worker} died, and the results of its replacement would differ in the "
-                f"last bits. {error} After this change, continue the run with resume=latest."
+                f"last bits. {error} To continue the run, use resume=latest."
             ) from None
 
     def _identity(self, worker: int, answer: ray.ObjectRef[Any]) -> Identity | None:
