@@ -136,5 +136,5 @@ page compression 0.3 jobs.compression_study
 # 8. Topologies: one server, edges, clusters, peers. It writes docs/studies/topology.md.
 page topology 0.2 jobs.topology_study
 
-# 9. A small GPT: full fine-tuning, DiLoCo and adapters, three seeds, in docs/studies/language.md. About seven minutes for a run.
-page language 3.9 jobs.language_study
+# 9. A small GPT: full fine-tuning, DiLoCo and adapters, three seeds, in docs/studies/language.md. About three minutes for a run.
+page language 1.8 jobs.language_study
