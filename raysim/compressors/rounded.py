@@ -172,8 +172,6 @@ def _encode_blocks(
     scale_bits: np.ndarray,
     quotients: np.ndarray,
     quotient_bits: np.ndarray,
-    small: np.ndarray,
-    small_bits: np.ndarray,
     codes: np.ndarray,
     is_integer: bool,
 ) -> None:
@@ -186,8 +184,8 @@ def _encode_blocks(
     largest: the largest absolute value of an encoded number, such as 127.
     scales: the array to fill with the scales, float32 [blocks].
     scale_bits: the same memory as `scales`, as int32 [blocks].
-    quotients, small: working memory, float32 [block].
-    quotient_bits, small_bits: the same memory as `quotients` and `small`, as int32 [block].
+    quotients: working memory, float32 [block].
+    quotient_bits: the same memory as `quotients`, as int32 [block].
     codes: the array to fill, uint8 [entries].
     is_integer: True encodes as integers of 8 bits, False as floats of the format E4M3.
     """
@@ -211,18 +209,15 @@ def _encode_blocks(
         # by 120. Half of the last remaining bit is added before the other bits are cut off, and one
         # unit less if the remaining number is even: this rounds to the nearest number.
         for index in range(len(part)):
-            quotient = part[index] / divisor
-            quotients[index] = quotient
-            # Numbers below 2^-6 have no leading 1. The sum has their 3 bits at its end, rounded.
-            small[index] = abs(quotient) + np.float32(1 << 14)
+            quotients[index] = part[index] / divisor
         for index in range(len(part)):
             number = np.int32(quotient_bits[index] & np.int32(0x7FFFFFFF))
             sign = np.int32(quotient_bits[index] >> np.int32(24)) & np.int32(0x80)
             is_odd = np.int32(number >> np.int32(20)) & np.int32(1)
             rounded = np.int32(number + np.int32(0x7FFFF) + is_odd)
             code = np.int32(rounded - np.int32(120 << 23)) >> np.int32(20)
-            if number < np.int32(121 << 23):
-                code = np.int32(small_bits[index] - np.int32(141 << 23))
+            if number < np.int32(121 << 23):  # below 2^-6 the numbers are multiples of 2^-9
+                code = np.int32(np.rint(abs(quotients[index]) * np.float32(512)))
             to[index] = np.int32(code | sign)
 
 
@@ -329,7 +324,7 @@ class Blocks(_Partwise):
         scales, float32 [blocks], and the 8 bits of each entry, uint8 [entries].
         """
         scales, array = self._scales(part, slots[0]), values.numpy()
-        quotients, small = np.empty((2, self.block), np.float32)
+        quotients = np.empty(self.block, np.float32)
         compile_function(_encode_blocks)(
             array,
             array.view(np.int32),
@@ -339,8 +334,6 @@ class Blocks(_Partwise):
             scales.view(np.int32),
             quotients,
             quotients.view(np.int32),
-            small,
-            small.view(np.int32),
             slots[1][part],
             not self.dtype.is_floating_point,
         )

@@ -157,8 +157,8 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
             "partition=iid, quantity, domain, natural or listed"
         )
     raise ValueError(
-        f"partition: {type(partitioner).__name__} assigns classes to clients, but with "
-        f"data.kind={clean.kind} a sample has no class. {action}."
+        f"partition: {type(partitioner).__name__} assigns classes to clients, but a sample of "
+        f"{clean.kind} data has no class. {action}."
     )
 
 

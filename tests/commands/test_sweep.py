@@ -574,9 +574,19 @@ class TestSearch:
             assert row["accuracy_global"] == run_accuracy(config, "--allow", "dying_once")
 
     def test_population_based_training_changes_learning_rates_of_trials(
-        self, ray_session: None
+        self, ray_session: None, tmp_path: Path
     ) -> None:
+        # A trial that ends before another one begins has nothing to learn from.
+        option = tmp_path / "own" / "method" / "in_step.yaml"
+        option.parent.mkdir(parents=True)
+        (tmp_path / "rounds").mkdir()
+        option.write_text(f"in_step: {{_target_: in_step.InStep, folder: {tmp_path}/rounds}}\n")
         folder = sweep(
+            "method=[in_step]",
+            "--conf",
+            "own",
+            "--allow",
+            "in_step",
             "local.lr=tag(log,interval(0.0001,0.5))",
             "sweep.trials=4",
             "sweep.scheduler=pbt",
