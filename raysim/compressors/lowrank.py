@@ -213,23 +213,20 @@ class PowerSGD(Compressor):
         if not (is_direct and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
         following = new_like(values)
-        if self.feedback == "ef14":
+        is_ef14 = self.feedback == "ef14"
+        combine = torch.add if is_ef14 else torch.sub
+        received = values if is_ef14 else following
 
-            def add(part: slice) -> Tensor:
-                return torch.add(values[part], memory[part], out=following[part])
+        def add_memory(part: slice) -> Tensor:
+            return combine(values[part], memory[part], out=following[part])
 
-            message = self._encode(following, layout, kept, add)
-            for part in self._decode(message, layout, values):
-                following[part].sub_(values[part])
-            return Exchange(message, values, following)
-
-        def subtract(part: slice) -> Tensor:
-            return torch.sub(values[part], memory[part], out=following[part])
-
-        message = self._encode(following, layout, kept, subtract)
-        for part in self._decode(message, layout, following):
-            following[part].add_(memory[part])
-        return Exchange(message, following, following)
+        message = self._encode(following, layout, kept, add_memory)
+        for part in self._decode(message, layout, received):
+            if is_ef14:
+                following[part].sub_(received[part])
+            else:
+                following[part].add_(memory[part])
+        return Exchange(message, received, following)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
         """Return the Q of all matrices, with which the sender's next message starts.
