@@ -150,6 +150,10 @@ class Compressor(Method):
         return Exchange(message, following, following)
 
     # --- functions for `exchange` -----------------------------------------------------------------
+    def _is_direct(self, values: Tensor) -> bool:
+        """Return True if `encode` and `decode` can use a vector as it is: float32 on the CPU."""
+        return values.device.type == "cpu" and values.dtype == torch.float32
+
     def _add_memory(self, values: Tensor, memory: Tensor) -> Tensor:
         """Return the vector to encode in a new tensor: v - m with ef21, and v + m with ef14.
 
@@ -190,7 +194,7 @@ class Compressor(Method):
 
         values: [layout.trained], on any device.
         """
-        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
+        is_direct = self._is_direct(values)
         out = values if is_direct else torch.empty(len(values))
         self.decode(message, layout, out)
         if factor != 1.0:

@@ -209,8 +209,7 @@ class PowerSGD(Compressor):
         For speed, the vector is processed part by part. A part stays in the CPU's cache while the
         memory is added to it and while its next memory is computed.
         """
-        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
-        if not (is_direct and len(memory)):
+        if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
         following = new_like(values)
         is_ef14 = self.feedback == "ef14"

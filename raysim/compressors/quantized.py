@@ -259,8 +259,7 @@ class _Quantizer(Compressor):
 
         Entries are encoded, decoded and put into the next memory in one pass.
         """
-        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
-        if not (is_direct and len(memory)):
+        if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
         following = self._add_memory(values, memory)
         if self.feedback == "ef14":

@@ -104,8 +104,7 @@ class _Partwise(Compressor):
         For speed, each part is encoded, decoded and put into the next memory before the next part.
         It stays in the CPU's cache meanwhile.
         """
-        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
-        if not (is_direct and len(memory)):
+        if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
         message = np.zeros(self.words(layout), np.uint32)
         slots, following = self.slots(message, layout), new_like(values)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from raysim.api.compression import Compressor, Direction, Exchange, Feedback
@@ -210,8 +209,7 @@ class _Sparse(Compressor):
         Only the sent entries are decoded and changed in the memory. This takes less time than
         `Compressor.exchange`, which computes with all entries.
         """
-        is_direct = values.device.type == "cpu" and values.dtype == torch.float32
-        if not (is_direct and len(memory)):
+        if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
         if self.feedback == "ef14":
             following = self._add_memory(values, memory)
