@@ -8,8 +8,8 @@
 A mutant is the source with one change. First every test file runs once under `coverage`, which
 shows the tests that run each line (--map reuses an earlier result). Then each mutant is written
 into a copy of the working tree, and the tests that run its line are started. A few quick tests come
-first, from the files that are closest to the changed file. Others follow for at most --cap seconds
-(0: all).
+first, from the files that are closest to the changed file. Others follow for at most --cap
+seconds of CPU time (0: all).
 
 Ids of mutants stay the same for the same source, --seed, --count and --only. A mutant that no test
 can notice is listed with the reason in equivalent_mutants.toml.
@@ -106,6 +106,15 @@ def sampled(root: Path, globs: Sequence[str], count: int, seed: int) -> list[Mut
 
 
 # --- which test runs which line -------------------------------------------------------------------
+def cpu_seconds_of_this_process() -> float:
+    """Return the CPU time of this process and of its children that have ended.
+
+    Unlike wall time, it stays the same when other programs use the machine.
+    """
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 class Mapper:
     """A pytest plugin that records which lines each test runs.
 
@@ -150,11 +159,11 @@ class Mapper:
         for name in item.fixturenames:
             self.fixtures[f"fixture {name}"].append(item.nodeid)
         self.coverage.switch_context(item.nodeid)
-        started = time.monotonic()
+        started = cpu_seconds_of_this_process()
         result = yield
         # A mutant's tests run in a process of their own, which would have to start Ray first.
         self.seconds[item.nodeid] = (
-            time.monotonic() - started + 5.0 * ("ray_session" in item.fixturenames)
+            cpu_seconds_of_this_process() - started + 5.0 * ("ray_session" in item.fixturenames)
         )
         self.coverage.switch_context("")
         return result
@@ -174,7 +183,7 @@ class Mapper:
             self.failed.append(report.nodeid)
 
     def result(self) -> dict[str, Any]:
-        """Return the seconds of every test, the failed tests, and the tests of every line."""
+        """Return the CPU seconds of every test, the failed tests, and the tests of every line."""
         self.coverage.stop()
         data, lines = self.coverage.get_data(), dict[str, dict[int, str]]()
         bit = {test: 1 << index for index, test in enumerate(self.seconds)}
@@ -197,7 +206,7 @@ class Mapper:
 
 
 class Map:
-    """The tests that run each line of each file, and the duration of each test in seconds.
+    """The tests that run each line of each file, and the CPU time of each test in seconds.
 
     The tests of a line are the set bits of an integer: bit k stands for tests[k].
     """
@@ -270,7 +279,7 @@ class Map:
 
         Quick tests are from the files that are closest to the mutant's file. The second list begins
         with the tests that are most likely to notice the mutant. An empty list is left out.
-        cap: the largest duration of the second list in seconds; 0 means no limit.
+        cap: the largest CPU time of the second list in seconds; 0 means no limit.
         """
         own = f"/test_{Path(mutant.file).stem.partition('_')[0]}"
         close = (own, *CLOSE)
@@ -688,7 +697,7 @@ def main() -> None:
         "--cap",
         type=float,
         default=30.0,
-        help="most seconds of tests per mutant by the map; 0: all",
+        help="most CPU seconds of tests per mutant by the map; 0: all",
     )
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
