@@ -100,10 +100,10 @@ def _number_of_clients(federations: Mapping[str, Any]) -> int | None:
 
 
 def flatten(values: Mapping[str, Any], key: str, prefix: str = "") -> UserConfig:
-    """Return nested values as one dictionary; the names are joined by dots.
+    """Return nested values as one dictionary: {"a": {"b": 1}} becomes {"a.b": 1}.
 
-    key: the setting that contains the values, for errors.
-    prefix: the beginning of all names.
+    key: the setting that contains the values; error messages begin with it.
+    prefix: the text before all names, without the dot that follows it; "" for no text.
     Raises `RefusedError` for a value that Flower's run config cannot hold.
     """
     flat: UserConfig = {}
@@ -147,11 +147,12 @@ def load_object(reference: str, folder: Path, key: str) -> Any:
 
 
 def import_module(name: str, folder: Path, setting: str) -> ModuleType:
-    """Import a module of the app.
+    """Import a module of the user's app.
 
-    name: the full name of the module.
+    name: the full name of the module, such as "mypackage.client_app".
     folder: the folder that contains the module; it is added to `sys.path`.
-    setting: the "key=value" that names the module, with which errors begin.
+    setting: the text with which error messages begin: the setting that names the module, with its
+    value, as "key=value".
     Raises `RefusedError` if the import fails. The error names the app's line that failed.
     """
     import_optional("flwr", setting)
@@ -199,12 +200,13 @@ def load_client_app(reference: str, folder: Path, key: str) -> LoadedClientApp:
 
 
 def inspect_client_app(target: Any, setting: str) -> LoadedClientApp:
-    """Find out what a user's app can do; return it as a `LoadedClientApp`.
+    """Return a user's app as a `LoadedClientApp`, which says if the app can train and evaluate.
 
-    A client_fn or a class of clients is first made a ClientApp.
+    A client_fn or a class of clients is first converted to a ClientApp.
     target: a ClientApp, a client_fn, or a class of clients.
-    setting: the setting and its value, for errors.
-    Raises `RefusedError` for any other object.
+    setting: the text with which error messages begin: "key=value", or the name of the argument that
+    contains the app.
+    Raises `RefusedError` if `target` is any other object.
     """
     from flwr.client import Client, NumPyClient
     from flwr.clientapp import ClientApp
@@ -236,13 +238,14 @@ def _inspect_once(app: ClientApp) -> LoadedClientApp:
 
 
 def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[Any], Any]:
-    """Return a function with one argument that makes a client by calling `client_fn`.
+    """Return a function of one argument that makes a client by calling `client_fn`.
 
-    Flower refuses a client_fn with more arguments, even if they have defaults.
+    Flower refuses a client_fn with several arguments, even if only the first one is required.
 
     client_fn: the user's function, which makes a client from one or more arguments.
-    setting: the "key=value" or argument that names the function, with which errors begin.
-    Raises `RefusedError` if any argument but the first has no default.
+    setting: the text with which error messages begin: "key=value", or the name of the argument that
+    contains `client_fn`.
+    Raises `RefusedError` if an argument of `client_fn` after the first one has no default.
     """
     parameters = list(inspect.signature(client_fn).parameters.values())
     if len(parameters) < 2:
@@ -266,9 +269,10 @@ def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[
 def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
     """Return a `client_fn` that creates a client as an object of the user's class.
 
-    It passes the context to the class if the class needs one argument.
+    The `client_fn` passes the context to the class if the class needs one argument.
     client_class: a subclass of Flower's Client or NumPyClient.
-    setting: the key or argument that names the class, for errors.
+    setting: the text with which error messages begin: "key=value", or the name of the argument that
+    contains the class.
     Raises `RefusedError` if the class needs two or more arguments.
     """
     from flwr.client import NumPyClient
@@ -294,9 +298,12 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 
 
 def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
-    """Return True if an app has a function for one type of messages; otherwise register `_missing`.
+    """Return True if a ClientApp has a function for messages of one type.
 
-    register: `app.train` for messages for training, `app.evaluate` for evaluation.
+    If the app has none, register `_missing`, which raises an error for each such message, and
+    return False.
+    register: the app's function `train` for training messages, or `evaluate` for evaluation
+    messages.
     """
     # Flower raises an error if an app has a function of this type already.
     try:

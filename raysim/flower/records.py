@@ -37,13 +37,13 @@ class RecordEntry(NamedTuple):
 
 
 class _BytesWriter:
-    """The arrays and byte strings that follow the header of packed records."""
+    """A collector of the binary data that follow the header of packed records."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
 
     def add(self, data: bytes) -> int:
-        """Append a byte string; return its number, from 0, by which the header refers to it."""
+        """Append a byte string; return its index in `parts`, which the header stores."""
         self.parts.append(data)
         return len(self.parts) - 1
 
@@ -127,8 +127,9 @@ def copy_header(data: Buffer) -> bytes:
 
 
 def _pack_value(value: Any, writer: _BytesWriter) -> Any:
-    """Return a value that JSON can express; a byte string becomes {"bytes": number}.
+    """Convert a value of a record to one that JSON can express.
 
+    A byte string is added to `writer` and replaced by {"bytes": its index in `writer.parts`}.
     writer: the object that collects the byte strings.
     """
     if isinstance(value, bytes):

@@ -75,7 +75,7 @@ class StoredReplies:
     def find(self, request: Request) -> Answer | None:
         """Return the stored answer to a message; None if there is none.
 
-        An answer is found by the client and the number of its message.
+        Two numbers identify the answer: the message's client and the message's number.
         request: the message.
         Raises ReplayError if the stored answer belongs to a message with other content or type.
         """
@@ -96,10 +96,10 @@ class StoredReplies:
         return Answer(content, self._file.read(state_size), error)
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Append the answer to a message to the file.
+        """Store a client's answer at the end of the file.
 
-        request: the message.
-        answer: a client's reply, or an error.
+        request: the message that the client has answered.
+        answer: the client's reply, or an error.
         """
         if self._file is None:
             return
@@ -126,7 +126,8 @@ class StoredReplies:
     def _digest(self, request: Request) -> str:
         """Return a checksum of a message's type and content.
 
-        A content object that several messages share is packed only once.
+        The checksum of a content object is cached. If several messages share the object, it is
+        serialised only once.
         """
         stored = self._digests.get(id(request.content))
         if stored is None:

@@ -133,13 +133,15 @@ class AppResult:
 
 
 def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
-    """Run a ServerApp until it returns; return the result.
+    """Run a Flower app until its ServerApp returns; return the tables and scores of the run.
 
-    say: function that gets texts for the user.
-    Raises `RefusedError` if the folder contains another run, or if it is not empty and
-    `run.resumes` is False.
+    run: the settings of the run.
+    say: function that shows a text to the user.
+    Raises `RefusedError` if `run.out` contains another run, or if it is not empty and `run.resumes`
+    is False.
     Raises ReplayError if the ServerApp does not send the same messages as the stored run.
-    Raises RunStoppedError if the ServerApp fails, or if several workers die with one message.
+    Raises RunStoppedError if the ServerApp fails, or if several workers die, one after another,
+    while they process the same messages.
     """
     records: list[MessageRecord] = []
     with contextlib.ExitStack() as stack:

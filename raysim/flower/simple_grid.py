@@ -23,9 +23,9 @@ class SimpleGrid(Grid):
         self._run: Any = SimpleNamespace(run_id=RUN_ID, override_config={}, fab_id="")
 
     def set_run(self, run: Any) -> None:
-        """Replace the description of the run, which apps read from `run`.
+        """Replace the description of the run, which apps read as the attribute `run` of the Grid.
 
-        run: Flower's `Run`, or an object with the same attributes.
+        run: the new description: Flower's `Run`, or an object with the same attributes.
         """
         self._run = run
 

@@ -104,7 +104,8 @@ def start_simulation(
         def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
             """Run the rounds, store the history, and return it with the duration in seconds.
 
-            The `fit` of an older server returns only the history; then the duration is 0.
+            If the server's class was written for an older version of Flower, its `fit` returns only
+            the history. The duration is then 0.
             """
             returned: Any = super().fit(num_rounds=num_rounds, timeout=timeout)
             history, seconds = (returned, 0.0) if isinstance(returned, History) else returned
@@ -134,6 +135,9 @@ def start_simulation(
 
 
 def _main_folder() -> Path:
-    """Return the folder of the user's program; errors show lines of its files."""
+    """Return the folder of the user's main script; without a script, the current folder.
+
+    If the user's code fails, the error message names the failing line of a file in this folder.
+    """
     file = getattr(sys.modules["__main__"], "__file__", None)
     return Path(file).resolve().parent if file else Path.cwd()

@@ -1,7 +1,8 @@
 """Local training by the `Trainer` of Lightning.
 
-Each job trains the model of the option `model` with a new `lightning.Trainer`, inside a
-`LightningModule`. To train with your own module, derive a class and override `module`.
+Each job creates a `LightningModule` that contains the run's model, and trains it with a new
+`lightning.Trainer`. To train with your own module, derive a class from `LightningTrainer` and
+override its function `module`.
 
 Source: Falcon et al., "PyTorch Lightning" (2019), for the Trainer. The updates are aggregated as in
 any run.

@@ -9,10 +9,11 @@ estimators; FedAvg (McMahan et al., AISTATS 2017) for the aggregation.
 Choices
 - Some estimators have the function `partial_fit`. A job calls it once for each epoch
   (`local.epochs`), with all samples of the client.
-- All other estimators are trained by one call of `fit` for each job. With the argument `warm_start`
-  (LogisticRegression), `fit` starts from the received coefficients, and `options.max_iter` is the
-  length of local training. Without this argument (Ridge, LinearSVC), `fit` ignores the received
-  coefficients, so that the server averages independent models.
+- All other estimators are trained by one call of `fit` for each job. If the estimator's class has
+  the argument `warm_start` (LogisticRegression), raysim sets it. `fit` then starts from the
+  received coefficients, and `options.max_iter` is the length of local training. If the class does
+  not have this argument (Ridge, LinearSVC), `fit` ignores the received coefficients, so that the
+  server averages independent models.
 - `local.lr`, `local.batch` and the optimizer are not used. The estimator has its own settings, and
   its learning-rate schedule starts again in each job.
 - For two classes, scikit-learn computes one value s for a sample. The logits are then (0, s).
@@ -123,11 +124,12 @@ class SklearnLinear(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Train a client's coefficients; return them, and a result with the processed samples.
+        """Train a client's coefficients; return them and the number of processed samples.
 
-        If the estimator has `partial_fit`, it is called once for each epoch. Otherwise `fit` is
-        called once.
-        parameters: the received "coef" [rows, features] and "intercept" [rows].
+        The number is in a `LocalResult`. If the estimator has `partial_fit`, it is called once for
+        each epoch. Otherwise `fit` is called once.
+        parameters: the received "coef" [R, features] and "intercept" [R]. R is the number of
+        classes; for two classes, or a regression, R is 1.
         inputs: the client's n samples, [n, ...].
         labels: the class of each sample, or its value for a regression, [n].
         job: the client's job, with the number of epochs and the random streams.
@@ -154,8 +156,10 @@ class SklearnLinear(Learner):
         return trained, LocalResult(samples=len(rows) * epochs)
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:
-        """Return decision values as logits [n, classes], or for a regression values [n, 1].
+        """Return logits [n, classes] of a classifier, or the predictions [n, 1] of a regression.
 
+        The logits are the estimator's decision values; for two classes with one decision value s,
+        they are (0, s).
         parameters: "coef" and "intercept".
         inputs: n samples, [n, ...].
         """

@@ -185,9 +185,10 @@ def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _scale_leaves(tree: dict[str, Any], factor: float) -> None:
     """Multiply the predictions of a tree by a factor, in place.
 
-    The values of leaves are in XGBoost's list "split_conditions". For all other nodes, this list
-    has the threshold of the split, which does not change. The list "base_weights" has a prediction
-    for each node.
+    XGBoost stores the predictions in two lists. The list "base_weights" has a prediction for each
+    node, and all its entries are multiplied. The list "split_conditions" has the prediction of each
+    leaf, which is multiplied. For all other nodes, this list has the threshold of the split, which
+    does not change.
     tree: the tree in XGBoost's JSON, parsed.
     factor: the factor.
     """

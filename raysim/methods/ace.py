@@ -209,7 +209,12 @@ class ACE(Method):
         return tuple(server.params.shape)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Store the new updates; return server_lr times the mean of the active updates."""
+        """Store the new updates; return server_lr times the mean of the active updates.
+
+        An update is active if it is the last one of its client and at most `max_staleness` versions
+        old. The result is 0 if no update is active. With `initialise`, it is 0 until every client
+        with samples has sent an update.
+        """
         state, trained = server.state, server.layout.trained
         rows = rows_of(aggregation, server, self.cache)
         versions = padded(state["versions"], len(state["clients"]))

@@ -78,7 +78,11 @@ class APFL(Method):
         self.adaptive = adaptive
 
     def setup(self, run: Setup) -> None:
-        """Add the client's own model, a private network that is trained before the shared model."""
+        """Declare the client state: the client's own model and its mixing weight alpha.
+
+        Each step has two stages: the first one trains the client's own model, the second one the
+        shared model.
+        """
         run.excludes("local", "it mixes with a shared model, but local training has none")
         run.network("model", copy.deepcopy(run.model), private=True)
         run.client_state("alpha", lambda samples: self.alpha)
@@ -130,7 +134,10 @@ class APFL(Method):
         return job.task.objective.loss(outputs, out.batch.targets)
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load the mixture into the scored model, with the client model's BatchNorm statistics."""
+        """Load the mixture of the client's own model and the shared model, for scoring.
+
+        BatchNorm's statistics are those of the client's own model.
+        """
         networks, alpha = client.vector.networks, client.state["alpha"]
         mixture = mix(networks[PERSONAL], networks[SHARED], alpha)
         tensors = mixture | dict(networks[PERSONAL].named_buffers())

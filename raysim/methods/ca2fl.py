@@ -103,7 +103,7 @@ def _calibrate(
 
 
 class CA2FL(Method):
-    """A server rule that corrects the mean of a buffer by each client's last update.
+    """A server rule that corrects the mean of arriving updates with all clients' last updates.
 
     server_lr: the server's learning rate eta.
     average: the clients over which the mean of last updates is taken. "all" means all clients, of
@@ -152,7 +152,11 @@ class CA2FL(Method):
         return tuple(server.params.shape)
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the server's step eta v; replace the last updates of the clients in the buffer."""
+        """Return the server's step: server_lr times the corrected mean of the arriving updates.
+
+        The mean is corrected with the stored last update of each client. Then each arriving update
+        replaces the stored last update of its client.
+        """
         state, clients = server.state, most_rows(server)
         seen = len(state["clients"])  # before this aggregation, like the mean of the cache
         rows = rows_of(aggregation, server, self.cache)

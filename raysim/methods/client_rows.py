@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 
 def most_rows(server: ServerView) -> int:
-    """Return the largest possible number of rows: the number of clients with training samples."""
+    """Return the largest number of rows that a cache can have.
+
+    A cache has at most one row for each client with training samples.
+    """
     return server.clients_with_samples
 
 
 def refuse_sample_weights(run: Setup) -> None:
-    """Raise ValueError for weighting=samples: a mean over the rows of a cache has equal weights."""
+    """Raise ValueError for weighting=samples, which would have no effect on the method.
+
+    The method stores a row for each client on the server, and gives all clients the same weight.
+    """
     run.require(
         run.weighting != "samples",
         f"weighting=samples has no effect on method '{run.method}', which gives all clients the "
@@ -39,8 +45,9 @@ def declare_rows(
     place: CachePlace,
     cache: str = "cache",
 ) -> None:
-    """Declare a cache without rows as server state; it can get one row for each client.
+    """Declare a cache as server state: a table with at most one row for each client.
 
+    At first the cache has no rows. `rows_of` adds the row of a client.
     shape: function that returns the shape of a row.
     place: where rows are stored, "disk" or "memory".
     cache: the name of the cache in `server.state`.
@@ -57,8 +64,9 @@ def declare_rows(
 def rows_of(
     aggregation: Aggregation, server: ServerView, place: CachePlace, cache: str = "cache"
 ) -> list[int]:
-    """Return the cache's row for the client of each update; new clients get rows of zeros.
+    """Return, for each update of an aggregation, the index of its client's row in the cache.
 
+    A client without a row gets a new row of zeros.
     place: where rows are stored, "disk" or "memory".
     cache: the name of the cache in `server.state`.
     """

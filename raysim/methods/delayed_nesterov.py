@@ -64,7 +64,7 @@ def delayed_nesterov_step(
     momentum: the factor beta of the old momentum.
     every: the number N of steps from one change of the momentum to the next.
     activation: the number c. A step that does not change the momentum m moves the model by
-    eta c beta m, in addition to its update.
+    eta (c beta m + D_t / N).
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -87,7 +87,7 @@ def _step(
     momentum: the factor beta of the old momentum.
     every: the number N of steps from one change of the momentum to the next.
     activation: the number c. A step that does not change the momentum m moves the model by
-    eta c beta m, in addition to its update.
+    eta (c beta m + D / N), for the update D.
     """
     is_due = step % every == 0
     share = activation
@@ -108,17 +108,18 @@ def _delayed_nesterov(
     update_share: float,
     is_due: bool,
 ) -> None:
-    """Compute the server's step; update the momentum and the sum in place. All arrays are [d].
+    """Write the server's step into `into`; change `buffer` and `total` in place.
 
-    First, if `is_due`, the momentum becomes momentum * buffer + update_share * total. Then the step
-    is rate * (momentum_share * buffer + update_share * delta).
+    All arrays are [d]. First, `delta` is added to `total`. If `is_due`, `buffer` then becomes
+    momentum * buffer + update_share * total, and `total` becomes 0. The step is
+    rate * (momentum_share * buffer + update_share * delta).
     into: the array to fill with the step.
     delta: the update.
-    buffer: the momentum.
-    total: the sum of the updates since the last change of the momentum.
+    buffer: the momentum vector.
+    total: the sum of the updates since `buffer` last changed.
     rate: the server's learning rate.
-    momentum, momentum_share, update_share: the factors in these formulas.
-    is_due: True if the momentum changes in this step.
+    momentum, momentum_share, update_share: the numbers in these formulas.
+    is_due: True if `buffer` changes in this step.
     """
     # The loop is compiled.
     for i in range(len(into)):
@@ -130,13 +131,13 @@ def _delayed_nesterov(
 
 
 class DelayedNesterov(Method):
-    """A server rule with Nesterov's momentum that changes with every N-th update.
+    """A server rule with Nesterov's momentum, which changes only with every N-th update.
 
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the momentum.
     every: the number N of updates from one change of the momentum to the next.
     activation: the number c, from 0 to 1 / N. A step that does not change the momentum m moves the
-    model by eta c beta m, in addition to its update. With 0, only every N-th step uses m.
+    model by eta (c beta m + D / N), for the update D. With 0, only every N-th step uses m.
     """
 
     name = "delayed_nesterov"
@@ -158,9 +159,9 @@ class DelayedNesterov(Method):
         )
 
     def setup(self, run: Setup) -> None:
-        """Declare that this method makes the server's step, and its state on the server.
+        """Declare the server state, and that this method makes the server's step.
 
-        The state is the momentum, the sum of updates and the number of steps.
+        The server state is the momentum, the sum of updates and the number of steps.
         """
         run.owns("step")
         run.server_state("momentum", run.zeros)

@@ -48,9 +48,10 @@ PERSONAL, SHARED = "ditto.model", "model"
 
 
 def _pairs(layout: Layout) -> list[tuple[Entry, Entry]]:
-    """Return pairs of positions: of a personal parameter, and of the same shared parameter.
+    """Pair each parameter of the personal model with the shared model's parameter of the same name.
 
-    layout: the layout of the vector that contains both models.
+    Return the positions of the two parameters in the vector, as (personal, shared).
+    layout: the layout of the vector, which contains both models.
     """
     counterparts = {entry.path: entry for entry in layout.entries_in([SHARED])}
     return [(entry, counterparts[entry.path]) for entry in layout.entries_in([PERSONAL])]

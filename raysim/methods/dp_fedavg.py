@@ -21,7 +21,7 @@ z.
 The two epsilons
 - The guarantee is (epsilon, delta)-differential privacy of clients. It covers all models of the run
   and all bounds C. It does not cover the other columns of the history or the scores of single
-  clients; only a simulation can show these.
+  clients. A real system would not publish these columns and scores.
 - ``dp_fedavg.epsilon`` is for what raysim does: each round draws a set of exactly m of the n
   clients with samples. Two data sets are neighbours if the data of one client is replaced by other
   data. The sum of the clipped updates can then change by 2 C. Therefore its noise counts as z / 2
@@ -137,8 +137,10 @@ def epsilon(
 class DPFedAvg(Method):
     """A server rule with clipped updates and noise, for differential privacy.
 
-    noise: z, which decides epsilon. If the bound is constant, the noise in the sum of the updates
-    has the standard deviation z times the bound. If the bound adapts, this noise is larger (z_D).
+    noise: the number z, on which epsilon depends; 0 adds no noise. If the bound is constant, the
+    noise in the sum of the updates has the standard deviation z times the bound. If the bound
+    adapts, the standard deviation is z_D times the bound, with z_D = (z^-2 - (2 s)^-2)^(-1/2), and
+    s is `bit_noise`.
     clip: the clipping bound C in the first round.
     quantile: the share of updates that the bound should not clip; None keeps the bound constant.
     rate: the speed at which the bound changes.
@@ -195,9 +197,10 @@ class DPFedAvg(Method):
         run.server_state("releases", lambda server: torch.tensor(0))
 
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
-        """Raise ValueError if clients send more than updates, such as BatchNorm statistics.
+        """Raise ValueError if the server would see values to which this method adds no noise.
 
-        Return no warnings.
+        Such values are BatchNorm statistics, and single updates that another method reads. The
+        function returns an empty sequence, because it has no warnings.
         run: the layout of the vector, and what each method has declared.
         """
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]

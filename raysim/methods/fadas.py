@@ -9,7 +9,7 @@ largest v so far, and x the model:
     x <- x + eta_t m / (sqrt(w) + eps)    eta_t = eta if s <= threshold,
                                           else eta / s ("scale") or min(eta, 1/s) ("cap")
 
-Departures from the paper
+Departures from the paper or its code
 - "scale" is the rule of the released code, which is also the source of the defaults. "cap" is the
   rule of the paper. With "cap" and eta = 1e-3, the rate is below eta only for a staleness above
   1000. With threshold=null the rate is always eta.
@@ -186,9 +186,9 @@ class FADAS(Method):
         self.beta1, self.beta2, self.bias_correction = beta1, beta2, bias_correction
 
     def setup(self, run: Setup) -> None:
-        """Declare that this method makes the server's step, and its state on the server.
+        """Declare the server state, and that this method makes the server's step.
 
-        The state is the three moments, initially 0, and the number of steps.
+        The server state is the three moments, which are 0 at first, and the number of steps.
         """
         run.owns("step")
         for name in MOMENTS:
@@ -196,8 +196,9 @@ class FADAS(Method):
         run.server_state("steps", lambda server: torch.zeros(1, dtype=torch.int64))
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return AMSGrad's step along the mean update, at the rate for the largest staleness.
+        """Return AMSGrad's step along the mean update; update the moments in the server state.
 
+        The learning rate depends on the largest staleness of the updates in this aggregation.
         direction: the mean update.
         """
         rate = self.server_lr

@@ -23,9 +23,10 @@ def mmd(
     """Return the squared maximum mean discrepancy (biased) of x [n, D] and y [k, D], a scalar.
 
     kernel: "gaussian" is a sum of Gaussian kernels exp(-|a - b|^2 / w) with different widths w. The
-    width of the middle kernel is the mean squared distance of two rows of x and y, without a
-    gradient. "moments" uses no kernels, but a sum of two mean squared differences: between the mean
-    rows of x and y, and between the (unbiased) covariance matrices of x and y.
+    rows of x and y are joined, and the width of the middle kernel is the mean squared distance over
+    all pairs of different rows. No gradient flows through this width. "moments" uses no kernels,
+    but a sum of two mean squared differences: between the mean rows of x and y, and between the
+    (unbiased) covariance matrices of x and y.
     kernel_mul: the ratio of the widths of two successive kernels.
     kernel_num: the number of kernels.
     """
@@ -74,11 +75,12 @@ def mmd_of_classes(
     kernel_mul: float = 2.0,
     kernel_num: int = 5,
 ) -> Tensor:
-    """Return the squared MMD of a class's rows in x and its rows in y, averaged over classes.
+    """Return the squared MMD between a class's rows in x and in y, averaged over classes.
 
     Only classes that have rows in both x and y count. The result is 0 if there is no such class.
-    The kernels are those of `mmd`, with a middle width for each class: the mean squared distance of
-    two of its rows.
+    The MMD (maximum mean discrepancy) uses Gaussian kernels of different widths. The middle width
+    of a class is the mean squared distance over all pairs of different rows of the class, from x
+    and y together.
     x: the first set of features, [n, D].
     y: the second set of features, [k, D].
     x_labels: the class of each row of x, int64 [n].

@@ -17,7 +17,7 @@ from raysim.methods.mixup import soft_targets
 class Conditional(nn.Module):
     """A network whose input is rows [B, n] joined with their one-hot labels [B, C].
 
-    num_classes: C.
+    num_classes: the number C of classes.
     layers: the layers, of which the first one has n + C inputs.
     """
 
@@ -32,11 +32,12 @@ class Conditional(nn.Module):
 
 
 def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
-    """Return the generator, a network from noise [B, Z] to non-negative features [B, D].
+    """Return FRAug's generator, a network that makes features [B, D] from noise [B, Z] and labels.
 
+    The features are not negative. The labels are an input of the first layer, as one-hot rows.
     features: D, the number of features.
     noise: Z, the number of random inputs of a row.
-    num_classes: C.
+    num_classes: the number of classes, which is the length of a one-hot row.
     """
     first, second = nn.Linear(noise + num_classes, features), nn.Linear(features, features)
     layers = first, nn.BatchNorm1d(features), nn.ReLU(), second, nn.BatchNorm1d(features), nn.ReLU()
@@ -46,12 +47,13 @@ def make_generator(features: int, noise: int, num_classes: int) -> Conditional:
 def make_rtnet(
     source: int, features: int, hidden: int, num_classes: int, norm: bool
 ) -> Conditional:
-    """Return RTNet, a network that computes residuals [B, D] from generated features [B, G].
+    """Return RTNet, a network that makes residuals [B, D] from generated features and labels.
 
+    The generated features are [B, G]. The labels are an input of the first layer, as one-hot rows.
     source: G, the number of generated features of a row.
     features: D, the number of the model's features.
     hidden: the width of the hidden layer.
-    num_classes: C.
+    num_classes: the number of classes, which is the length of a one-hot row.
     norm: True adds a BatchNorm at the end.
     """
     first, second = nn.Linear(source + num_classes, hidden), nn.Linear(hidden, features)
