@@ -81,7 +81,9 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
 class FedNova(Method):
     """A server rule that normalises each update by its number of effective steps.
 
-    mu: the weight of a proximal term in the local loss (`method.fedprox.mu`); 0 without one.
+    mu: the weight of the proximal term that FedProx adds to the local loss. FedNova does not add
+    this term; it only computes how the term changes the number of effective steps. Set the value of
+    `method.fedprox.mu`. 0 means that the local loss has no proximal term.
     """
 
     name = "fednova"
@@ -91,7 +93,7 @@ class FedNova(Method):
         self.mu = at_least("method.fednova.mu", mu, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Declare that jobs upload their numbers of effective steps; refuse optimizers but SGD."""
+        """Declare the upload of effective step numbers; refuse all optimizers except SGD."""
         run.require(
             run.local.optimizer == "sgd",
             f"local.optimizer={run.local.optimizer}: method 'fednova' needs SGD to count "

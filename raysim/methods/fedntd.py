@@ -13,8 +13,8 @@ received model's outputs divided by tau. q is the softmax of the local model's o
 tau.
 
 Departures from the paper
-- The teacher is the whole received model in eval mode; in the authors' code it is in train mode
-  for the first client.
+- The received model, whose outputs are distilled, is in eval mode. In the authors' code it is in
+  train mode for the first client.
 - With Mixup, L_NTD is computed for the labels of both mixed samples. The two values are averaged
   with Mixup's weights. No paper describes this combination.
 """
@@ -77,7 +77,11 @@ class FedNTD(Method):
         run.needs("classes")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of the teacher's forward pass, a third of training, for each sample."""
+        """Return the cost of the received model's forward passes, as a number of trained samples.
+
+        The result is for the whole job: a third of the number of samples on which the job trains.
+        With beta = 0 it is 0.
+        """
         return FORWARD * job.trained_samples if self.beta else 0.0
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ mean update:
       FedYogi    v <- v - (1 - beta2) D^2 sign(v - D^2)
 
 Departures from the paper
-- There is no bias correction, as in Algorithm 2. bias_correction=True multiplies step t by
-  sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's Adam does. PyTorch's Adam has a different rule.
+- By default the moments get no bias correction; the paper's Algorithm 2 has none either.
+  bias_correction=True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t), which is the rule of
+  TensorFlow's Adam. PyTorch's Adam has a different rule.
 - v starts at tau^2, which the paper allows; in the authors' code it starts at 0.
-- beta2 = 0.99, as in the paper; the authors' code has 0.999.
+- By default beta2 is the paper's value 0.99; in the authors' code it is 0.999.
 - There is no weight decay on the server, and buffers are averaged.
 """
 
@@ -80,7 +81,7 @@ def fedadagrad_step(
     delta: the mean update, which points towards improvement.
     first_moment, second_moment: the two moments before the step, m and v in the file's formulas.
     server_lr: the server's learning rate eta.
-    beta1: the factor of the old first moment.
+    beta1: the factor on the old first moment.
     tau: the constant that is added to the root of the second moment.
     """
     moments = (first_moment, second_moment)
@@ -105,7 +106,8 @@ def fedadam_step(
     delta: the mean update, which points towards improvement.
     first_moment, second_moment: the two moments before the step, m and v in the file's formulas.
     server_lr: the server's learning rate eta.
-    beta1, beta2: the factors of the old first and of the old second moment.
+    beta1: the factor on the old first moment.
+    beta2: the factor on the old second moment.
     tau: the constant that is added to the root of the second moment.
     step: the number of the server's step, from 1, for bias correction: both moments start near 0
     and are too small at first. None for no correction.
@@ -132,7 +134,7 @@ def fedyogi_step(
     delta: the mean update, which points towards improvement.
     first_moment, second_moment: the two moments before the step, m and v in the file's formulas.
     server_lr: the server's learning rate eta.
-    beta1: the factor of the old first moment.
+    beta1: the factor on the old first moment.
     beta2: a step changes the second moment by at most (1 - beta2) times the squared update.
     tau: the constant that is added to the root of the second moment.
     step: the number of the server's step, from 1, for bias correction; None for no correction.
@@ -163,9 +165,9 @@ def _adapt(
 
     arrays: four tensors [D]: the result, the mean update, the first and the second moment.
     server_lr: the server's learning rate.
-    beta1: the factor of the old first moment.
+    beta1: the factor on the old first moment.
     tau: the constant that is added to the root of the second moment.
-    beta2: the factor of the old second moment; None computes FedAdagrad.
+    beta2: the factor on the old second moment; None computes FedAdagrad.
     step: the number of the step, from 1; None makes no bias correction.
     yogi: True computes FedYogi.
     """
@@ -288,7 +290,7 @@ class _Adaptive(Method):
         return step
 
     def _settings(self, step: int) -> dict[str, Any]:
-        """Return the arguments with which `step` calls `_adapt`, by name.
+        """Return the keyword arguments of `_adapt` for one step of the server.
 
         These are the method's settings; a subclass may return other arguments.
         step: the number of the server's step, from 1.
@@ -297,10 +299,10 @@ class _Adaptive(Method):
 
 
 class FedAdagrad(_Adaptive):
-    """A server rule with Adagrad: the second moment is a sum of squares.
+    """A server rule with Adagrad: the second moment is the sum of all squared updates.
 
     server_lr: the server's learning rate eta.
-    beta1: the factor of the old first moment.
+    beta1: the factor on the old first moment.
     tau: the constant that is added to the root of the second moment.
     """
 
@@ -311,10 +313,11 @@ class FedAdagrad(_Adaptive):
 
 
 class _Decaying(_Adaptive):
-    """The base of FedAdam and FedYogi, which average the second moment with the factor beta2.
+    """The base class of FedAdam and FedYogi, whose second moment has the factor beta2.
 
     server_lr: the server's learning rate eta.
-    beta1, beta2: the factors of the old first and of the old second moment.
+    beta1: the factor on the old first moment.
+    beta2: the factor on the old second moment.
     tau: the constant that is added to the root of the second moment.
     bias_correction: True corrects both moments for their start, as TensorFlow's Adam does.
     """
@@ -336,10 +339,11 @@ class _Decaying(_Adaptive):
 
 
 class FedAdam(_Decaying):
-    """A server rule with Adam: the second moment averages squares over time.
+    """A server rule with Adam: the second moment is a moving average of squared updates.
 
     server_lr: the server's learning rate eta.
-    beta1, beta2: the factors of the old first and of the old second moment.
+    beta1: the factor on the old first moment.
+    beta2: the factor on the old second moment.
     tau: the constant that is added to the root of the second moment.
     bias_correction: True corrects both moments for their start, as TensorFlow's Adam does.
     """
@@ -351,7 +355,7 @@ class FedYogi(_Decaying):
     """A server rule with Yogi: the second moment follows the squared update in bounded steps.
 
     server_lr: the server's learning rate eta.
-    beta1: the factor of the old first moment.
+    beta1: the factor on the old first moment.
     beta2: a step changes the second moment by at most (1 - beta2) times the squared update.
     tau: the constant that is added to the root of the second moment.
     bias_correction: True corrects both moments for their start, as TensorFlow's Adam does.

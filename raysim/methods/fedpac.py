@@ -6,7 +6,8 @@ similar features.
 Source: Xu, Tong and Huang, "Personalized Federated Learning with Feature Alignment and Classifier
 Collaboration" (ICLR 2023). Client i has n_i samples, n_ik of them in class k, and pi_ik = n_ik /
 n_i. f is the extractor, which the clients share, f_i the extractor that client i has trained. phi_i
-is the head of client i, and c_k the prototype of class k. [j = l] is 1 if j = l, otherwise 0.
+is the head of client i, and c_k the prototype of class k. [j = l] is 1 if j = l, otherwise 0. CE is
+the cross-entropy, R the alignment loss, and lam its weight:
 
     h_ik = pi_ik mean_{y=k} f(x)    V_i = (sum_k pi_ik mean_{y=k} |f(x)|^2 - sum_k |h_ik|^2) / n_i
     head phase:        CE, only phi_i is trained
@@ -21,10 +22,11 @@ averages the extractors as FedAvg does, unless another method of the run changes
 upload h, V, the trained head, and the mean features and the counts n_ik of each class.
 
 Departures from the paper
-- The authors train the head for one epoch and then the extractor for E epochs. Here local.epochs is
-  the sum of both numbers, and head_epochs of them train the head. With local.steps, the head gets
-  at most the share head_epochs / (head_epochs + 1) of the steps. Each phase has its own optimizer,
-  and the learning rate of the head is local.lr times head_lr_factor.
+- The authors train the head for one epoch and then the extractor for E epochs. Here a job has
+  local.epochs epochs. The first head_epochs epochs train the head, and all later epochs the
+  extractor. With local.steps, at most the fraction head_epochs / (head_epochs + 1) of the steps
+  trains the head. Each phase has its own optimizer, and the learning rate of the head is local.lr
+  times head_lr_factor.
 - h and V are measured with the received extractor, as in the authors' code. The class means of
   which the server makes prototypes are measured with the trained extractor. Both are measured on
   all samples, in eval mode and without augmentation.
@@ -117,8 +119,9 @@ def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> S
 
 
 def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return feature sums [C, D] and counts [C] of the classes, and the sum of all squares.
+    """Return each class's sum of features [C, D] and number of rows [C], and a sum of squares.
 
+    The sum of squares is a scalar: the sum over all entries of `features`.
     features: [B, D].
     labels: the class of each row, int64 [B].
     num_classes: the number C of classes.
@@ -173,7 +176,7 @@ def feature_alignment_loss(
 def classifier_combination_weights(
     *, variances: Tensor, weighted_means: Tensor, client: int, min_weight: float = 1e-3
 ) -> Tensor:
-    """Return the weights with which one participant mixes the heads of all m: float64 [m].
+    """Return the weights with which one of m participants mixes the m heads, float64 [m].
 
     Weights are at least 0 and sum to 1. Weights up to `min_weight` become 0, unless all weights are
     that small.
@@ -186,10 +189,11 @@ def classifier_combination_weights(
 
 
 def _coordinates(weighted_means: Tensor) -> Tensor:
-    """Return m points that have the same distances as the participants' weighted means.
+    """Return one point for each of m participants, float64 [m, k] with k at most m.
 
-    The points, float64 [m, k], have at most m coordinates, which makes computations fast.
-    weighted_means: the weighted means of each of m participants, [m, C, D].
+    The distance between two points is the distance between the weighted means [C, D] of these two
+    participants. Computations with points of few coordinates are fast.
+    weighted_means: [m, C, D].
     """
     flat = weighted_means.double().flatten(1)
     triangle: Tensor = torch.linalg.qr((flat - flat.mean(0)).T, mode="r").R
@@ -294,7 +298,8 @@ class FedPAC(Method):
     takes 20 KB, and the heads of 100,000 clients take 2 GB.
 
     lam: the weight of the alignment of features with prototypes.
-    head_epochs: the number of epochs, out of local.epochs, that train the head.
+    head_epochs: the number of a job's first epochs that train the head; the later epochs train the
+    extractor.
     head_lr_factor: factor on local.lr while the head is trained.
     min_weight: weights of heads up to this value become 0.
     """
@@ -316,10 +321,11 @@ class FedPAC(Method):
 
     # --- before the run -----------------------------------------------------------------------
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return the length of a job that FedPAC needs, as local.epochs or local.steps.
+        """Return the job length that FedPAC needs, under the key local.epochs or local.steps.
 
-        This is the run's value, or head_epochs + 1 if that is larger, so that the extractor is
-        trained, too.
+        The key is the setting that the run uses. The value is the run's value, or head_epochs + 1
+        if that is larger. So a job trains both the head and the extractor. With local.steps, the
+        lower limit head_epochs + 1 is a number of steps.
         local: the run's settings of local training.
         """
         key, budget = _local_work(local)

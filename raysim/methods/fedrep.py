@@ -81,11 +81,11 @@ class FedRep(Method):
         return math.ceil(self._total_epochs / self.head_epochs)
 
     def settings(self, local: Local) -> Mapping[str, object]:
-        """Return the length of a job that FedRep needs, as local.epochs or local.steps.
+        """Return the job length that FedRep needs, under the key local.epochs or local.steps.
 
-        With local.epochs, it is head_epochs + body_epochs. With local.steps, it is the run's value,
-        or the smallest value with which at least one step trains the head. In mode joint the result
-        is empty.
+        The key is the setting that the run uses. local.epochs becomes head_epochs + body_epochs.
+        local.steps does not change if at least one step trains the head. Otherwise it becomes the
+        smallest number of steps that includes one for the head. In mode joint the result is empty.
         local: the run's settings of local training.
         """
         if self.mode == "joint":

@@ -62,8 +62,8 @@ def restricted_softmax_cross_entropy(
     labels: int64 [B].
     class_counts: [C], the number of the client's samples of each class.
     alpha: the scale of a class without samples.
-    kind: "binary" does not scale other classes; "relative" gives rare classes a smaller scale (see
-    `class_scales`).
+    kind: the scale of a class with samples. "binary" is 1. "relative" is alpha + (1 - alpha) n_c /
+    max n, where n is `class_counts`; so the scale of a rare class is smaller.
     """
     scales = class_scales(class_counts=class_counts, alpha=alpha, kind=kind)
     return F.cross_entropy(logits * scales.to(logits.dtype), labels)
@@ -75,7 +75,7 @@ class FedRS(Method):
     The method removes the bias of the model's head. With alpha = 1, it is FedAvg on this model.
 
     alpha: the factor on the logit of a class without samples.
-    kind: "binary" does not scale the logits of other classes. With "relative", their factor grows
+    kind: the factor on the logit of a class with samples. "binary" is 1. With "relative" it grows
     from alpha to 1 with the number of the client's samples of the class.
     """
 

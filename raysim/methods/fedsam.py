@@ -8,11 +8,12 @@ Minimization" (ICML 2022), Algorithm 1; Caldarola, Caputo and Ciccone, "Improvin
 Federated Learning by Seeking Flat Minima" (ECCV 2022) for the adaptive form:
 
     g = grad F(theta)      eps = rho g / |g|
-    adaptive (FedASAM):    eps = rho T^2 g / |T g|,  T = |theta| + eta
+    adaptive (FedASAM):    eps = rho T^2 g / |T g|
     theta <- theta - lr grad F(theta + eps)                both gradients on the same batch
 
-MoFedSAM also mixes the gradient with the mean direction of the last round, as FedCM does: that is
-`method=fedsam+fedcm` with method.fedcm.alpha as the paper's beta.
+T is a vector with the absolute value of each parameter plus eta; |g| and |T g| are norms. Qu et al.
+also describe MoFedSAM. It mixes the gradient with the mean direction of the last round, which is
+`method=fedsam+fedcm` with the paper's beta as method.fedcm.alpha.
 
 Departures from the paper
 - Norms are over all parameters that the step trains, including BatchNorm's weight and bias.
@@ -21,8 +22,8 @@ Departures from the paper
 - If other methods add stages with another loss, these stages use the gradient at theta.
 - Both gradients use the same dropout masks. BatchNorm's running statistics are updated in the first
   forward pass only.
-- Clients are weighted by samples, as in FedAvg. The paper's average of weights over rounds (SWA) is
-  left out.
+- Clients are weighted by samples, as in FedAvg. Caldarola et al. also average the model over rounds
+  (SWA); this is left out.
 """
 
 from __future__ import annotations
@@ -45,26 +46,35 @@ _SMALLEST_NORM = 1e-12
 
 
 def sharpness_shift(grad: Tensor, rho: float) -> Tensor:
-    """Return the step uphill, rho g / |g|, of a gradient g [n]."""
+    """Return the shift from the parameters to the point uphill, [n]: rho g / |g|.
+
+    grad: g, the gradient with respect to the parameters, [n].
+    rho: the length of the shift.
+    """
     scale: Tensor = rho / grad.norm().clamp_min(_SMALLEST_NORM)
     return grad * scale
 
 
 def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tensor:
-    """Return FedASAM's step uphill, rho T^2 g / |T g| with T = |params| + eta; all are [n].
+    """Return FedASAM's shift from the parameters to the point uphill, [n]: rho T^2 g / norm(T g).
 
-    grad: g, the gradient with respect to `params`.
+    T is a vector [n]: the absolute value of each parameter, plus eta. Products are elementwise.
+
+    params: the parameters, [n].
+    grad: g, the gradient with respect to `params`, [n].
+    rho: the length of the shift after each entry is divided by that of T.
+    eta: added to the absolute values, so that parameters of 0 are shifted, too.
     """
     scale = params.abs() + eta
     return scale * sharpness_shift(scale * grad, rho)
 
 
 class FedSAM(Method):
-    """A method that uses the gradient at a point a small step uphill, to find flat minima.
+    """A method that uses the gradient at a nearby point uphill, to find flat minima.
 
-    rho: the length of the step uphill; 0 is FedAvg.
-    adaptive: True uses the step of FedASAM, which is scaled by the parameters.
-    eta: added to the absolute values of the parameters in FedASAM's step.
+    rho: the distance between the model and the point uphill; 0 is FedAvg.
+    adaptive: True uses the point of FedASAM: large parameters are shifted more than small ones.
+    eta: added to the absolute values of the parameters in FedASAM's formula.
     """
 
     name = "fedsam"

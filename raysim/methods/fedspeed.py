@@ -1,15 +1,21 @@
 """FedSpeed: pull local models to the received one, and correct the bias of this pull.
 
-Each local step mixes the gradient with the gradient at a point uphill, which prefers flat minima.
+Each local step also computes the gradient at a nearby point with a higher loss, the point uphill. A
+mixture of this gradient with the gradient at the model leads to flat minima.
 
 Source: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round,
 and Higher Generalization Accuracy" (ICLR 2023), Algorithm 1. Client k receives x^t and makes K
-local steps. lr is the learning rate, and c_k the client's correction:
+local steps, after which it has theta_K. lr is the learning rate, and c_k the client's correction.
+rho is the factor on the gradient that gives the point uphill, and alpha the weight of the gradient
+there. The pull towards x^t is divided by lam:
 
     g_1 = grad F(theta),  g_2 = grad F(theta + rho g_1),  g = (1 - alpha) g_1 + alpha g_2
-    theta <- theta - lr (g - c_k + (theta - x^t) / lam)       g_1 and g_2 on the same batch
-    c_k   <- c_k - (theta_K - x^t) / lam            0 at first; unchanged for absent clients
-    upload theta_K - lam c_k;                       the server takes the plain mean
+    theta <- theta - lr (g - c_k + (theta - x^t) / lam)
+    c_k   <- c_k - (theta_K - x^t) / lam
+    upload theta_K - lam c_k
+
+g_1 and g_2 use the same batch. c_k is 0 at first, and does not change in a round without client k.
+The server takes the plain mean of the uploads.
 
 Departures from the paper
 - rho and alpha are separate settings. In the paper's experiments, alpha is used for both.
@@ -46,7 +52,7 @@ def mixed_gradient(grad: Tensor, uphill_grad: Tensor, alpha: float) -> Tensor:
     """Return (1 - alpha) * grad + alpha * uphill_grad, [n].
 
     grad: the gradient at the model's parameters, [n].
-    uphill_grad: the gradient at the point uphill, [n].
+    uphill_grad: the gradient at a nearby point with a higher loss, [n].
     """
     return torch.lerp(grad, uphill_grad, alpha)
 
@@ -59,9 +65,12 @@ def updated_correction(correction: Tensor, trained: Tensor, received: Tensor, la
 class FedSpeed(Method):
     """A method that pulls local models to the received one and corrects the bias of this pull.
 
-    lam: the pull is divided by this number, so a large value makes it weak.
-    rho: the step uphill, as a factor on the gradient.
-    alpha: the share of the gradient at the point uphill in the mixture of both gradients.
+    Each step mixes the gradient at the model with the gradient at a point uphill. The point uphill
+    is the model plus rho times the gradient at the model.
+    lam: the pull is divided by this number, so a large value makes the pull weak.
+    rho: the factor on the gradient in the point uphill.
+    alpha: the weight of the gradient at the point uphill; the gradient at the model has the weight
+    1 - alpha.
     """
 
     name = "fedspeed"
@@ -76,7 +85,7 @@ class FedSpeed(Method):
     def setup(self, run: Setup) -> None:
         """Declare the client's correction, which starts at 0.
 
-        Without a step uphill (alpha or rho is 0), let raysim skip `perturb`.
+        If alpha or rho is 0, let raysim skip `perturb`, because it would have no effect.
         """
         run.corrects("shift")
         run.client_state("correction", run.zeros)
@@ -94,7 +103,7 @@ class FedSpeed(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the mixture of the gradient and the gradient at the point uphill, [n].
+        """Return the mixture of `grad` and the gradient at the point uphill, [n].
 
         params: the parameters that the step trains, [n].
         grad: their gradient, [n].
@@ -104,8 +113,9 @@ class FedSpeed(Method):
         return mixed_gradient(grad, gradient_at(self.rho * grad), self.alpha)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the pull to the received model to `grad`, and subtract the client's correction.
+        """Add the gradient of the pull to `grad`; subtract the client's correction from it.
 
+        The pull is a proximal term that draws the model towards the received one.
         grad: the gradient of the loss with respect to the parameters `job.params[at]`, changed in
         place.
         at: the positions of these parameters in the vector.

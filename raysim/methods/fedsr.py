@@ -86,9 +86,10 @@ def conditional_information_penalty(
 class Gaussian(Classifier):
     """A classifier whose features are drawn from N(mu, sigma^2) in training.
 
-    In evaluation `features` returns mu, and `forward` averages the predictions of `samples` draws,
-    which are the same in each call.
-    base: the classifier whose extractor computes the inputs of mu and sigma; its head is not used.
+    In evaluation `features` returns mu, and `forward` averages the predictions of `samples` draws.
+    All evaluations use the same draws.
+    base: the classifier whose extractor is used; a new linear layer maps the extractor's features
+    to mu and sigma. The head of `base` is not used.
     width: the number Z of features.
     samples: the number of draws in evaluation.
     """
@@ -149,15 +150,16 @@ REFERENCE = "fedsr.reference"
 
 
 class FedSR(Method):
-    """A method that learns short, noisy features near a common Gaussian of their class.
+    """A method that learns noisy features of a small norm, near one Gaussian for each class.
 
-    alpha_l2r: the weight of the norm.
-    alpha_cmi: the weight of the KL divergence.
+    alpha_l2r: the weight of the penalty on the norm of the features.
+    alpha_cmi: the weight of the KL divergence of the features from the Gaussian of their class.
     width: the number of features; None takes as many as the model has.
     samples: the number of draws whose predictions are averaged when the model is scored.
-    probabilistic: False is FedL2R: features without noise, and the norm as the only penalty.
-    share_reference: True averages the Gaussians of the classes and their scale over the clients;
-    False keeps them on each client.
+    probabilistic: False is FedL2R: features without noise, and their norm as the only penalty.
+    share_reference: True averages the trained Gaussians of the classes over the clients, and also
+    the trained factor on the features in the KL divergence. False keeps all of these on each
+    client.
     """
 
     name = "fedsr"
@@ -207,7 +209,11 @@ class FedSR(Method):
             run.skip("loss")
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add the penalties on the norm and on the divergence of the features."""
+        """Add two penalties on the features.
+
+        The first is their mean norm, the second their KL divergence from the Gaussian of their
+        class.
+        """
         terms = []
         if self.alpha_l2r:
             penalty = representation_norm_penalty(representations=out.features)
@@ -234,9 +240,10 @@ class FedSR(Method):
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation of the features' distribution, each [B, Z].
+    """Return mu and sigma of the Gaussians from which features were drawn, each [B, Z].
 
-    features: [B, Z], what `Gaussian.features` returned, or the first B rows of it.
+    features: [B, Z], the result of `Gaussian.features`, or a slice with its first B rows. The
+    result has mu and sigma as an attribute; a slice finds them in the tensor that it is a view of.
     """
     all_rows = features if hasattr(features, "moments") else features._base
     mean, std = all_rows.moments  # type: ignore[union-attr]

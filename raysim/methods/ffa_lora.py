@@ -35,7 +35,10 @@ class FFALoRA(Method):
     paper = "Sun et al., ICLR 2024"
 
     def setup(self, run: Setup) -> None:
-        """Freeze A. Refuse a model that has no adapters, or adapters of embeddings."""
+        """Freeze the factor A of each adapter.
+
+        Refuse a model without adapters. Also refuse a model in which an embedding has an adapter.
+        """
         for adapter in require_adapters(run):
             run.require(
                 not adapter.is_embedding,

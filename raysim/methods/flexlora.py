@@ -2,8 +2,9 @@
 
 Source: Bai, Chen, Qian, Yao and Li, "Federated Fine-tuning of Large Language Models under
 Heterogeneous Tasks and Client Resources" (NeurIPS 2024), Algorithm 1. A layer has the weight
-W0 + s B A. `raysim/models/lora.py` explains W0 and s. With p_i the weight of client i, and U S V'
-the singular value decomposition of P:
+W0 + s B A. `raysim/models/lora.py` explains W0 and s. The server's factors A and B have the rank
+r = model.lora.rank. With p_i the weight of client i, and U S V' the singular value decomposition
+of P:
 
     P = sum_i p_i B_i A_i,    P = U S V'
     B <- the first r columns of U S,    A <- the first r rows of V'
@@ -18,7 +19,7 @@ Departures from the paper
   paper's P.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
 - The head is trained and averaged, too.
-- P may have a rank k below r. Then rows k + 1 to r of A do not change, and these columns of B
+- P may have a rank k below r. Then rows k + 1 to r of A do not change, and columns k + 1 to r of B
   become 0.
 """
 
@@ -137,14 +138,15 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return models with their coefficients, from which `_split_mean` computes the mean product.
+    """Return pairs of a model's vector and a coefficient, which define the mean product P.
 
-    The mean product is the sum over the models of coefficient * B A. A model is a vector: the
-    server's current model, or a model that a client trained or received.
+    For each layer, P is the sum over the pairs of coefficient * B A, with the factors B and A of
+    this model. The models are those that clients trained. With stale updates, models that clients
+    received and the server's current model are added.
     """
-    # With p_i the weight of client i, divided by the sum of weights, the factors are p_i for the
-    # model that client i trained, -p_i for the model that it received, and 1 for the current model.
-    # Without stale updates, the last two cancel.
+    # With p_i the weight of client i, divided by the sum of weights, the coefficients are p_i for
+    # the model that client i trained, -p_i for the model that it received, and 1 for the current
+    # model. Without stale updates, the coefficients of received and current models cancel.
     received: dict[int, float] = {}
     trained = []
     for update, delta, weight in zip(
@@ -169,7 +171,7 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
 def _split_mean(
     factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Split the mean product of one layer into new factors B [m, r] and A [r, n], in float64.
+    """Split the mean product P of one layer into new factors B [m, r] and A [r, n], in float64.
 
     factors: where a model's vector holds the factors of this layer.
     models: the models with their coefficients, from `_shares_of_models`.
