@@ -52,16 +52,17 @@ class MetricRule:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss and the metrics of a kind of task.
+    """The loss and the metrics of one task type, such as classification.
 
-    loss: a function from outputs [B, C] and labels to the mean loss of the batch.
-    losses: a function from outputs and labels to a loss for each sample [B].
-    metrics: all metrics of this kind of task; the first one is the main metric by default.
-    has_ignored: True if labels may be `IGNORED`; means then leave out ignored labels.
+    loss: a function that takes outputs [B, C] and labels, and returns the mean loss of the batch.
+    losses: a function that takes outputs and labels, and returns the loss of each sample, [B].
+    metrics: all metrics of this task type; the first one is the main metric by default.
+    has_ignored: True if some labels may have the value `IGNORED`. `loss` and `losses` then leave
+    out these labels.
     usual_metrics: how many metrics are computed by default, counted from the first one.
-    parts: None if the loss is a mean over samples. If it is a mean over labels, such as tokens, a
-    function from outputs and labels to [B, 2]: the sum of the losses of a sample's labels, and the
-    number of these labels.
+    parts: None if `loss` is a mean over samples. If `loss` is a mean over labels, such as the
+    tokens of texts, `parts` is a function. It takes outputs and labels, and returns [B, 2]: the sum
+    of the losses of each sample's labels, and the number of these labels.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -101,11 +102,10 @@ class Objective:
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of a batch's losses without ignored labels; 0 if all labels are ignored.
 
-    An ignored label has the value `IGNORED`.
-    values: a loss for each label, in the shape of `labels`. In any other shape, [B] or [B, ...],
-    it has one or more losses for each sample. The mean then leaves out the samples whose labels
-    are all ignored.
-    labels: [B, ...].
+    labels: [B, ...]. A label with the value `IGNORED` is ignored.
+    values: the losses. If `values` has the shape of `labels`, it has one loss for each label.
+    Otherwise only the length B of the first axis is equal. All losses of a sample are then averaged
+    first. The result is the mean over the samples that have a label that is not ignored.
     """
     is_counted = labels != IGNORED
     if values.shape != labels.shape:
@@ -115,12 +115,13 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's mean loss [B], without labels that are `IGNORED`.
+    """Return the mean loss of each sample without its ignored labels, [B].
 
-    values: a loss for each label, in the shape of `labels`. A sample's mean is then 0 if all of its
-    labels are ignored. In any other shape, [B] or [B, ...], `values` has one or more losses for
-    each sample; the function returns their mean and does not use the labels.
-    labels: [B, ...].
+    labels: [B, ...]. A label with the value `IGNORED` is ignored.
+    values: the losses. If `values` has the shape of `labels`, it has one loss for each label. A
+    sample whose labels are all ignored then has the mean 0. Otherwise only the length B of the
+    first axis is equal. The result is then the mean of each sample's losses, and the labels are not
+    used.
     """
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)
@@ -130,13 +131,12 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of each sample's losses and the number of its labels, [B, 2].
+    """Return the sum of each sample's losses and the number of its labels, float64 [B, 2].
 
-    Labels with the value `IGNORED` do not count.
-    values: a loss for each label, in the shape of `labels`. In any other shape, [B] or [B, ...], it
-    has one or more mean losses for each sample. The function multiplies their mean by the sample's
-    number of labels.
-    labels: [B, ...].
+    labels: [B, ...]. A label with the value `IGNORED` is not counted.
+    values: the losses. If `values` has the shape of `labels`, it has one loss for each label.
+    Otherwise only the length B of the first axis is equal. The sum is then the mean of the sample's
+    losses, multiplied by the sample's number of labels.
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
     return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)
@@ -395,11 +395,12 @@ def f1_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def share_right(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample [B] the share of the L labels that are predicted correctly.
+    """Return the fraction of the L labels that are predicted correctly, for each sample: [B].
 
-    If the sample does not have a label, it is correct that the label is not predicted.
-    outputs: [B, L]; a label is predicted if its output is positive.
-    labels: [B, L]; a sample has a label if the entry is positive.
+    Each label is a question with the answer yes or no, such as "does the picture show a dog?". A
+    label is predicted correctly if the predicted answer and the true answer are equal.
+    outputs: [B, L]; the predicted answer is yes if the output is positive.
+    labels: [B, L]; the true answer is yes if the entry is positive.
     """
     return ((outputs > 0) == (labels > 0)).float().mean(1)
 

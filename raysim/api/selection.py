@@ -168,10 +168,11 @@ class SelectionView:
 
     @cached_property
     def expected_seconds(self) -> Floats:
-        """The duration in virtual seconds that the fleet expects for each client, float64 [n].
+        """The expected virtual seconds of a job of each client in `clients`, float64 [n].
 
-        It is the time in which the client's device receives the model, trains a first job and sends
-        its update. Every client has a value, also before its first job.
+        A duration is the time to receive the model, to train, and to send the update. The fleet
+        estimates it for a client's first job, and the same value is used for all later jobs. So
+        clients that have not had a job have a value, too.
         """
         return self.estimate_seconds()[self.clients]
 

@@ -1,4 +1,7 @@
-"""Define what a method's hooks see on the server: its state and settings, and one aggregation."""
+"""Define what a method's hooks see on the server.
+
+They see the method's server state, settings of the run, and the updates of one aggregation.
+"""
 
 from __future__ import annotations
 
@@ -86,10 +89,12 @@ class Aggregation:
 
 
 class ServerView:
-    """The server as one method sees it; a method writes `state` and `report` only.
+    """The server's data, as the hooks of one method see them.
 
-    state: the server state that the method declared, by the method's names; checkpoints contain it.
-    report: numbers for this aggregation's row of the history.
+    A method may change only the entries of `state` and `report`.
+    state: the method's server state: tensors by the names that were passed to `Setup.server_state`.
+    Checkpoints contain them.
+    report: numbers for this aggregation's row of the history, by name.
     """
 
     def __init__(self, server: Any, method: str):
@@ -142,8 +147,9 @@ class ServerView:
     def sample_counts(self) -> np.ndarray:
         """The number of training samples of each client: int64 [clients].
 
-        The entry of a client of another replica is 0. In a topology in which each client stores its
-        own replica, such as gossip, all entries are the true numbers.
+        If the server has several replicas, this view belongs to one of them. The entry of a client
+        that another replica serves is then 0. If each client stores its own replica, as with
+        gossip, all entries are the true numbers.
         """
         return self._server.counts  # type: ignore[no-any-return]
 

@@ -111,17 +111,18 @@ class RoundWarning:
 class MethodDeclaration:
     """Everything that one method declared in `setup`.
 
-    Each attribute is filled by a function of `Setup`, whose docstring explains the values. Usually
-    the attribute and the function have similar names: `Setup.client_state` fills `client_state`,
-    and `Setup.draw` fills `draws`. These attributes have other names:
+    Most attributes are filled by the function of `Setup` that has the same name or a similar one.
+    For example, `Setup.client_state` fills `client_state`, and `Setup.draw` fills `draws`. The
+    docstring of the function explains the values. These attributes are filled in another way:
 
     method: the name of the method.
     contribute, assemble: the functions `client` and `server` that were passed to `Setup.gather`.
     load: the function that was passed to `Setup.load_model`.
     correction: the argument of `Setup.corrects`.
-    late_private_parameters: functions that return names of private parameters; they are called when
-    all networks are known.
-    pools: True if the method trains one model on the data of all clients (`Method.pools`).
+    late_private_parameters: the functions that were passed to `Setup.private_parameters`. They
+    return names of private parameters, and are called when all networks are known.
+    pools: the method's attribute `Method.pools`. It is True if the method trains one model on the
+    data of all clients.
     """
 
     method: str
@@ -462,11 +463,13 @@ class Setup:
         *,
         when: JobCondition = always,
     ) -> None:
-        """Send each client its own tensor, with jobs and before its model is scored.
+        """Send each client a tensor that is computed for this client only.
 
-        Jobs see the tensor as `job.received[name]`.
-        value(client, server) returns the tensor for the client of this number, or None to send
-        nothing now.
+        A client receives the tensor with each job; hooks see it as `job.received[name]`. A client
+        also receives it when its personalised model is scored; the hook `personalise` then sees it
+        as `model.received[name]`.
+        value: a function that is called as value(client, server) with the client's number. It
+        returns the tensor, or None to send nothing now.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
         when: a function that is called when a job is dispatched, and returns True if the job's
@@ -492,14 +495,15 @@ class Setup:
         *,
         planned: PlannedUpload | None = None,
     ) -> None:
-        """Send a tensor from each job with its update; assign `job.upload[name]` in `end`.
+        """Add a tensor to what the client of each job sends to the server with its update.
 
-        The server reads the tensors of all clients with `aggregation.uploads(name)`.
+        The method's hook `end` sets the tensor with job.upload[name] = tensor. The method's hooks
+        on the server read the tensors of all updates with `aggregation.uploads(name)`.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
-        planned: None if the size is always `floats`. Otherwise planned(received) returns the
-        estimated size before training, in floats. `received` is the size of the tensors that this
-        method sends to the job with `varies=True`, in floats. Virtual time uses `floats` for jobs
+        planned: None if the size is always `floats`. Otherwise a function that estimates the size
+        before training, in floats. Its argument is the total size, in floats, of the tensors that
+        this method sends with `Setup.send(..., varies=True)`. Virtual time uses `floats` for jobs
         that start from version 0, and the estimate for later jobs. Traffic counts the real size.
         """
         self.declared.uploads[name] = floats
@@ -528,9 +532,10 @@ class Setup:
         return self._layout[0]
 
     def compress(self, compressor: UpdateCode) -> None:
-        """Compress clients' updates or the server's steps; only one method of a list may do so.
+        """Declare the compressor of the run; only one method in a run's list of methods may do so.
 
-        A `Compressor` calls this in its own `setup`.
+        `compressor.direction` decides what is compressed: the clients' updates, the server's steps,
+        or both. A `Compressor` calls this function in its own `setup`.
         """
         self.declared.compressor = compressor
 
@@ -560,11 +565,13 @@ class Setup:
 
     # --- training -----------------------------------------------------------------------------
     def train(self, function: Callable[[LocalJob], LocalResult | None]) -> None:
-        """Train each client with `function(job)` instead of raysim's steps.
+        """Declare a function that trains a client, in place of raysim's training steps.
 
-        The function trains `job.model` and `job.network(...)` in any way, on `job.dataset()`, and
-        returns a `LocalResult` or None. The hooks `begin` and `end` and all hooks of the server are
-        called as usual. Only one method of a list may declare this. No other method of the list may
+        function: a function that is called with each job. It trains `job.model` on `job.dataset()`
+        in any way. It may also train the networks that this method added: `job.network(name)`.
+        It returns a `LocalResult`, or None in place of `LocalResult()`.
+        The hooks `begin` and `end` and all hooks of the server are called as usual. Only one method
+        in a run's list of methods may declare such a function. No other method of the list may
         override a hook that changes raysim's steps, such as `loss`.
         """
         self.declared.train = function

@@ -13,11 +13,12 @@ from raysim.primitives.kinds import TargetField
 
 
 def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str, Tensor]]:
-    """Return for each sample the dictionary of arrays that is packed in its row.
+    """Unpack each sample's row of floats into a dictionary of arrays, by field name.
 
-    rows: [n, floats], a row for each sample. It has all arrays of the sample in the order of
-    `fields`. Each array begins with the length of its first axis, and is filled up with unused
-    floats.
+    rows: [n, floats], one row for each sample. A row has a section for each field, in the order of
+    `fields`, and the section contains the field's array. The section begins with the length of the
+    array's first axis. Then come the values of the array. Unused floats follow, so that an array of
+    the largest shape would fit.
     fields: the name, the largest shape and the type of each array.
     """
     targets: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]

@@ -46,7 +46,10 @@ class Mixing(NamedTuple):
         return len(self.starts) - 1
 
     def row(self, replica: int) -> tuple[list[int], list[float]]:
-        """Return the sources of a replica's next vector, and their weights."""
+        """Return the replicas in the mean that becomes the next vector of `replica`.
+
+        The second result has their weights in this mean.
+        """
         entries = slice(self.starts[replica], self.starts[replica + 1])
         return self.sources[entries].tolist(), self.weights[entries].tolist()
 
@@ -169,7 +172,7 @@ class Network:
     on_clients: True if each client stores its replica. Jobs then do not send or receive the model.
     Only replicas that have an update in the aggregation take part in an exchange.
     client_floats: [clients], the number of floats that each client sends to other clients in an
-    exchange. Each client receives the same number. None unless `on_clients` is True.
+    exchange. A client receives as many floats as it sends. None unless `on_clients` is True.
     pairwise: True if replicas exchange in pairs. Each replica with updates in the aggregation draws
     a neighbour, and both become the mean of the two.
     seed: the seed of the draws of neighbours.
@@ -282,10 +285,10 @@ def one_replica(clients: int) -> Network:
 
 
 def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
-    """Return the weighted means of an exchange in which only some replicas take part.
+    """Return the weights of an exchange in which only some replicas take part.
 
-    The mean of a replica uses only replicas that take part. Its weight for itself is increased by
-    the weights of the absent replicas, so that the sum is still 1.
+    A replica that takes part is replaced by a weighted mean of replicas that take part. The weights
+    of the absent replicas are added to the replica's weight for itself, so that the sum is still 1.
 
     mixing: the weights of all replicas.
     present: the replicas that take part.
@@ -391,10 +394,12 @@ def connection_warnings(
 ) -> tuple[str, ...]:
     """Return a warning if exchanges do not connect all replicas; else an empty tuple.
 
-    The warning lists the groups of replicas that are connected by exchanges.
+    A component is a group of replicas that exchanges connect, directly or through further replicas.
+    The warning lists the components.
     mixing: the weights of all replicas in an exchange.
-    key: the setting that connects the replicas, for the warning.
-    replicas: groups without any of these replicas are ignored; None ignores no group.
+    key: the configuration key that connects the replicas, for the warning.
+    replicas: only components with at least one of these replicas are counted and listed. With None,
+    all components are.
     """
     parts = components(mixing)
     if replicas is not None:

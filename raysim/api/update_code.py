@@ -17,7 +17,7 @@ Direction: TypeAlias = Literal["up", "down", "both"]
 
 
 class UpdateCode(Protocol):
-    """The attributes and functions of a `Compressor` that a run uses."""
+    """The interface through which a run uses a compressor; `Compressor` implements it."""
 
     name: ClassVar[str]
     direction: Direction
@@ -36,11 +36,13 @@ class UpdateCode(Protocol):
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Send a vector; return the vector that the receiver gets, and the sender's next state.
+        """Compress and send a vector; return what the receiver gets, and the sender's next state.
 
-        The received vector may be a tensor of the next state, so do not change it.
+        The first result is the decoded vector, [layout.trained]. It may share memory with the
+        sender's next state, so the caller must not change it.
 
-        values: [layout.trained], the vector to send. It is overwritten.
+        values: [layout.trained], the vector to send. This function overwrites it.
         state: the sender's state after its last message, by name.
+        layout: the position of each tensor in the vector.
         key: a random number below 2^63 for this message.
         """

@@ -91,7 +91,7 @@ def find_methods(
 
 
 def _fedavg() -> MethodEntry:
-    """Return the list's entry for FedAvg, which has no class: it is the empty list of methods."""
+    """Return the entry of FedAvg, which has no class: it is a run without any method."""
     text, paper = read_module("raysim.methods.fedavg", "PAPER")
     return MethodEntry("fedavg", "fedavg", paper, first_line(text), [text])
 

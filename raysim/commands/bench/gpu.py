@@ -110,10 +110,12 @@ CHECKED_MODES = (LOOP, GRAPH, ExecutionMode("graph of lanes 3", 3, True))
 
 @dataclass(frozen=True)
 class GpuWorkload:
-    """A speed measurement: clients of equal size that train one epoch.
+    """A speed measurement, in which clients of equal size train one epoch in each round.
 
-    title: the heading of its section of the page.
-    model: the network that clients train.
+    The speed of raysim is compared with that of a plain PyTorch loop, which does the same training
+    without raysim.
+    title: the heading of the workload's section in the file page.md.
+    model: the neural network that clients train.
     shape: channels, height and width of a picture.
     clients: the number of clients.
     samples: the number of samples of each client.
@@ -295,12 +297,15 @@ def _largest_difference(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[ResultRow]:
-    """Compare a method's results with a reference; yield a row for each mode and each dtype.
+    """Run a method on the measured device; yield how far its results are from a reference run.
 
-    The reference is the same run on the CPU, one client at a time and without CUDA graphs. For a
-    model that draws random numbers in its steps, the reference run uses the measured device
-    instead. In a row, "distance" is the largest difference from the reference, divided by the
-    largest change of a parameter in the run. "allowed" is the largest allowed distance.
+    There is a row for each execution mode in `CHECKED_MODES` and each dtype. A mode says how many
+    clients are trained at once, and whether their steps are recorded as a CUDA graph.
+
+    The reference run is on the CPU, trains one client at a time and records no CUDA graphs. If
+    training steps draw random numbers, the reference run uses the measured device instead. In a
+    row, "distance" is the largest difference from the reference, divided by the largest change of a
+    parameter in the run. "allowed" is the largest allowed distance.
 
     name: the method's name.
     make: the class of the method; None stands for FedAvg.
@@ -334,9 +339,10 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
 
 
 def _draws_in_steps(make: MakeMethod) -> bool:
-    """Return True if the model draws random numbers in its steps.
+    """Return True if training steps may draw random numbers, for example for dropout.
 
     Such steps cannot be recorded as a CUDA graph.
+    make: the class of the method that is trained; None stands for FedAvg.
     """
     networks, _ = build_networks(check_spec(make, torch.float32, "cpu", LOOP))
     return is_stochastic(*networks.values())
@@ -368,8 +374,9 @@ def measure_correctness(options: GpuOptions, has_time: HasTime) -> list[ResultRo
 def measure_bits(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
     """Check that a run has the same bits when it is repeated, and on two workers.
 
-    Return a row for each method and mode. "again" is True if the repeated run has the same bits.
-    "two workers" is True if the run on two workers has the same bits.
+    Return a row for each method and execution mode: one client at a time, or several with CUDA
+    graphs. "again" is True if the repeated run has the same bits. "two workers" is True if the run
+    on two workers has the same bits.
     has_time: function that returns False when the time limit is reached.
     """
     rows: list[ResultRow] = []
@@ -477,9 +484,10 @@ def _device_use(device: str) -> Iterator[ResultRow]:
 def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
     """Return a row with the seconds per round and the client steps per second.
 
-    A round is the interval between two successive times. The first two rounds allocate memory and
-    record graphs; they are left out if there are more than two rounds.
-    times: times between rounds, in seconds; each is the end of a round and the start of the next.
+    The seconds are the median over rounds. The first two rounds are left out if there are more than
+    two rounds, because they allocate memory and record graphs.
+    times: clock readings in seconds. Each reading is at the end of a round and at the start of the
+    next round.
     workload: the workload that was measured, which gives the number of steps in a round.
     """
     seconds = statistics.median(np.diff(times[2:] if len(times) > 3 else times))
@@ -577,9 +585,12 @@ class PlainLoop:
 
 
 def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRow:
-    """Measure the plain loop, with data on the device and PyTorch's default algorithms.
+    """Measure the speed of a plain PyTorch loop that trains the clients without raysim.
 
-    On a GPU, these algorithms compute convolutions in TF32.
+    The data are on the device. PyTorch uses its default algorithms, which on a GPU compute
+    convolutions in TF32.
+    spec: a run with the data, the model and the device.
+    workload: the training settings of the loop.
     seconds: duration of the measurement.
     """
     loop = PlainLoop(spec, workload)
@@ -592,8 +603,12 @@ def plain_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRo
 
 
 def measure_speed(name: str, options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
-    """Measure a workload in every mode and in the plain loop. G1 is also measured with FedBR.
+    """Measure the speed of a workload in raysim and in a plain PyTorch loop.
 
+    raysim is measured in every execution mode of the workload, which differ in lanes, CUDA graphs
+    and precision. The workload G1 is also measured with the method FedBR. Return a row for each
+    measurement.
+    name: the name of the workload, such as "G1".
     has_time: function that returns False when the time limit is reached.
     """
     workload = options.workloads[name]
@@ -652,7 +667,11 @@ def measure_memory(options: GpuOptions, has_time: HasTime) -> list[ResultRow]:
 
 
 def measure_profile(options: GpuOptions, folder: Path) -> list[ResultRow]:
-    """Write two profiles of the workload G1: one without and one with CUDA graphs."""
+    """Write two profiles of the workload G1: one without and one with CUDA graphs.
+
+    Return a row for each profile, with the file name of its picture.
+    folder: the folder of the profiles.
+    """
     workload = options.workloads["G1"]
     rows: list[ResultRow] = []
     for mode in (LOOP, workload.best_mode):
@@ -679,11 +698,13 @@ def describe_device(device: str) -> ResultRow:
 
 
 def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any]:
-    """Measure the parts; write results.json and page.md after each. Return all results.
+    """Make the measurements in `options.parts`; return new and earlier results.
 
+    After each measurement, the files results.json and page.md are written. Earlier results are
+    those in results.json when this function is called.
     folder: the folder of the two files.
-    say: function that gets a line for each part.
-    Raise `ValueError` for a part or a device that does not exist.
+    say: function that gets a line for each measurement.
+    Raise `ValueError` for a measurement or a device that does not exist.
     """
     for part in options.parts:
         if part not in PARTS:

@@ -74,11 +74,11 @@ class LoopWorkload:
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """The options of `raysim bench`.
+    """The options of `raysim bench`, which compares raysim with plain PyTorch loops.
 
-    workers: the number of processes, for raysim and for the loops.
-    lanes: the number of lanes; None takes a run's default.
-    floor: True also measures the tuned loop.
+    workers: the number of processes, both for raysim and for each PyTorch loop.
+    lanes: the number of clients that a worker of raysim trains at once. None takes a run's default.
+    floor: True also measures the tuned loop, a PyTorch loop without an optimizer object.
     profile: the folder for a profile of each workload; None writes none.
     """
 
@@ -182,11 +182,11 @@ class SharedMemory:
 def _bare_worker(
     index: int, spec: RunSpec, workload: LoopWorkload, memory: SharedMemory, is_tuned: bool
 ) -> None:
-    """Train clients in each round; this is one process of a plain PyTorch loop.
+    """Train clients in each round; this function is one process of a plain PyTorch loop.
 
-    All processes share a counter, from which each takes the next client of the cohort.
+    All processes share a counter, from which each process takes the next client of the cohort.
     index: the number of the process.
-    is_tuned: True uses the tuned loop.
+    is_tuned: True trains with few operations of PyTorch, False with `torch.optim.SGD`.
     memory: the memory and the locks that the processes share.
     """
     torch.set_num_threads(1)
@@ -316,9 +316,9 @@ class BareLoop:
 
 # --- raysim -------------------------------------------------------------------------------------
 def time_rounds(spec: RunSpec, workload: LoopWorkload, runtime: Any, count: int) -> float:
-    """Execute raysim's run: some untimed rounds, then `count` timed ones.
+    """Execute a run of raysim and return its seconds per round.
 
-    Return the seconds per timed round.
+    The run has a few rounds that are not timed, and then `count` timed rounds.
     runtime: the runtime with the workers.
     """
     spec = replace(spec, settings=replace(spec.settings, rounds=count + WARM_UP_ROUNDS))
@@ -411,11 +411,13 @@ def _summarise_blocks(
 ) -> LoopResult:
     """Summarise the times of a workload, which were measured in several blocks.
 
+    Two plain PyTorch loops do the same training as raysim. The usual loop uses `torch.optim.SGD`;
+    the tuned loop has no optimizer object.
     name: the workload's name.
-    lanes: the number of lanes of raysim's workers.
-    limit: the largest ratio of raysim's time to the usual loop's time that raysim promises.
-    rows: for each block the seconds per round of raysim, of the usual loop and, if measured, of
-    the tuned loop.
+    lanes: the number of clients that a worker of raysim trained at once.
+    limit: the largest allowed ratio of raysim's time to the usual loop's time.
+    rows: for each block the seconds per round of raysim, then of the usual loop. If the tuned loop
+    was measured, its seconds come last.
     """
     raysim, bare, *floor = (statistics.median(column) for column in zip(*rows, strict=True))
     ratios = tuple(row[0] / row[1] for row in rows)

@@ -120,7 +120,8 @@ def _run_spec(spec: RunSpec) -> Coordinator:
 def _sum_column(coordinator: Coordinator, column: str) -> float:
     """Return the sum of a column of the history over all rounds but the first.
 
-    In the first round MOON has no previous model, and memory is allocated.
+    The first round is not typical: memory is allocated in it, and the method MOON has no previous
+    local models yet.
     """
     return sum(float(row[column] or 0) for row in coordinator.rows[1:])
 
@@ -178,12 +179,14 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 
 
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
-    """Measure the local steps of the methods in `METHODS`, of FedBSS and of FRAug.
+    """Measure local steps of several methods, each compared with a reference method.
 
-    They are compared with FedAvg; only FRAug is compared with FedBN.
+    The methods are those in `METHODS`, FedBSS and FRAug. The reference method is FedBN for FRAug,
+    and FedAvg for all other methods.
 
-    For FedBSS, FedAvg does the same work as FedBSS; see `fedbss_and_its_parts`.
-    blocks: how often each method and its reference are measured, one after another.
+    For FedBSS, the time of all jobs of a run is measured instead of one step. FedAvg then trains on
+    as many samples as FedBSS, and makes the same additional forward passes.
+    blocks: how often each method and its reference method are measured, one after another.
     say: function that gets a line after each block.
     """
     seconds_per_step()  # the first run is slower, so it is not measured
@@ -250,9 +253,11 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
 
 
 def main(out: Path, blocks: int, say: Callable[[str], None]) -> None:
-    """Measure the local steps of the methods, print a table, and write the results to `out`.
+    """Measure local steps of several methods, print a table, and write the results to `out`.
 
-    blocks: how often each method and its reference are measured, one after another.
+    Each method is compared with a reference method: FRAug with FedBN, all others with FedAvg.
+    out: the JSON file for the results.
+    blocks: how often each method and its reference method are measured, one after another.
     say: function that gets a line after each block.
     """
     make_deterministic(1)

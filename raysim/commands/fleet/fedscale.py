@@ -42,10 +42,10 @@ _ALLOWED_TYPES = {
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """An unpickler for containers and numbers; it never calls code that the file names."""
+    """An unpickler that restores only containers and numbers, and never executes code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the type that the file names, if this type is allowed.
+        """Return the type that a pickle file refers to, if this type is allowed.
 
         module, name: the module and the name of the type.
         Raise `UnpicklingError` for all other types.
