@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Return the name of the file for errors."""
+        """Return the tar file and the name of this file in it, as text for error messages."""
         return f"{self.shard}, {self.name}"
 
     def read(self) -> bytes:
@@ -166,11 +166,13 @@ class WebDataset(Source):
     def _choose_endings(
         self, sample: Mapping[str, Part], place: str
     ) -> tuple[list[str], str, str | None]:
-        """Return the endings of a sample's files: of the inputs, of the label and of the user.
+        """Return the endings of three types of files: inputs, the label, and the name of the user.
 
+        The third result is None if no file names the user to whom the sample belongs.
         sample: the files of the first sample, by ending.
-        place: `data.root`, for errors.
-        Raise ValueError if there is no ending for the label or for an input.
+        place: the path in `data.root`, which error messages name.
+        Raise ValueError if no ending is set or usual for labels, or if no ending is left for
+        inputs.
         """
         by_name = {_field_name(ending): ending for ending in sample}
         label = self.label or by_name.get(find_column(list(by_name), USUAL_LABELS) or "")
@@ -214,12 +216,13 @@ class WebDataset(Source):
     def _read_input(
         self, samples: Sequence[Mapping[str, Part]], ending: str, place: str
     ) -> tuple[NDArray[Any], Tokens | None]:
-        """Read one input of all n samples; return an array [n, ...].
+        """Read one file of each of n samples; return the contents as an array [n, ...].
 
-        Also return the `Tokens` of text; for all other files, return None.
-        samples: for each sample its files, by ending.
-        ending: the ending of the input's files, such as "jpg".
-        place: `data.root`, for errors.
+        The second result is the `Tokens` of texts and of lists of integers; it is None for other
+        contents.
+        samples: the files of each sample, by ending.
+        ending: the ending of the files to read, such as "jpg".
+        place: the path in `data.root`, which error messages name.
         """
         if _is_picture(ending):
             pictures = _pictures(samples, ending, np.arange(len(samples)))
@@ -237,7 +240,11 @@ def _tar_files(folder: Path) -> list[Path]:
 
 
 def _field_name(ending: str) -> str:
-    """Return the model's argument for an ending: "image" for image.png, "jpg" for jpg."""
+    """Return the name of the model's argument for all input files with the same ending.
+
+    The name is the ending up to its last dot: `image` for the ending "image.png". An ending without
+    a dot is itself the name, such as `jpg`.
+    """
     return ending.rpartition(".")[0] or ending
 
 

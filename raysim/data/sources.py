@@ -215,13 +215,15 @@ Downloadable: TypeAlias = Mnist | FashionMnist | Cifar10 | Cifar100 | Svhn | Usp
 
 
 def _find_files(source: Downloadable, set_name: str) -> list[Path]:
-    """Return the files of a data set; download them first if one is missing.
+    """Return the files of a data set of torchvision; download them if they are missing.
 
-    The result is torchvision's files if they exist. Otherwise it is the strips, Parquet files or
-    pictures in a folder that has the data set's name.
-    source: the source of this data set; it has the settings `root` and `download`.
+    The function first looks for all files in torchvision's format. Then it looks for strips,
+    Parquet files or pictures in a folder that has the data set's name. It downloads torchvision's
+    files only if both searches find nothing.
+    source: the source of this data set, with the settings `root` (the folder to search) and
+    `download`.
     set_name: the class in torchvision.datasets, such as "MNIST".
-    Raise ValueError if files are missing and `download` is False, or if the download fails.
+    Raise ValueError if no files are found and `download` is False, or if the download fails.
     """
     root = _root_folder(source)
     folder = _find_complete_folder(root, set_name)

@@ -147,16 +147,20 @@ def dirichlet_client_split(
     uniforms: ArrayLike,
     order: ArrayLike,
 ) -> CSR:
-    """Let clients take samples one by one, without replacement, from their class distributions.
+    """Give clients samples one by one, without replacement, by the clients' class distributions.
 
-    At each of T turns, one client draws a class from its distribution and takes a sample of this
-    class.
+    There are T draws, each for one client. A class is drawn from this client's distribution, and
+    the client gets the next sample of the class. Only classes with remaining samples are drawn. If
+    none of the client's classes has remaining samples, a class is drawn in proportion to all
+    remaining samples.
+    Return the rows of each client.
 
     labels: the class of each of the n rows, [n].
     proportions: the class distribution of each client, [N, C].
-    turns: the number of the client that takes a sample at each turn, [T].
-    uniforms: a random number in [0, 1) for each turn, which decides the class, [T].
-    order: a permutation of the rows, [n]; the samples of a class are taken in this order.
+    turns: the number of the client that gets a sample in each draw, [T].
+    uniforms: a random number in [0, 1) for each draw, which decides the class, [T].
+    order: the numbers of all rows in permuted order, [n]. The samples of a class are given out in
+    this order.
     """
     labels, shares, turns = np.asarray(labels), np.asarray(proportions), np.asarray(turns)
     pools = np.bincount(labels, minlength=shares.shape[1])
@@ -165,15 +169,16 @@ def dirichlet_client_split(
 
 
 def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints) -> Ints:
-    """Let a client draw a class at each of T turns; return the drawn classes, [T].
+    """Draw T classes one after another, each for one client; return the drawn classes, [T].
 
-    Classes without remaining samples cannot be drawn. If all classes of a client are used up, the
-    client draws from all remaining samples.
+    A draw uses the class distribution of its client, limited to classes with remaining samples. If
+    none of the client's classes has remaining samples, a class is drawn in proportion to all
+    remaining samples.
     proportions: the class distribution of each client, [N, C].
-    turns: the number of the client that draws at each turn, [T].
-    uniforms: a random number in [0, 1) for each turn, which decides the class, [T].
-    pools: the number of remaining samples of each class, [C]. At each turn, the number of the drawn
-    class decreases by 1, in place.
+    turns: the number of the client of each draw, [T].
+    uniforms: a random number in [0, 1) for each draw, which decides the class, [T].
+    pools: the number of remaining samples of each class, [C]. Each draw decreases the number of the
+    drawn class by 1, in place.
     """
     shares = np.where(pools > 0, proportions, 0.0)
     classes = np.empty(len(turns), dtype=np.int64)
@@ -193,12 +198,13 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
 
 
 def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clients: int) -> CSR:
-    """Give a client a sample of a given class at each of T turns; return the rows of each client.
+    """Give out T samples, each of a given class to a given client; return the rows of each client.
 
     labels: the class of each row, [n].
-    turns: the number of the client that gets a sample at each turn, [T].
-    classes: the class of this sample, [T].
-    order: a permutation of the rows, [n]. The samples of a class are given out in this order.
+    turns: the number of the client that gets each of the T samples, [T].
+    classes: the class of each of the T samples, [T].
+    order: the numbers of all rows in permuted order, [n]. The samples of a class are given out in
+    this order.
     clients: the number of clients.
     """
     samples = _sort_by_class(labels, order)
@@ -290,9 +296,9 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
 
     A smaller fraction returns a subset of the rows of a larger fraction.
     indices, offsets: the arrays of the `CSR` with each client's rows.
-    fraction: the share of each client's rows that is returned; their number is rounded down.
-    order: a permutation of all rows. It decides which rows are returned: the first ones of each
-    client.
+    fraction: the share of each client's rows that is returned; the number of rows is rounded down.
+    order: the numbers of all rows in permuted order. The rows of a client that come first in
+    `order` are returned.
     """
     csr = CSR(np.asarray(indices), np.asarray(offsets))
     places = leading_places(csr, floor_counts(csr.counts * fraction), np.asarray(order))
@@ -300,12 +306,12 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
 
 
 def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
-    """Choose some rows of each client; return their positions in `csr.indices`.
+    """Choose rows of each client by a permutation; return their positions in `csr.indices`.
 
     csr: the rows of each client.
     counts: the number of rows to choose from each client, [N].
-    order: a permutation of all rows. It decides which rows are chosen: the first ones of each
-    client.
+    order: the numbers of all rows in permuted order. The rows of a client that come first in
+    `order` are chosen.
     """
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))

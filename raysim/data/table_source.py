@@ -20,12 +20,12 @@ class TableSource(Source):
     separate: True gives the model each input column as a separate argument, which has the column's
     name. False joins several columns to one vector.
     length: the largest number of tokens of a row; further tokens are left out.
-    padding: the number that fills short rows of tokens.
+    padding: the token number that fills up rows with fewer tokens than the longest row.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
 
-    With kind="causal" each row of the table is a document for a language model, without a label. A
-    document fills as many samples of `length` tokens as it needs. `tokenizer` may also be "bytes"
-    or "characters". Two settings are only for this kind:
+    If `data.kind` is "causal", each row of the table is a document for a language model, without a
+    label. A document fills as many samples of `length` tokens as it needs. `tokenizer` may then
+    also be "bytes" or "characters". Two settings are only for documents:
 
     prompt: the column of prompts, or None. A prompt stands before the text, and the model does not
     learn to predict it.
@@ -65,7 +65,7 @@ class TableSource(Source):
 
     @property
     def document_settings(self) -> DocumentSettings:
-        """Return the settings that turn documents into rows of tokens, for kind="causal"."""
+        """Return the settings that turn documents into rows of tokens, for `data.kind=causal`."""
         return DocumentSettings(
             self.columns, self.prompt, self.tokenizer, self.padding, self.length, self.packing
         )

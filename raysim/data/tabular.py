@@ -89,7 +89,7 @@ class NumPy(Source):
     each sample.
 
     root: the folder with the files.
-    padding: the number that fills short sequences of token numbers.
+    padding: the token number with which short sequences in the files are already filled up.
     test_fraction: without test.npz, the share of each class of each user that is for testing.
     """
 
@@ -130,7 +130,7 @@ class Npz(Source):
     and y, as `NumPy` describes them. The name of a file is the user of its rows; with
     partition=natural each user is a client.
     root: the folder with the folders train and test.
-    padding: the number that fills short sequences of token numbers.
+    padding: the token number with which short sequences in the files are already filled up.
     test_fraction: without test files, the share of each class of each user that is for testing.
     """
 

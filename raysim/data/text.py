@@ -45,11 +45,11 @@ class Leaf(Source):
 
     If the labels are single characters (Shakespeare), the classes are the 80 characters that LEAF
     uses.
-    With kind="causal" the texts are documents for a language model, and overlapping texts are
+    With `data.kind=causal` the texts are documents for a language model, and overlapping texts are
     joined.
     root: the folder with the folders train and test.
     length: the number of characters at the end of a text that are used as the input. With
-    kind="causal" it is the number of characters of a sample.
+    `data.kind=causal` it is the number of characters of a sample.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None keeps their
     shape.
     images: the folder of the pictures; None if inputs are not names of pictures.
@@ -241,9 +241,9 @@ class _LeafRows:
     place: str
 
     def origin(self, form: str) -> Origin:
-        """Return the fields of LEAF's files from which inputs, labels and users were read.
+        """Return the fields of LEAF's JSON files from which inputs, labels and users were read.
 
-        form: what the inputs are, such as "text" or "files".
+        form: what an input is: "text", "lists of numbers", or "files" for names of picture files.
         """
         return Origin(f"x ({form})", f"y ({type_name(self.labels)})", "users")
 

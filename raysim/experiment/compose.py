@@ -102,12 +102,15 @@ def _draft_config(
 ) -> Draft:
     """Compose a configuration of options, and set the user's values in it.
 
-    A group without an override gets its option from `stored` or, with resume=, from the
-    configuration of the resumed run.
-    groups: all options.
-    roots: the user's own folders of options.
-    stored: a stored configuration to start from; None if there is none.
-    settings: overrides as Python values, not as text.
+    The overrides choose the options of some groups. Other groups keep the options of the stored
+    configuration. Without a stored configuration, they get the preset's or raysim's default
+    options.
+    overrides: the user's overrides, as texts "key=value".
+    groups: all groups with the files of their options.
+    roots: the user's folders of options.
+    stored: a stored configuration to start from. None takes the configuration of the run that an
+    override of `resume` names, unless the overrides choose a preset.
+    settings: more overrides, as Python values by key; None if there are none.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
     values = {key: set_value.value for key, set_value in set_values.items()}
@@ -171,13 +174,14 @@ def _separate_options(
 def _restore_objects(
     config: DictConfig, stored: Node, options: Mapping[str, object], groups: Groups
 ) -> None:
-    """Copy the descriptions of Python objects from the stored configuration of a run to `config`.
+    """Copy the entries that describe Python objects from a stored configuration to `config`.
 
     config: the new configuration, which is changed in place.
-    stored: the configuration of the run that had the objects.
-    options: the options that the user chooses now, by group. They replace the objects of these
-    groups.
-    groups: all options.
+    stored: the configuration of an earlier run, for which the user may have given Python objects,
+    such as a model.
+    options: the options that the user chooses now, by group. The entries of these groups are not
+    copied.
+    groups: all groups with the files of their options.
     """
     choices = stored["choices"]
     for group in PARTS_FROM_PYTHON:
@@ -247,10 +251,12 @@ def draft(
 
 
 def complete_draft(drafted: Node, values: Mapping[str, Any]) -> Node:
-    """Return the configuration of one trial of a sweep. Read no file.
+    """Complete the common configuration of a sweep with the values of one trial. Read no file.
 
-    drafted: the first result of `draft`.
-    values: the values of the keys that the sweep varies, by key.
+    Return the configuration of the trial.
+    drafted: the configuration that all trials have in common, which is the first item of the pair
+    that `draft` returns.
+    values: the trial's values of the keys that the sweep varies, by key.
     """
     config = OmegaConf.create(drafted)
     values = full_keys(values)
@@ -323,7 +329,12 @@ def _folders_of_resumed_run(values: Mapping[str, Any]) -> list[str]:
 
 
 def _is_complete(node: Node) -> bool:
-    """Return True if a configuration has a value for every group and the name of its option."""
+    """Return True if a configuration has all groups that every run needs, and their options' names.
+
+    The values of each such group must be a dictionary. The entry `choices` must contain these
+    groups. Each value in `choices` must be the name of an option, or in the groups "method" and
+    "observer" a list of names.
+    """
     choices = node.get("choices")
     if not isinstance(choices, dict) or not choices.keys() >= {*COMPLETE}:
         return False

@@ -1,4 +1,7 @@
-"""Describe a run: the overview, the split, and everything that the run's bits depend on."""
+"""Describe a run: overview texts, the partition's statistics, and what the run's bits depend on.
+
+The hardware, the library versions and some settings decide the bits of a run's results.
+"""
 
 from __future__ import annotations
 

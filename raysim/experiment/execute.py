@@ -1,4 +1,4 @@
-"""Run an experiment to its end in a folder of results, and load such a folder."""
+"""Execute a run from its start to its last round, store it in a folder, and load such folders."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(
     console: Console | None = None,
     **settings: object,
 ) -> Result:
-    """Execute a run to its end and return the result.
+    """Execute a run until its last round and return the result.
 
         raysim.run("method=fedprox", rounds=20, runtime="inprocess")
         raysim.run(
@@ -116,10 +116,10 @@ def run(
 
     `on_round` and `observers` are not stored, and are not called if the run had finished before.
 
-    Raise `RefusedError` if the run cannot start; then nothing was written. Raise
-    `TooManyFailuresError` if too many clients failed, after a checkpoint. Raise `ObserverError` if
-    one of your observers raised an error, after the history was written. Raise `Interrupted` if the
-    user stops the run.
+    Raise `RefusedError` if the run cannot start; then nothing was written. If too many jobs of an
+    aggregation fail, write a checkpoint and raise `TooManyFailuresError`. If one of your observers
+    raises an error, write the history and raise `ObserverError`. Raise `Interrupted` if the user
+    stops the run.
     """
     from rich.console import Console
 
@@ -157,12 +157,14 @@ def run(
 
 
 def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Result:
-    """Return the result of the run in a folder; for an unfinished run, the rounds so far.
+    """Return the result of the run in a folder.
 
+    The result of an unfinished run has the rounds that are finished.
     folder: the run's folder, or its URL. The files at a URL, except for checkpoints, are copied to
     a temporary folder until this process ends.
     allow: packages besides raysim whose classes and options the configuration may use.
-    parts: objects (methods, model, data, ...) that config.yaml could not store, as for `run`.
+    parts: objects (methods, model, data, ...) that config.yaml could not store. They have the names
+    of the arguments with which `raysim.run` got them.
     Raise `RefusedError` if there is no run in the folder.
     """
     with errors_as_refusals():

@@ -1,4 +1,4 @@
-"""Find configuration groups and their options, and the options that a value selects."""
+"""Find configuration groups and their options, and read which options an override selects."""
 
 from __future__ import annotations
 
@@ -126,16 +126,18 @@ def config_roots(folders: Sequence[Path]) -> list[Path]:
 
 
 def config_folders(folders: Sequence[str | Path]) -> list[Path]:
-    """Return the user's own configuration folders as absolute paths."""
+    """Return the absolute path of each configuration folder that the user gave (--conf)."""
     return [user_path(folder).absolute() for folder in folders]
 
 
 def load_option(path: Path, group: str) -> Node:
-    """Read the file of an option.
+    """Read the YAML file of an option.
 
+    path: the file. In the groups "method" and "observer", the file's first line is a name and a
+    colon. All other lines are indented below this line, such as `_target_` with the class.
     group: the option's group, such as "method".
-    Raise `RefusedError` if the file is broken. A file of a method or an observer must begin with
-    the option's name; raise `RefusedError` otherwise.
+    Raise `RefusedError` if the file is not valid YAML. In the groups "method" and "observer", raise
+    it also for an empty file and for `_target_` at the top level.
     """
     node = load_yaml(path, "Fix it.")
     if group in LISTS and not node:
@@ -168,8 +170,9 @@ def _has_key(path: Path, key: str, group: str) -> bool:
 
 
 def option_names(value: object, group: str = "method") -> list[Any]:
-    """Return the names of the options that an override selects in a group with several options.
+    """Return the names of the options that an override of `method` or `observer` selects.
 
+    A run may have several options of these two groups.
     value: the value of the override: the name of an option, "a+b" for the options a and b, or a
     list of names. None and "" select no option. In the group "method", "fedavg" selects none, too.
     group: the name of the group, "method" or "observer".

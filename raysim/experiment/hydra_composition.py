@@ -127,8 +127,9 @@ class Composition(NamedTuple):
 
     values: the complete configuration. It has all values of the preset, even those for options that
     the run does not use.
-    chosen_values: the values of the chosen options without the preset, by group. Groups that the
-    preset does not change are left out.
+    chosen_values: the values that the chosen options have before the preset changes them, by group.
+    Groups that the preset does not mention are left out. Groups for which the user chose no option
+    are left out, too, except "method" and "observer".
     choices: the option of each group; a list of options for "method" and "observer".
     """
 
@@ -236,10 +237,10 @@ def _values(config: DictConfig) -> Node:
 
 @contextmanager
 def _start_hydra(roots: Sequence[Path]) -> Iterator[None]:
-    """Let Hydra read the files of these folders until the end of the context.
+    """Let Hydra read the files of some folders during a `with` block.
 
-    roots: the folders. `config.yaml` is read from the first one. If several folders have a file of
-    the same name, Hydra gets the file of the last one.
+    roots: the folders. Hydra reads config.yaml only from the first folder. It reads every other
+    file from the last folder that has a file of this name.
     """
     with _HYDRA_LOCK:
         Plugins.instance().register(ConfigFiles)
@@ -334,7 +335,10 @@ def _option_files(groups: Groups, group: str, name: str) -> Iterator[tuple[Path,
 
 
 def _default_options(node: Node) -> Node:
-    """Return the options in a file's list `defaults`, by their groups."""
+    """Return the option of each group that the list `defaults` of a configuration file names.
+
+    node: the content of the file.
+    """
     options: Node = {}
     for entry in node.get("defaults") or ():
         if not isinstance(entry, dict):

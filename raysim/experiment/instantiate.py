@@ -56,10 +56,11 @@ def resolve(target: object, path: str, allow: Sequence[str] = ()) -> type:
 def import_target(
     target: object, path: str, allow: Sequence[str] = (), key: str = f".{TARGET}"
 ) -> object:
-    """Import the object that a `_target_` names; return None if its module has no such name.
+    """Import an object by its full name; return None if the module has no object of this name.
 
-    target: the name of the object with its module, such as "raysim.methods.fedprox.FedProx".
-    path, key: the setting that has the name, such as "model" and "._target_", for errors.
+    target: the full name in the configuration, such as "raysim.methods.fedprox.FedProx".
+    path, key: the two halves of the name of the setting, such as "model" and "._target_", for
+    errors.
     allow: the packages besides raysim from which objects may be imported.
     Raise `RefusedError` if the module cannot be imported. Also raise it for a name outside raysim,
     the allowed packages, and the installed packages with options for raysim.
@@ -190,11 +191,11 @@ def _add_path(message: str, path: str) -> str:
 
 # --- values ---------------------------------------------------------------------------------------
 def convert(value: Any, kind: Any, path: str) -> Any:
-    """Convert a value to the annotated type, such as an integer to a float.
+    """Convert a value of the configuration to a type, such as an integer to a float.
 
-    A dictionary becomes an object of an annotated dataclass.
+    If the type is a dataclass, a dictionary becomes an object of this class.
 
-    kind: the annotation.
+    kind: the type, as an annotation such as `float` or `list[int]`.
     path: the key of the value, for errors.
     Raise `RefusedError`, with the key and the allowed values, for a value that does not fit.
     """

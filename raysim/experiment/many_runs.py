@@ -68,10 +68,13 @@ def new_folder(folder: Path, dated: bool) -> Iterator[Path]:
 
 
 def _create_folder(folder: Path, dated: bool, cleanup: ExitStack) -> Path:
-    """Create a folder and its parents; return its path.
+    """Create a folder and its parents; return the path of the new folder.
 
-    dated: True adds a number to the name if the folder exists.
-    cleanup: the exit stack that removes the created folders at its end if they are still empty.
+    folder: the folder to create.
+    dated: True if the folder's name has a date. If the folder exists, True adds a number to the
+    name, and False raises `RefusedError`.
+    cleanup: the exit stack that removes the created folders, if they are still empty, when the
+    stack is closed.
     """
     for parent in reversed(folder.parents):
         if not parent.exists():
@@ -171,7 +174,8 @@ def wrong_folder_error(command: str, folder: Path, file: str) -> RefusedError:
     """Return the error for resume=latest in a folder that holds no study or sweep.
 
     command: "study" or "sweep".
-    file: the name of the plan, which is missing.
+    folder: the folder, which is the value of out=.
+    file: the name of the file that is missing in the folder, such as "study.yaml".
     """
     return RefusedError(
         f"out={folder} is not the folder of a {command}, it has no {file}: "

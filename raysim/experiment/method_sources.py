@@ -37,10 +37,10 @@ class MethodSource:
 
 
 def read_method(target: str) -> MethodSource | None:
-    """Read the source of a class without importing it.
+    """Read docstrings, paper and hooks of a method's class from its file, without importing it.
 
-    Return None if the class is not raysim's, or extends a class of another file. Such a class must
-    be imported.
+    Return None for a class that must be imported instead. Such a class is outside raysim, or one of
+    its base classes besides `Method` is in another file.
     target: the name of the class with its module, such as "raysim.methods.fedprox.FedProx".
     """
     module, _, name = target.rpartition(".")
@@ -66,10 +66,12 @@ def read_method(target: str) -> MethodSource | None:
 
 
 def read_module(module: str, constant: str) -> tuple[str, str]:
-    """Return the docstring of a module of raysim, and the text of one of its variables.
+    """Return the docstring of a module of raysim, and the text in one of its variables.
 
-    module: the name of the module.
-    constant: the name of the variable.
+    The module's file is read, and the module is not imported. The file must assign the text to the
+    variable as a literal.
+    module: the full name of the module, such as "raysim.methods.fedavg".
+    constant: the name of the variable, such as "PAPER".
     """
     path = _source_file(module)
     assert path is not None, module

@@ -143,10 +143,12 @@ def separate_objects(
 
 
 def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[str, Metric]]:
-    """Return the names for `evaluate.metrics`, and the metrics that are objects, by name.
+    """Return a list with the names of all metrics, and a dictionary of those that are objects.
 
-    metrics: names, functions and metrics; None for none. A function that another process can import
-    gets its full path as its name, such as "mine.metrics.brier".
+    The list is the value of `evaluate.metrics`. The dictionary has each function and each
+    `raysim.Metric` by name, so their names are in the list, too. A function that another process
+    can import has its full path as its name, such as "mine.metrics.brier".
+    metrics: names, functions and objects `raysim.Metric`; None for none.
     Raise `RefusedError` for anything else.
     """
     if metrics is None:
@@ -175,14 +177,14 @@ def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[
 def describe_objects(
     objects: Mapping[str, object], settings: Mapping[str, Overrides], config: Node
 ) -> UserObjects:
-    """Return the user's objects and the configuration nodes that describe them.
+    """Return the user's objects, and the entries of the configuration that describe them.
 
     Arrays, tables, lists of rows and networks are wrapped in objects of raysim. Only these wrappers
     have settings.
-    objects: the objects by place: a group such as "model", or "method.NAME".
-    settings: the overrides of the wrappers' settings, by place.
-    config: the configuration without the objects. In a resumed run, it has the stored settings of
-    the wrappers, which the overrides change.
+    objects: the objects, by key of the configuration: a group such as "model", or "method.NAME".
+    settings: the overrides of the wrappers' settings, by the same keys.
+    config: the configuration without the objects. If a run is resumed, `config` has the stored
+    settings of the wrappers, and the overrides in `settings` replace them.
     Raise `RefusedError` for an object of a wrong type, and for an override of a setting that an
     object does not have.
     """
@@ -238,9 +240,12 @@ def _useless_override_error(place: str, part: object, key: str, override: SetVal
 
 
 def _needs_wrapper(place: str, part: object) -> bool:
-    """Return True if raysim must wrap a user's object: arrays, lists of rows, or a network.
+    """Return True if raysim must wrap an object that the user gave.
 
-    place: the group of the object, such as "data".
+    raysim wraps three types of objects: arrays and tables of data; lists of each client's rows; and
+    a PyTorch module, its class, or a function that makes it.
+    place: the group for which the user gave the object, such as "data".
+    part: the object.
     """
     if place == "data":
         return not hasattr(part, PARTS["data"])
@@ -250,10 +255,10 @@ def _needs_wrapper(place: str, part: object) -> bool:
 
 
 def _makes_module(part: object) -> bool:
-    """Return True if a user's object is a PyTorch module, or may make one when it is called.
+    """Return True if an object is a PyTorch module, a class of modules, or a function.
 
-    These are module classes and all functions. A `functools.partial` of such a class or function
-    counts too, unless it has positional arguments.
+    Any function counts, because it may return a module. A `functools.partial` of a class of modules
+    or of a function counts, too, unless it has positional arguments.
     """
     if isinstance(part, functools.partial) and not part.args:
         part = part.func
@@ -275,10 +280,10 @@ def _wrap(place: str, part: Any, overrides: Overrides, stored: object) -> object
 def _wrapper_settings(
     cls: type, place: str, overrides: Overrides, stored: object, computed: str
 ) -> dict[str, Any]:
-    """Return the checked arguments for the class with which raysim wraps a user's object.
+    """Return the checked arguments of a class that wraps the user's data or partition.
 
-    The values come from the overrides, or else from the stored configuration. The argument
-    `computed` is missing in the result, because the caller computes it from the object.
+    The values come from the overrides, or else from the stored configuration. The argument whose
+    name is in `computed` is left out, because the caller computes its value from the user's object.
     cls: the class that wraps the object, such as `Arrays`.
     place: the group of the object, "data" or "partition", for errors.
     overrides: the user's values, by the name of the argument.
@@ -380,10 +385,11 @@ def has_objects(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_missing(node: Mapping[str, Any], place: str) -> None:
-    """Raise `RefusedError` if a node describes an object that the user must give again.
+    """Raise `RefusedError` if a node describes a Python object that no file can store.
 
-    node: the configuration node of a part, such as the model.
-    place: the key of this node, such as "model" or "method.fedprox", for the error.
+    To continue or load such a run, the user must pass the object to raysim again.
+    node: an entry of the configuration, such as the entry of the model.
+    place: the key of this entry, such as "model" or "method.fedprox", for the error.
     """
     if OBJECT in node:
         kind, name = node[OBJECT], node[TARGET]  # "an object from Python", "package.Class"

@@ -110,11 +110,11 @@ def read_override(
 
 
 def _check_text(text: str) -> None:
-    """Raise `RefusedError` with a clear error for mistakes for which Hydra's error is unclear.
+    """Raise `RefusedError` for three mistakes in an override that Hydra explains badly.
 
-    These mistakes are: the text is not UTF-8, its value is a function call of Ray Tune, or it has
-    several overrides in one argument.
-    text: an override.
+    The text is not UTF-8, the value is a function call of Ray Tune, or the text has several
+    overrides, such as "a=1 b=2".
+    text: one argument of the command line.
     """
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise RefusedError(
@@ -176,9 +176,10 @@ def _expand_counts(text: str) -> str:
 
 
 class _Letters:
-    """A code of letters and digits for characters that Hydra's grammar does not accept.
+    """A reversible encoding of an override, because Hydra's grammar refuses some characters.
 
-    text: the override.
+    `hide` replaces each such character by letters and digits, and `restore` returns the characters.
+    text: the override. The replacements start with letters that do not occur in it.
     """
 
     # A character becomes a prefix that does not occur in the override, six hexadecimal digits and
@@ -190,7 +191,10 @@ class _Letters:
         self._hidden = re.compile(f"{self._mark}([0-9a-f]{{6}})Z")
 
     def hide(self, text: str) -> str:
-        """Replace the characters that Hydra's grammar does not accept by their codes."""
+        """Return an override in which letters and digits replace the characters that Hydra refuses.
+
+        text: the override.
+        """
         key, equals, value = text.partition("=")
         key = re.sub("[^ -~]", self._hide_character, key)
         value = _FOREIGN.sub(self._hide_character, value)
@@ -199,7 +203,7 @@ class _Letters:
         return f"{key}{equals}{value}"
 
     def restore(self, value: Any) -> Any:
-        """Replace the codes in a value from Hydra's parser by the original characters.
+        """Return a value from Hydra's parser in which the replaced characters are restored.
 
         value: a text, or a list or dictionary that may contain texts. A quoted text loses its
         quotes. Other values, such as numbers, are returned unchanged.

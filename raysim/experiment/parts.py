@@ -1,4 +1,4 @@
-"""Make objects from the nodes of a configuration: parts, lists of parts, and settings."""
+"""Build the objects of a run from its configuration, such as methods, model and settings."""
 
 from __future__ import annotations
 
@@ -143,14 +143,16 @@ def build_methods(
 def build_list(
     config: Node, group: str, kind: type[T], allow: Sequence[str], objects: Mapping[str, object]
 ) -> tuple[T, ...]:
-    """Return all parts of a group that may have several, such as "method" or "observer".
+    """Build all methods or all observers of a run, in the order of the configuration.
 
-    config: the run's configuration. For each part, it has a node with the class and its arguments,
-    by the part's name.
-    kind: the base class that all parts must extend.
+    config: the run's configuration. `config[group]` has an entry for each name, a dictionary with
+    the class (`_target_`) and its arguments.
+    group: "method" or "observer".
+    kind: the class that all objects must extend, `Method` or `Observer`.
     allow: the packages besides raysim whose classes the configuration may name.
-    objects: the user's objects, by "GROUP.NAME". They are used in place of the nodes.
-    Raise `RefusedError` for a node that names no class of this kind.
+    objects: the objects that the user gave, by "GROUP.NAME". They are used in place of their
+    entries.
+    Raise `RefusedError` for an entry that names no class, or a class that does not extend `kind`.
     """
     nodes = config.get(group, {})
     if not isinstance(nodes, Mapping):
@@ -169,13 +171,13 @@ def build_list(
 
 
 def class_of(node: Any, path: str, kind: type[T], allow: Sequence[str]) -> type[T]:
-    """Return the class that the configuration node of a method or an observer names.
+    """Return the class that `_target_` names in the configuration of a method or an observer.
 
-    node: the configuration node, with the class in `_target_`.
-    path: the key of the node, for errors.
-    kind: the base class that the class must extend.
+    node: this configuration, a dictionary with `_target_` and the class's arguments.
+    path: the key of this configuration, such as "method.fedprox", for errors.
+    kind: the class that the returned class must extend, `Method` or `Observer`.
     allow: the packages besides raysim whose classes the configuration may name.
-    Raise `RefusedError` if the node names no class, or a class that does not extend `kind`.
+    Raise `RefusedError` if `node` names no class, or a class that does not extend `kind`.
     """
     if not isinstance(node, Mapping) or TARGET not in node:
         raise RefusedError(
@@ -199,9 +201,9 @@ def build_metrics(
     """Return the metrics in `evaluate.metrics` that the user wrote, by name.
 
     A name with dots names a function, a `raysim.Metric`, or a class whose objects can be called.
-    names: the names in `evaluate.metrics`. Names of raysim's own metrics are skipped.
+    names: the names in `evaluate.metrics`. Names of metrics that raysim defines are skipped.
     allow: the packages besides raysim whose functions the configuration may name.
-    own: the metrics that the user gave as Python objects, by name.
+    own: the metrics that the user gave as Python objects, by name. They are not imported.
     Raise `RefusedError` for a metric that cannot be imported.
     """
     metrics: dict[str, Metric] = {}
@@ -248,9 +250,10 @@ def build_settings(node: Node) -> tuple[RunSettings, ExecutionOptions]:
 
 
 def check_values(node: Node) -> None:
-    """Raise `RefusedError` for values that are wrong on every machine.
+    """Raise `RefusedError` if a run's configuration has values with which no computer can run it.
 
-    This does not check whether data, devices and code outside raysim exist.
+    Data, devices and code outside raysim may be missing on this computer, so they are not checked.
+    node: the configuration.
     """
     with errors_as_refusals():
         build_settings(node)

@@ -1,7 +1,7 @@
 """Find the user's own packages: classes, and options in the package's folder `conf`.
 
 raysim finds an installed package by its entry point, `[project.entry-points."raysim.plugins"] mine
-= "mine"`. `--allow mine` allows any other importable package for a single command. A package is
+= "mine"`. A package without this entry point needs `--allow PACKAGE` in each command. A package is
 imported only when a configuration uses one of its classes.
 """
 
@@ -29,9 +29,12 @@ def installed_packages() -> tuple[str, ...]:
 
 
 def allow_packages(packages: Sequence[str]) -> list[Path]:
-    """Make packages importable, also from the current folder; return their folders `conf`.
+    """Check that Python can import packages; return the packages' folders `conf`.
 
-    Raise `RefusedError` for a package that does not exist, and for one text in place of a list.
+    The packages may be in the current folder, which is added to Python's search path.
+    packages: the names of the packages.
+    Raise `RefusedError` for a package that does not exist, and if `packages` is a string in place
+    of a list.
     """
     if isinstance(packages, str):
         raise RefusedError(
@@ -76,9 +79,11 @@ def _target_packages(node: object) -> set[str]:
 
 
 def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
-    """Find a package in the current folder that has an option but is not allowed.
+    """Find a package in the current folder that has an option in its folder `conf`.
 
-    Return the package and the option's file, or two empty texts if there is no such package.
+    The caller looked for the option in all allowed packages without finding it. Return the name of
+    the package and the path of the option's file. Return two empty texts if there is no such
+    package.
     group: the configuration group, such as "method".
     option: the name of the option, such as "mine".
     """
@@ -90,10 +95,11 @@ def find_unallowed_package(group: str, option: str) -> tuple[str, str]:
 
 
 def conf_folders_of(packages: Sequence[str]) -> list[Path]:
-    """Return the folders `conf` inside these packages; skip packages without one.
+    """Return the folder `conf` of each package that has one.
 
-    Raise `RefusedError` if a package is in a folder of the same name and Python would import that
-    folder.
+    packages: the names of the packages.
+    Raise `RefusedError` if Python would import mine/ in place of the package mine/mine/, because
+    both folders have the same name.
     """
     folders = []
     for name in dict.fromkeys(package.partition(".")[0] for package in packages):

@@ -350,9 +350,11 @@ def _study_folder(folder: Path) -> Path | None:
 
 
 def wrap_observers(on_round: OnRound | None, observers: Sequence[Observer]) -> list[Observer]:
-    """Return the user's own observers, wrapped so that an error says which one failed.
+    """Wrap the user's observers and round function so that an error says which one failed.
 
+    The returned list begins with an observer that runs `on_round`, unless `on_round` is None.
     on_round: the user's function that gets the row of each round; None for no function.
+    observers: the user's observers, which are wrapped one by one.
     Raise `RefusedError` for an object that is not an observer.
     """
     wrapped: list[Observer] = []

@@ -123,10 +123,12 @@ def local_copy(
 
 
 def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Experiment:
-    """Return a copy of the run with another results folder.
+    """Return a copy of a run that writes its results to a folder of this machine.
 
-    checkpoints: the address of the run's checkpoints, if the user set no `checkpoint.folder`.
-    folder: the new results folder.
+    The field `url` of the copy stores the URL that the run had as its folder.
+    checkpoints: the path or URL to which the copy writes checkpoints. If the user set
+    `checkpoint.folder`, that setting is used instead.
+    folder: the folder of this machine.
     """
     settings = experiment.spec.settings
     checkpoint = settings.checkpoint
@@ -139,7 +141,7 @@ def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Expe
 
 
 def checkpoints_at(url: str) -> str:
-    """Return the path or URL of the checkpoints of a run.
+    """Return the path or URL of a run's checkpoints. It is a path for a URL such as file:///a/b.
 
     url: the URL of the run's folder.
     """

@@ -40,11 +40,12 @@ MODEL, BEST = "model.safetensors", "best.safetensors"
 
 
 class Predictions(NamedTuple):
-    """The outputs of a model for n test samples.
+    """The labels of n test samples, and the outputs of a model for them.
 
     labels: [n], as in the data.
     scores: [n, outputs], the values that the evaluation uses: logits, unless a method changes them.
-    rows: [n], the positions of the samples in the data set; training rows come before test rows.
+    rows: [n], the position of each sample in the data set. The data set has all training samples
+    first and then the test samples, as the source divides them.
     """
 
     labels: np.ndarray
@@ -70,13 +71,13 @@ class Predictions(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A run: its folder, its summary, and its history (a row per aggregation).
+    """The result of a run: folder, summary, history (a row per aggregation), and models.
 
     Models are built when they are needed, from the folder's files, in this process and on the CPU.
     folder: the run's folder, or a local copy of the folder behind `url`.
     summary: the content of summary.json; for an unfinished run, it is computed from the history.
     rows: the history, a row for each aggregation.
-    source: the run, or a function that builds it.
+    source: the `Experiment` of the run, or a function that builds and returns the `Experiment`.
     url: the URL to which the files were sent; "" for none.
     """
 
@@ -227,10 +228,12 @@ class Result:
         return _model_with(self.experiment.spec, tensors)
 
     def client_state(self, client: int) -> dict[str, np.ndarray]:
-        """Return a client's state by full name: personal tensors, and what methods declare.
+        """Return the state of a client: personal tensors, and what methods declare.
 
-        A client that never trained has its initial state. The result is empty if clients have no
+        The keys of the result are the full names of the tensors, such as "model.bn1.weight". A
+        client that never trained has its initial state. The result is empty if clients have no
         state.
+        client: the number of the client.
         Raise `RefusedError` if there is no such client, or no checkpoint of the last round with
         client states.
         """
@@ -241,10 +244,10 @@ class Result:
             }
 
     def predictions(self, client: int | None = None, best: bool = False) -> Predictions:
-        """Return labels and scores on the central test set, or on a client's test set.
+        """Return labels and model outputs for the central test set, or for a client's test set.
 
-        client: None scores the shared model on the central test set; a number scores the client's
-        own model on the client's test set.
+        client: None uses the shared model and the central test set. A number uses the client's own
+        model and the client's test set.
         best: True uses the shared model of the best round, and needs client=None. False uses the
         model that the run scored last; with most methods, this is the final version.
         Raise `RefusedError` if the client does not exist, the test set is empty, or the run's
@@ -356,9 +359,10 @@ class _FinalState:
             self.published = PublishedVersion(0, server.vector.numpy(), server.counters.numpy())
 
     def version_of(self, shared: Mapping[str, Tensor]) -> PublishedVersion:
-        """Return a version of the shared model with other values.
+        """Return a version of the shared model that has the tensors in `shared`.
 
-        shared: the values of all shared tensors, by full name.
+        shared: the values of all shared tensors, by full name, such as the tensors of the best
+        round.
         """
         server = self.coordinator.server
         vector, counters = server.vector.clone(), server.counters.clone()
@@ -394,7 +398,11 @@ class _FinalState:
         return self.worker, task, published, client_states.state(client)
 
     def _server_of(self, client: int) -> Server:
-        """Return the server of the replica with which a client is scored."""
+        """Return the `Server` of the model (replica) with which a client is scored.
+
+        Each replica has its `Server`. If the topology lets losses choose, the client is scored with
+        the replica that has the smallest loss on the client's training samples.
+        """
         replicas = self.coordinator.replicas
         if not replicas.network.chosen_by_loss:
             return replicas.server_of(client)

@@ -42,8 +42,8 @@ class ExtractedOverrides(NamedTuple):
 
     overrides: the overrides that are text and do not concern an object.
     settings: the overrides that are Python values and do not concern an object, by key.
-    by_place: the overrides of objects' settings, by the object's place, such as "data" or
-    "method.fedprox", and then by key.
+    by_place: the overrides of objects' settings, by the object's key in the configuration. The
+    inner keys are the names of settings: by_place["method.fedprox"]["mu"].
     """
 
     overrides: list[str]
@@ -164,13 +164,15 @@ def flatten_settings(settings: Mapping[str, object]) -> dict[str, Any]:
 def extract_overrides(
     overrides: Sequence[str], settings: Mapping[str, object], places: Iterable[str]
 ) -> ExtractedOverrides:
-    """Separate the overrides of parts that are Python objects from all other overrides.
+    """Separate the overrides of the user's Python objects from all other overrides.
 
+    If the user gave the data as an object, "data.padding=1" is an override of this object.
     overrides: the user's overrides that are text, such as "local.lr=0.1".
     settings: the user's overrides that are Python values, by key; nested dictionaries are allowed.
-    places: the places of the objects, such as "data" or "method.fedprox".
-    Raise `RefusedError` for an override of a place itself, such as "data=mnist", and if a key of an
-    object is set twice.
+    places: the keys of the configuration for which the user gave objects, such as "data" or
+    "method.fedprox".
+    Raise `RefusedError` for an override that replaces an object, such as "data=mnist". Raise it
+    also if a key of an object is set twice.
     """
     by_place: dict[str, dict[str, SetValue]] = {place: {} for place in places}
     other_overrides = []

@@ -88,11 +88,13 @@ def store_plan(
 
 
 def load_plan(folder: Path, command: str) -> Node:
-    """Read the plan of a study or sweep: the command's overrides and its --conf folders.
+    """Read study.yaml or sweep.yaml: the command's overrides and its --conf folders.
 
-    The plan also has the `facts` that `store_plan` got.
+    The result also has the additional values that the command stored, such as a sweep's
+    fingerprint.
+    folder: the folder of the study or sweep.
     command: "study" or "sweep".
-    Raise `RefusedError` if the file does not contain a plan.
+    Raise `RefusedError` if the file lacks the overrides or the folders.
     """
     path = plan_file(folder, command)
     plan = load_yaml(path)
@@ -107,12 +109,13 @@ def load_plan(folder: Path, command: str) -> Node:
 def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     """Return True if a command continues a study or sweep, False if it starts a new one.
 
-    The command continues a study or sweep only with resume=latest. If the folder is missing or
-    empty, the command starts a new one there; then it needs overrides besides out and resume.
+    The command continues a study or sweep only with resume=latest. With resume=latest and a missing
+    or empty folder, it starts a new one; then it needs overrides besides out and resume.
     overrides: the overrides of the command.
     command: "study" or "sweep".
     folder: the folder of the study or sweep.
-    Raise `RefusedError` for resume=latest in a folder that has nothing to continue.
+    Raise `RefusedError` for resume=latest in a folder with files that are no study or sweep to
+    continue. Raise it also if the overrides for a new one are missing.
     """
     if not is_resume_requested(overrides, command):
         return False

@@ -173,7 +173,10 @@ class SteppedRun:
             return self._follower.follow_until(number)
 
     def to_the_end(self) -> None:
-        """Finish a run after its last round, and write its results."""
+        """Run all remaining rounds, and write the results of the run.
+
+        Do nothing if the run is finished.
+        """
         if self.is_finished:
             return
         with self._recorded():

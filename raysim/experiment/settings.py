@@ -1,4 +1,4 @@
-"""Define `Experiment`, which has all objects of a run, and the settings of its execution."""
+"""Define the settings of a run's execution, and `Experiment`, which has all objects of a run."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class RuntimeOptions(RayOptions):
 class Tracking:
     """The settings of `tracking`.
 
-    uri: the address of an MLflow server or database to which rows are sent at once; None only
-    stores the run for `raysim ui`.
     name: "mlflow" stores the run for MLflow, "none" does not.
+    uri: the address of an MLflow server or database, to which each row is sent during the run. With
+    None, nothing is sent, and the run is stored in its folder for `raysim ui`.
     """
 
     name: Literal["mlflow", "none"] = "mlflow"

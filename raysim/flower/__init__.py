@@ -1,4 +1,7 @@
-"""Flower apps on raysim: a learner, a Grid on virtual time, and a new `start_simulation`."""
+"""Run Flower apps on raysim: with a learner, a Grid on virtual time, and `start_simulation`.
+
+The function `start_simulation` replaces Flower's function of the same name.
+"""
 
 from __future__ import annotations
 

@@ -36,17 +36,17 @@ _CALLS_AHEAD = 2  # of each worker, so that it has work while this process reads
 
 @dataclass(frozen=True)
 class MessageRecord:
-    """A row of the table of messages: what became of a message.
+    """A row of the table of messages: one message to a client, and what became of it.
 
     message: the message's id.
     client: the number of the client.
     type: Flower's message type, such as "train" or "evaluate".
-    group: the group id that the app gave the message, such as the number of a round.
+    group: the group id that the ServerApp gave the message, such as the number of a round.
     dispatched: the virtual time at which the message was sent, in seconds.
     arrived: the virtual time at which a reply or an error arrived at the ServerApp. If a timeout
     ended first, it is the time at which the reply would have arrived.
     fate: "answered"; "lost" if the ServerApp got an error or a timeout in place of a reply; or
-    "failed" if the app raised an error or returned no valid reply.
+    "failed" if the ClientApp raised an error or returned no valid reply.
     error: why the message was lost or failed; "" if it was answered.
     numbers: the metrics of the reply, by name.
     """
@@ -66,13 +66,14 @@ class MessageRecord:
 class _Pending:
     """A message whose reply the ServerApp has not received yet.
 
-    request: the message in the form that raysim sends to a worker.
+    request: the message as raysim sends it to a worker.
     message: the same message as an object of Flower's class.
     dispatched: the virtual time at which the message was sent, in seconds.
     arrival: the virtual time at which the reply arrives, or at which the message counts as lost.
     content: the records of the reply; None before a worker has answered, and after an error.
-    header: the names and shapes of the reply's arrays and values, packed as bytes; b"" without one.
-    error: the error of the app; "" if it had none.
+    header: the names of the values in the reply, and the names and shapes of its arrays, packed as
+    bytes; b"" if there is no reply.
+    error: the error of the ClientApp; "" if it had none.
     """
 
     request: Request
@@ -149,9 +150,9 @@ class VirtualGrid(SimpleGrid):
 
     # --- nodes --------------------------------------------------------------------------------
     def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of the nodes that are available at the current virtual time.
+        """Return Flower's node ids of the clients that are available at the current virtual time.
 
-        An app that calls this function repeatedly, without sending a message, is waiting for
+        A ServerApp that calls this function repeatedly, without sending a message, is waiting for
         clients. The clock then advances to the next change of a client's availability.
         """
         if not self.is_owner():  # the clock does not move in a thread that Flower started
@@ -290,9 +291,10 @@ class VirtualGrid(SimpleGrid):
         advances to the arrival of the batch's last reply.
         Return a pair for each node that got messages of the batch, by node id: the virtual time of
         the node's last reply, in seconds, and the number of the client.
-        Raises ReplayError if a message differs from the message of the same client and number in
-        the stored run.
-        Raises WorkerDiedError if several workers died, one after another, with the same message.
+        Raises ReplayError if a message differs from the stored run's message with the same client
+        and the same number. The number is how many messages the client has received before.
+        Raises WorkerDiedError if several workers died, one after another, while they answered the
+        same message.
         """
         with self._lock:
             if self._batch_end is not None:
@@ -349,8 +351,8 @@ class VirtualGrid(SimpleGrid):
         """Answer messages from the stored replies; return the messages that need a worker.
 
         pending: the messages. Lost or answered messages are skipped.
-        Raises ReplayError if a message differs from the message of the same client and number in
-        the stored run.
+        Raises ReplayError if a message differs from the stored run's message with the same client
+        and the same number. The number is how many messages the client has received before.
         """
         unanswered = []
         for one in pending:
@@ -488,7 +490,11 @@ class VirtualGrid(SimpleGrid):
         return delivered
 
     def _keep_header(self, pending: _Pending) -> None:
-        """Store the names and shapes of a reply's arrays and values for `describe_odd_reply`."""
+        """Store the header of a reply, so that `describe_odd_reply` can compare replies.
+
+        pending: the answered message. The header has the names of the reply's values, and the names
+        and shapes of its arrays.
+        """
         # Only the replies to the last messages of one type, sent at one virtual time, are stored.
         group = pending.dispatched, pending.request.message_type
         if group != self._last_group:
@@ -536,10 +542,9 @@ class VirtualGrid(SimpleGrid):
 
 
 def _describe_deaths(requests: Iterable[Request]) -> WorkerDiedError:
-    """Return the error for messages with which several workers died, one after another.
+    """Return the error for workers that died while they answered the same messages.
 
-    requests: the messages. `MAX_ATTEMPTS` workers, one after another, died while they answered
-    them.
+    requests: the messages. `MAX_ATTEMPTS` workers died, one after another.
     """
     clients = ", ".join(str(request.client) for request in requests)
     return WorkerDiedError(
@@ -552,7 +557,7 @@ def _describe_deaths(requests: Iterable[Request]) -> WorkerDiedError:
 def _list_entries(entries: Iterable[RecordEntry]) -> str:
     """Return the first entries as a text: "A, B, C and 2 more".
 
-    entries: names and shapes of arrays and values in replies.
+    entries: arrays, with their names and shapes, and values, with their names.
     """
     texts = [str(entry) for entry in sorted(entries)]
     shown = ", ".join(texts[:MAX_ENTRIES])

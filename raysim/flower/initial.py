@@ -217,10 +217,10 @@ def from_client(runner: AppRunner) -> InitialModel:
 
 
 def from_object(made: Any, key: str) -> InitialModel:
-    """Return the parameters in an object that a user's function returned.
+    """Return the initial parameters in an object that a user's function returned.
 
-    made: a module, arrays by name, a list of arrays, or an ArrayRecord.
-    key: the setting of the function, for errors.
+    made: the object: a module, arrays by name, a list of arrays, or an ArrayRecord.
+    key: the setting that names the function, such as "learner.parameters=mine:model", for errors.
     Raises `RefusedError` for any other object.
     """
     if hasattr(made, "state_dict"):

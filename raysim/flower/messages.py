@@ -1,4 +1,7 @@
-"""Flower messages with metadata of raysim, and the content of messages to clients."""
+"""Make Flower's messages between the ServerApp and clients, and the content that clients get.
+
+raysim sets the metadata of the messages, such as the receiver and the virtual time.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +30,20 @@ LEGACY_NAMES = {"train": "fitins", "evaluate": "evaluateins"}
 
 
 def node_id(client: int) -> int:
-    """Return the node id of a client."""
+    """Return Flower's node id of the client with this number."""
     return FIRST_NODE_ID + client
 
 
 def client_number(node: int) -> int:
-    """Return the client that has a node id."""
+    """Return the number of the client that has this node id of Flower."""
     return node - FIRST_NODE_ID
 
 
 class GridMessage(Message):
     """A Flower message whose metadata raysim sets.
 
-    A process can create it without the identity that `Message` needs (see identity.py).
+    A process can create a `Message` only after Flower has prepared the process (`set_identity` in
+    identity.py). A `GridMessage` needs no such preparation.
     metadata: the sender, the receiver, the type and the times.
     content: the records, or None if the message has an error.
     error: the error, or None if the message has content.
@@ -131,7 +135,10 @@ def reply(
 ) -> GridMessage:
     """Return the reply to a message; it has either `content` or `error`.
 
-    created_at: the virtual time at which the reply arrives, in seconds.
+    to: the message that is answered.
+    created_at: the virtual time at which the ServerApp gets the reply, in seconds.
+    content: the records of the reply; None with an error.
+    error: why the client gives no records; None with `content`.
     """
     request = to.metadata
     metadata = Metadata(

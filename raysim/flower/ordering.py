@@ -29,14 +29,17 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
     changed: list[tuple[Server, Strategy]] = []
 
     class OrderedServerApp(kind):
-        """The copy of the ServerApp."""
+        """A ServerApp whose strategy sorts clients' results before it aggregates them."""
 
         def __init__(self) -> None:
             for name, value in vars(app).items():
                 setattr(self, name, value)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute; replace a strategy, or that of a `Server`, by a sorting copy."""
+            """Set an attribute; replace a strategy by a copy that sorts clients' results.
+
+            If the value is a `Server`, its strategy is replaced.
+            """
             if isinstance(value, Strategy):
                 value = order_results(value, grid)
             elif isinstance(value, Server):
@@ -61,7 +64,7 @@ def order_results(strategy: Strategy, grid: VirtualGrid) -> Strategy:
     kind: Any = type(strategy)
 
     class OrderedStrategy(kind):
-        """The sorting strategy."""
+        """A strategy that sorts clients' results by virtual time before it aggregates them."""
 
         def __init__(self) -> None:
             self.__dict__ = strategy.__dict__
@@ -69,14 +72,14 @@ def order_results(strategy: Strategy, grid: VirtualGrid) -> Strategy:
         def aggregate_fit(
             self, server_round: int, results: list[Any], failures: list[Any], *more: Any
         ) -> Any:
-            """Sort the results, and aggregate them as usual."""
+            """Sort training results by virtual time; let the base class aggregate them."""
             ordered = _in_order(results, failures, grid)
             return super().aggregate_fit(server_round, *ordered, *more)
 
         def aggregate_evaluate(
             self, server_round: int, results: list[Any], failures: list[Any], *more: Any
         ) -> Any:
-            """Sort the results, and aggregate them as usual."""
+            """Sort evaluation results by virtual time; let the base class aggregate them."""
             ordered = _in_order(results, failures, grid)
             return super().aggregate_evaluate(server_round, *ordered, *more)
 
