@@ -124,7 +124,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def collect(folder: Path) -> None:
-    """Write the numbers of every finished run to the page's JSON file.
+    """Write the numbers of every finished run to docs/studies/selection.json.
 
     folder: the folder of all runs.
     """
@@ -162,10 +162,12 @@ def table(store: dict[str, Any]) -> str:
 
 
 def draw(store: dict[str, Any], path: Path) -> None:
-    """Draw accuracy against each cost.
+    """Draw the accuracy on the central test set against virtual time, traffic and energy.
 
-    A line shows the mean over the seeds. A band shows the range from the lowest to the highest
-    seed.
+    Each selection rule has a line and a band. The line shows the mean accuracy over the seeds. The
+    band goes from the lowest to the highest accuracy among the seeds.
+    store: the results of the runs, by selection rule and seed, as selection.json has them.
+    path: the file of the picture.
     """
     titles = {"seconds": "virtual seconds", "megabytes": "MB, down and up", "energy": "Wh"}
     with curves_figure(path, len(COSTS), height=5, lowest=0.6) as axes:

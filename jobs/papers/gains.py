@@ -26,14 +26,14 @@ RunsByMethod = dict[str, dict[int, Run]]  # of one setting; the key includes the
 
 @dataclass(frozen=True)
 class PairedSetting:
-    """The runs of FedAvg and of other methods that differ only in method and seed.
+    """Runs of FedAvg and of other methods. The runs differ only in method and seed.
 
-    setting: the settings that all of these runs share.
+    setting: the settings that are equal in all runs.
     fedavg: the runs of FedAvg, by seed.
-    others: the runs of each method that shares at least `MIN_PAIRS` seeds with FedAvg, by method
-    and seed.
-    too_few: the runs of each method that shares fewer seeds, by method and seed.
-    scores: the scores that all runs have, by title.
+    others: runs by method and seed, for each method that has at least `MIN_PAIRS` seeds in common
+    with FedAvg.
+    too_few: runs by method and seed, for each method that has fewer seeds in common with FedAvg.
+    scores: the scores that all runs in `fedavg` and `others` have, by title.
     """
 
     setting: Setting
@@ -104,8 +104,9 @@ def _paired(setting: Setting, by_method: RunsByMethod, paper: PaperRuns) -> Pair
 
 # --- Markdown -------------------------------------------------------------------------------------
 def gains(runs: Sequence[Run], paper: PaperRuns) -> Iterator[str]:
-    """Yield a section about every setting as Markdown.
+    """Yield Markdown about the methods' gains over FedAvg, with one heading for each setting.
 
+    A gain is the mean difference of a method's and FedAvg's score over the seeds that both have.
     runs: our runs of the paper's methods and of FedAvg.
     paper: defines the scores that are compared.
     """
@@ -134,9 +135,10 @@ def _gain_row(name: str, by_seed: RunsBySeed, setting: PairedSetting) -> tuple[s
 
 
 def _gains_by_split(setting: PairedSetting) -> Iterator[str]:
-    """Yield Markdown about the gain of one method on each split, the most uneven split first.
+    """Yield Markdown about one method's gain over FedAvg for each seed.
 
-    The method is the one that shares the largest number of seeds with FedAvg.
+    Each seed has its own partition; seeds with more uneven partitions come first. The method that
+    has the most seeds in common with FedAvg is shown.
     """
     name, by_seed = setting.most_frequent
     seeds = setting.seeds(by_seed)

@@ -45,8 +45,9 @@ PLAN, CONFIG, SUMMARY, HISTORY = "plan.pickle", "config.yaml", "summary.json", "
 
 @dataclass(frozen=True)
 class GpuStudy:
-    """The runs for a claim at the paper's scale.
+    """The runs that test a claim of a paper, with the paper's model, data and rounds.
 
+    There is a run for each method and each seed.
     name: the name that selects the study on the command line.
     setting: the overrides of all runs.
     methods: the overrides that select each method.

@@ -154,7 +154,11 @@ def _results(
 ) -> Iterator[str]:
     """Yield Markdown: our results at one setting next to the paper's numbers.
 
-    causes: see `_explanations`.
+    table_name: the name of the table without the paper, such as "table1".
+    entries: the numbers of the table, each with our runs at this setting.
+    setting: how our runs differ from the paper's, as text; "" if there is no difference.
+    causes: maps "table1/ROW LABEL", or "table1" for a whole table, to a text. The text is the reason
+    why our numbers differ from the paper's.
     """
     shown = [entry for entry in entries if entry.values]
     if not shown:
@@ -250,7 +254,12 @@ def _machine(run: Run) -> str:
 
 # --- commands -------------------------------------------------------------------------------------
 def _commands(entries: Sequence[Entry]) -> str:
-    """Return a command for each cell: the command of its runs, or one that would compute it."""
+    """Return Markdown that lists the printed numbers of a table, each with a command.
+
+    If we have a run for the number, this is the command of the run. If not, it is the command of a
+    run at the paper's setting.
+    entries: the numbers of the table.
+    """
     cells_by_command: dict[str, list[str]] = {}
     for entry in entries:
         command = str(entry.command)

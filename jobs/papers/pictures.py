@@ -1,4 +1,8 @@
-"""Draw the pictures of `docs/papers`: gains over FedAvg, and how they depend on the split."""
+"""Draw the pictures of `docs/papers`: the gains of methods over FedAvg.
+
+The pictures also show how the gains depend on the split, the partition of the training samples
+among the clients.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,12 @@ def short_name(method: str) -> str:
 
 
 def _draw_intervals(ax: Axes, setting: PairedSetting, score: Score) -> None:
-    """Draw a line for each method: its mean gain and the 95 % interval."""
+    """Draw each method's gain over FedAvg: the mean as a point, the 95 % interval as a bar.
+
+    ax: the panel.
+    setting: the runs of FedAvg and of the methods.
+    score: the score in which the gain is measured.
+    """
     names = list(setting.others)
     for y, name in enumerate(names):
         gain = setting.gain(setting.others[name], score)
@@ -74,9 +83,10 @@ def _draw_intervals(ax: Axes, setting: PairedSetting, score: Score) -> None:
 
 
 def _draw_by_entropy(ax: Axes, setting: PairedSetting) -> None:
-    """Draw a method's gain on each split against the split's label entropy.
+    """Draw one method's gain over FedAvg against the label entropy of the partition.
 
-    The method is the one that shares the largest number of seeds with FedAvg.
+    There is a point for each seed, because each seed has its own partition. The method that has the
+    most seeds in common with FedAvg is drawn.
     """
     name, by_seed = setting.most_frequent
     entropies = [label_entropy(setting.fedavg[seed]) for seed in setting.seeds(by_seed)]

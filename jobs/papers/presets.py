@@ -1,7 +1,7 @@
-"""Map each printed number to the command of our run, and to the score to compare.
+"""Map each number in a paper's tables to a command of `raysim run` and to a score of this run.
 
-To add a paper, add a `PaperRuns`. Its functions map a cell of a table to a `Command` and to a
-`Score`.
+The number in the paper is compared with this score. To add a paper, add a `PaperRuns`. Its
+functions map a cell of a table to a `Command` and to a `Score`.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ class Command:
 
 @dataclass(frozen=True)
 class Score:
-    """A score of a run.
+    """A rule that computes a score of a run, such as the best accuracy, from the run's history.
 
-    column: the name of the column of the history. The number of rounds until an accuracy is
-    reached is also counted in this column.
-    summary: function that computes the score from the history and the name of the column.
-    factor: number by which the score is multiplied, such as 100 for percent.
-    spread: function that computes the deviation within one run, with the arguments of `summary`;
+    column: the name of the column of the history from which the score is computed. If the paper
+    prints numbers of rounds until an accuracy is reached, ours are also found in this column.
+    summary: a function that returns the score. Its arguments are the rows of the history and the
+    name of the column. It returns None if the run does not have the score.
+    factor: the number by which the score is multiplied, such as 100 for percent.
+    spread: a function that returns the deviation within one run, with the arguments of `summary`;
     None if the table prints no such deviation.
-    additional_columns: maps the title of each further score to the name of its column in the
-    history. These scores are printed, too.
+    additional_columns: maps titles to names of columns in the history. From each of these columns,
+    a further score is computed in the same way and printed, too.
     """
 
     column: str
@@ -70,16 +71,18 @@ class Score:
 
 @dataclass(frozen=True)
 class PaperRuns:
-    """A map from the cells of a paper's tables to our runs and scores.
+    """A map from the cells of a paper's tables to commands of our runs and to their scores.
 
-    command: function from a table and a cell to the command of our run.
-    score: function from a table and a cell to the compared score.
-    row_prefixes: the beginnings of some keys of settings. A run belongs to a row of a table only if
-    it has the row's values of these keys.
+    command: a function from a table and a cell to the command of our run.
+    score: a function from a table and a cell to our score, which is compared with the cell.
+    row_prefixes: prefixes of keys, such as "method.". The rows of a table differ in the settings
+    whose keys have one of these prefixes. A run is compared with a row only if it has the row's
+    values of these settings.
     notes: remarks on our runs, by the name of the table.
     score_explanation: a text that says which of our scores is compared with the printed numbers.
     gains: the scores for which gains over FedAvg are computed, by title.
-    gain_score_name: the score in `gains` as words of a sentence, such as "the final accuracy".
+    gain_score_name: words for a sentence that say how all scores in `gains` are computed, such as
+    "the mean of the five best rounds".
     """
 
     command: Callable[[Table, Cell], Command]
@@ -92,17 +95,27 @@ class PaperRuns:
 
 
 def best_five(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean of a column's five best values."""
+    """Return the mean of the five highest values in the column `name`.
+
+    If there are fewer values, return the mean of all; without values, return None.
+    """
     return best_mean(column(rows, name))
 
 
 def per_job(rows: Sequence[Row], name: str) -> float | None:
-    """Return the sum of a column divided by the run's number of jobs."""
+    """Return the sum of the column `name`, divided by the run's number of aggregated jobs.
+
+    Return None if the column has no values, or if no job was aggregated.
+    """
     return _per_job(finite_values(column(rows, name)), rows)
 
 
 def total_per_job(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last value of a cumulative column divided by the run's number of jobs."""
+    """Return the last value of the column `name`, divided by the number of aggregated jobs.
+
+    The column must be a running sum over rounds. Return None if it has no values, or if no job was
+    aggregated.
+    """
     return _per_job(finite_values(column(rows, name))[-1:], rows)
 
 
@@ -167,7 +180,12 @@ FEDBR_ADDITIONAL_COLUMNS = {
 
 
 def fedbr_score(table: Table, cell: Cell) -> Score:
-    """Return the score for a cell of FedBR's tables; `FEDBR_SCORE_EXPLANATION` explains it."""
+    """Return how our score for a cell of FedBR's tables is computed.
+
+    It is usually an accuracy in percent, the mean of the five best rounds. Table 14 has the
+    accuracy of the worst angle or client. The tables of costs have million floats or seconds of a
+    job.
+    """
     if cell.unit == "million parameters":
         # In the paper, FedCM has twice the number of FedAvg. FedCM sends more only to clients, so the
         # paper counts what clients receive.
@@ -210,19 +228,28 @@ FEDBSS_SCORE_EXPLANATION = (
 
 
 def last_ten(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean of a column over the last ten rounds."""
+    """Return the mean of the last ten values in the column `name`.
+
+    Rounds that were not scored have no value. If there are fewer than ten values, return the mean
+    of all; without values, return None.
+    """
     return last_mean_std(column(rows, name))[0]
 
 
 def deviation_of_last_ten(rows: Sequence[Row], name: str) -> float | None:
-    """Return the standard deviation of a column over the last ten rounds."""
+    """Return the population standard deviation of the last ten values in the column `name`.
+
+    Rounds that were not scored have no value. If there are fewer than ten values, use all; without
+    values, return None.
+    """
     return last_mean_std(column(rows, name))[1]
 
 
 def fedbss_score(table: Table, cell: Cell) -> Score:
-    """Return the score for FedBSS's tables: the mean central accuracy of the last ten rounds.
+    """Return how our score for FedBSS's tables is computed, in percent.
 
-    The spread is the standard deviation of this accuracy over the same rounds.
+    It is the accuracy on the central test set, as the mean over the last ten scored rounds. Its
+    spread is the standard deviation over the same rounds.
     """
     return Score("accuracy_global", last_ten, 100, deviation_of_last_ten)
 
@@ -281,9 +308,10 @@ FRAUG_SCORE_EXPLANATION = (
 
 
 def fraug_score(table: Table, cell: Cell) -> Score:
-    """Return the score for a cell of FRAug's tables; `FRAUG_SCORE_EXPLANATION` explains it.
+    """Return how our score for a cell of FRAug's tables is computed, in percent.
 
-    Models with a fine-tuned head are scored once, at the end.
+    It is the clients' test accuracy, for each client in the round of its best validation accuracy.
+    A model with a fine-tuned head is scored once, at the end.
     """
     kind = "accuracy_finetuned" if cell.variant.get("head_finetune") else "accuracy_best"
     letter = cell.column
@@ -307,14 +335,15 @@ def fraug_score(table: Table, cell: Cell) -> Score:
 
 
 def last(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last value of a column, or None without values."""
+    """Return the last value in the column `name`, or None if the column has no values."""
     return next(reversed(finite_values(column(rows, name))), None)
 
 
 def last_of_domain(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last value of the first column whose name starts with `name`.
+    """Return the last value in the column of a domain, or None if there is no such column.
 
-    Case and separators are ignored.
+    name: the beginning of the column's name, without regard to case and separators. If several
+    columns begin with it, the one with the shortest name is used.
     """
     wanted = _simple(name)
     names = dict.fromkeys(key for row in rows for key in row if _simple(key).startswith(wanted))
@@ -363,17 +392,22 @@ FEDLD_SCORE_EXPLANATION = "The last accuracy on the central test set."
 
 
 def fedld_score(table: Table, cell: Cell) -> Score:
-    """Return the score for FedLD's tables: the last accuracy on the central test set."""
+    """Return how our score for FedLD's tables is computed, in percent.
+
+    It is the last accuracy on the central test set. For FedBN and FedPAC, it is the mean over the
+    clients' models; for all further methods, it is the accuracy of the shared model.
+    """
     return Score(
         "accuracy_common" if set(cell.methods) & set(OWN_MODELS) else "accuracy_global", last, 100
     )
 
 
 def last_central(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last score on the central test set, of the clients' own models or the shared one.
+    """Return a run's last accuracy on the central test set, or None without values.
 
-    name: the name of the column with the score of the shared model. This score is returned if the
-    clients have no models of their own.
+    This is the mean accuracy of the clients' models if the run has the column `accuracy_common`. If
+    not, it is the score of the shared model.
+    name: the name of the column with the score of the shared model.
     """
     own = last(rows, "accuracy_common")
     return last(rows, name) if own is None else own

@@ -142,10 +142,10 @@ def command(config: Mapping[str, object]) -> str:
 
 
 def _execution(config: Mapping[str, object]) -> list[str]:
-    """Return the overrides of the device, lanes, recorded steps and precision of a run.
+    """Return a run's overrides of device, lanes, recorded steps and precision.
 
-    The bits of a run's results depend on these settings. A setting with the default value of a run
-    on a CPU is left out.
+    The bits of a run's results depend on these settings. Left out are these default values: the
+    device "cpu", one lane, no recorded steps, and "float32".
     config: the configuration in the run's folder.
     """
     defaults = {"lanes": 1, "graph": False, "precision": "float32"}
@@ -201,7 +201,10 @@ def _value(config: Mapping[str, object], key: str) -> object:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Store the runs that the command line names, and print their files."""
+    """Store the runs that the command line names in `jobs/papers/results`, and print the paths.
+
+    arguments: folders of runs, studies and sweeps; None reads them from the command line.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.results",
         description="Store finished runs for the papers' tables.",

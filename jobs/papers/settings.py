@@ -41,10 +41,13 @@ class Setting:
 
 
 def _setting(name: str, title: str, overrides: str, study: str) -> Setting:
-    """Return a setting.
+    """Return a `Setting`, with its overrides as a sorted tuple and its study as a command.
 
+    name: a short, unique name.
+    title: a description.
     overrides: the overrides of the setting, separated by spaces.
-    study: a name in `jobs/studies.sh`, or a whole command.
+    study: the study that runs the methods at this setting. It is the name of a study in
+    `jobs/studies.sh`, or a shell command with at least one space.
     """
     command = study if " " in study else f"bash jobs/studies.sh {study}"
     return Setting(name, title, tuple(sorted(overrides.split())), command)
@@ -208,7 +211,11 @@ SETTINGS = (
 
 
 def overrides_of(run: Run) -> tuple[list[str], list[str]]:
-    """Return two lists from a stored run's command: overrides of methods, and of the setting."""
+    """Divide the overrides in a stored run's command into two lists.
+
+    The first list has the overrides that begin with "method". The second list has all further
+    overrides except the seed and those in `EXECUTION`. They are the overrides of a `Setting`.
+    """
     overrides = shorten_numbers(str(run.summary.get("command"))).split()[2:]
     methods = [text for text in overrides if text.startswith("method")]
     excluded = ("method", "seed=", *EXECUTION)

@@ -42,7 +42,10 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Return the printed label of the row, or the methods' parameters if there is no label."""
+        """Return the label of the table row that contains this cell, as the paper prints it.
+
+        If the paper prints no label, return the values in `variant` as text, such as "tau2 0.5".
+        """
         values = {
             key: "+".join(map(str, value)) if isinstance(value, list) else value
             for key, value in self.variant.items()

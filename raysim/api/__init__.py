@@ -1,12 +1,15 @@
 """The interface of methods: hooks, declarations, and the objects that hooks receive.
 
-Shapes are written in brackets; [] is a scalar tensor. Letters in shapes mean the following:
+Shapes are written in brackets; [] is a scalar tensor. Letters in shapes are these numbers:
 
-    B   the samples in a batch
+    B   number of samples in a batch
     n   any number of samples
-    C   the outputs of the model (classes)
-    F   the features of a sample in front of the model's last layer
+    C   number of outputs of the model for a sample, such as its classes
+    F   number of features of a sample, which are the inputs of the model's last layer
 
-The flat vector of a run has `layout.total` floats. The first `layout.shared` of them travel between
-server and clients, and the first `layout.trained` are parameters that optimizers train.
+The flat vector of a run has `layout.total` floats in this order:
+
+    from 0                to layout.trained   parameters that travel between server and clients
+    from layout.trained   to layout.shared    buffers that travel, such as BatchNorm statistics
+    from layout.shared    to layout.total     parameters and buffers that stay on a client
 """

@@ -83,7 +83,7 @@ def to_named_arrays(state: StoredState, layout: Layout) -> dict[str, np.ndarray]
 def reserved_names(layout: Layout) -> set[str]:
     """Return the names that a method cannot give to client state, because they are in use.
 
-    These are the full names of the neural networks' tensors that stay on the client, such as
+    Some tensors of the neural networks stay on the client; their full names are in use, such as
     "model.bn1.weight". The names of the two flat arrays of `ClientState` are also reserved.
     """
     floating, integer = layout.personal_entries
@@ -91,9 +91,12 @@ def reserved_names(layout: Layout) -> set[str]:
 
 
 def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> StoredState:
-    """Return the client state that `to_named_arrays` has turned into these arrays.
+    """Return the client state from its named arrays: the inverse of `to_named_arrays`.
 
-    Raises ValueError if `arrays` lacks a tensor of a neural network that stays on the client.
+    arrays: the tensors that stay on the client, by full name. They are the personal tensors of the
+    neural networks, such as "model.bn1.weight", and the methods' client state.
+    layout: the names, shapes and order of the personal tensors.
+    Raises ValueError if a personal tensor is missing in `arrays`.
     """
     floating, integer = layout.personal_entries
     names = {entry.name for entry in (*floating, *integer)}
@@ -134,8 +137,8 @@ def from_flat_arrays(arrays: Mapping[str, np.ndarray]) -> StoredState:
 def _values_of(buffer: np.ndarray, entry: Entry, start: int) -> np.ndarray:
     """Return one tensor of a neural network as a view of the flat array that contains it.
 
-    buffer: `ClientState.personal` or `ClientState.counters`.
-    entry: the tensor's shape and its position in the layout.
-    start: the position in the layout of the buffer's first element.
+    buffer: the flat array: `ClientState.personal` or `ClientState.counters`.
+    entry: the tensor's shape, and its position in the layout.
+    start: the position that the first element of `buffer` has in the layout.
     """
     return buffer[entry.start - start : entry.stop - start].reshape(entry.shape)

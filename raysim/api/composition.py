@@ -190,11 +190,11 @@ def _uncalled_functions(cls: type[Method]) -> list[str]:
 
 
 def check_names(methods: Sequence[Method]) -> None:
-    """Raise ValueError if a method of a list has a wrong name or a wrong hook.
+    """Raise ValueError if a method in a list has a wrong name or a wrong hook.
 
-    Each method must have a name, and no two methods the same name. A method must not have a hook
-    under a name from before the hook was renamed, or with wrong arguments. Only one method may
-    override the hook `model`.
+    Each method must have a name, and the names must differ. A hook must not have the name that it
+    had in version 0.1.0. It must accept the arguments that raysim passes to it. At most one method
+    may override the hook `model`.
     """
     for method in methods:
         check_name(method)
@@ -411,8 +411,10 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
 
 
 def _unmet_needs(task: Task, has_features: bool) -> Mapping[Need, str]:
-    """Return the unmet needs, each with the reason: {"images": "needs images, and ..."}.
+    """Map each need that this task and model do not fulfil to a text about what is missing.
 
+    A need is a requirement that methods declare, such as "images". The text completes a sentence
+    about the method: "needs images [channels, height, width], and ...".
     task: the learning task.
     has_features: True if the model has features in front of a linear head.
     """

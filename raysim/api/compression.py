@@ -97,7 +97,7 @@ class Compressor(Method):
         raise NotImplementedError
 
     def initial(self, layout: Layout) -> Tensor:
-        """Return the argument `kept` of `encode` for a sender's first message.
+        """Return the tensor that `encode` gets as the argument `kept` for a first message.
 
         By default the tensor is empty. Override this function and `keep` if a message depends on
         the sender's previous message.
@@ -105,12 +105,13 @@ class Compressor(Method):
         return torch.empty(0)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
-        """Return the argument `kept` of `encode` for the sender's next message.
+        """Return the tensor that the sender keeps from a message, to encode its next message.
 
-        By default the tensor is empty. A compressor that overrides this function must also override
-        `initial`.
+        `encode` gets this tensor as the argument `kept`. By default the tensor is empty. A
+        compressor that overrides this function must also override `initial`, which returns the
+        tensor for the first message.
 
-        message: the message that the sender has just sent.
+        message: the encoded message that the sender has just sent, uint32 [words].
         """
         return torch.empty(0)
 
@@ -155,10 +156,10 @@ class Compressor(Method):
         return values.device.type == "cpu" and values.dtype == torch.float32
 
     def _add_memory(self, values: Tensor, memory: Tensor) -> Tensor:
-        """Return the vector to encode in a new tensor: v - m with ef21, and v + m with ef14.
+        """Return a new tensor, the vector to encode: v - m with ef21, and v + m with ef14.
 
-        values: [layout.trained], the vector v.
-        memory: [layout.trained], the memory m; empty if m is 0.
+        values: [layout.trained], the vector v to send.
+        memory: [layout.trained], the memory m of error feedback; empty if m is 0.
         """
         wanted = new_like(values)
         if not len(memory):
@@ -214,7 +215,11 @@ class Compressor(Method):
         return self.direction in ("down", "both")
 
     def setup(self, run: Setup) -> None:
-        """Declare this compressor, and the memory of its senders as client or server state."""
+        """Declare this compressor, and the state that senders keep from one message to the next.
+
+        The state is the memory m of error feedback, and the tensor that `keep` returns. It is
+        client state if clients compress, and server state if the server does.
+        """
         run.compress(self)
         run.needs_clients("it compresses what clients send and receive")
         has_memory = self.feedback != "none"
@@ -232,9 +237,10 @@ class Compressor(Method):
     def send(
         self, values: Tensor, state: Mapping[str, Tensor], layout: Layout, key: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Send a vector; return the vector that the receiver gets, and the sender's next state.
+        """Compress a vector; return the vector that the receiver decodes, and the sender's state.
 
-        The received vector may be a tensor of the next state, so do not change it.
+        This state is the argument `state` for the sender's next message. Do not change the decoded
+        vector in place, because the state may contain the same tensor.
 
         values: [layout.trained], the vector to send. It is overwritten.
         state: the sender's current state. For the first message it is the initial state; after

@@ -1,4 +1,4 @@
-"""The data of a job in training: its batches, the model's outputs, and its worker.
+"""The data of a job while it trains: its batches, the model's outputs, and its worker.
 
 The training loop stores the data of a job in a `Context`. A method's hooks get a `LocalJob`
 instead, in which a method uses short names. For example, `job.state["control"]` in a hook of
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """The number of batches."""
+        """The number of batches in the whole job."""
         return len(self.sizes)
 
 
@@ -93,8 +93,8 @@ class WorkerView(Protocol):
         """Return copies of all networks, by name, in eval mode and without gradients.
 
         ctx: the job.
-        name: a name that you choose. The first call of a job with this name makes the copies. Later
-        calls return the same copies, and must pass the same `values`.
+        name: a name for the copies, which you choose. In each job, the first call with a name makes
+        the copies. Later calls with this name return the same copies; pass the same `values`.
         values: the vector [layout.total] to load into the copies. None loads the parameters from
         which the job's training started.
         """
@@ -134,10 +134,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the optimizer steps that are made on each batch, one after another.
+    """One optimizer step on a batch, with the loss and the parameters of this step.
 
-    By default there is one stage, which trains the model with the task loss. A method declares
-    other stages with `Setup.stages`.
+    By default there is one stage for each batch, which trains the model with the task loss. With
+    `Setup.stages`, a method declares several stages, which follow one another on each batch.
 
     name: the name of the stage; hooks read it as `job.stage.name`. Stages of different names have
     different optimizers.
@@ -146,8 +146,8 @@ class Stage:
     task loss, to which methods add terms.
     ascend: True maximises the loss; the hook `gradient` then gets the gradient of minus the loss.
     rate: the factor by which the learning rate is multiplied in this stage.
-    modes: networks or modules to put into train mode (True) or eval mode (False) before the step,
-    in this order.
+    modes: maps names of networks or modules to True for train mode and False for eval mode. The
+    modes are set before the step, in the order of the mapping.
     """
 
     name: str = "task"
@@ -174,10 +174,11 @@ class Context:
     seed: the seed of the run.
     client: the number of the client.
     participation: the number of this client's jobs that were dispatched before this one.
-    version: the version that the client received: the number of aggregations before it.
+    version: the number of the version that the client received. The number counts the aggregations
+    that made this version.
     samples: the number of the client's training samples.
     rate: the learning rate of this job.
-    vector: all networks in training, as one flat vector.
+    vector: all networks that the job trains, as one flat vector.
     received: [layout.shared], the received version; the update is the change from it.
     received_counters: int64 [layout.shared_counters], the received buffers of integers.
     base: [layout.shared], the parameters from which training starts. They are `received`, unless a
@@ -194,8 +195,8 @@ class Context:
     stage: the stage of the current optimizer step.
     kept: the values that methods stored in `LocalJob.scratch`.
     views: the `LocalJob` of each method, by the name of the method.
-    start: the client's personal tensors as they were before the first step. `frozen` loads them
-    together with `base`.
+    start: the client's personal tensors before the first step. With `base`, they are the values
+    that the method `frozen` loads into its copies of the networks.
     plan: the batches of this job; available after the hook `begin`.
     losses: [steps with the task loss], the loss of each step without the terms of methods;
     available in the hook `end`.
@@ -228,17 +229,23 @@ class Context:
     views: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def view(self, method: str) -> Any:
-        """Return the `LocalJob` of a method."""
+        """Return the `LocalJob` that the hooks of a method get in this job.
+
+        method: the name of the method.
+        """
         return self.views[method]
 
     @property
     def model(self) -> Classifier:
-        """The model in training."""
+        """The model that this job trains."""
         return cast("Classifier", self.vector.networks["model"])
 
     @property
     def networks(self) -> Mapping[str, nn.Module]:
-        """All networks in training: "model", and "method.name" for networks of methods."""
+        """All networks that this job trains, by full name.
+
+        The names are "model", and "method.name" for a network that a method has added.
+        """
         return self.vector.networks
 
     @property
@@ -259,8 +266,8 @@ class Context:
     ) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: a name that you choose. The first call of a job with this name makes the copies. Later
-        calls return the same copies, and must pass the same `values`.
+        name: a name for the copies, which you choose. In each job, the first call with a name makes
+        the copies. Later calls with this name return the same copies; pass the same `values`.
         values: the vector [layout.total] to load into the copies. None loads the parameters from
         which the job's training started.
         """
@@ -308,9 +315,10 @@ def without_gradient(compute: Callable[[], Tensor]) -> Tensor:
 
 
 class Outputs:
-    """The features and outputs of the models for one batch, for the hook `loss`.
+    """Features and outputs for one batch, for the hook `loss`.
 
-    Each value is computed at its first use and then stored, so that methods share it.
+    They belong to two models: the model that the job trains, and the model from which its training
+    started. Each value is computed at its first use and then stored for all methods.
     """
 
     __slots__ = ("_kept", "batch", "ctx")
@@ -335,7 +343,7 @@ class Outputs:
 
     @property
     def features(self) -> Tensor:
-        """The features [B, F] of the model in training."""
+        """The features [B, F] of the batch, computed by the model that the job trains."""
         return self.once("features", self._features)
 
     def _features(self) -> Tensor:
@@ -358,7 +366,7 @@ class Outputs:
 
     @property
     def logits(self) -> Tensor:
-        """The outputs [B, C] of the model in training."""
+        """The outputs [B, C] for the batch, computed by the model that the job trains."""
         return self.once("logits", lambda: self._outputs_of(self.ctx.model, lambda: self.features))
 
     def _outputs_of(self, model: Classifier, features: Callable[[], Tensor]) -> Tensor:

@@ -109,8 +109,8 @@ class Task:
     def metric(self) -> MetricRule:
         """The main metric.
 
-        It decides which round is best, when a run reaches a score such as 0.9, and which trial of a
-        sweep wins.
+        It decides the best round of a run and the best trial of a sweep. The first round with a
+        score such as 0.9 is also found with this metric.
         """
         return self.metrics[0]
 
@@ -277,16 +277,20 @@ class Local:
     weight_decay: the strength of weight decay; 0 for none.
     clip: the largest norm of a gradient; 0 for no limit.
     lr_decay: the factor by which the learning rate is multiplied after each version.
-    schedule: how the learning rate changes with the version, in addition to `lr_decay`; the
-    function `Local.rate` has the formulas.
-    schedule_rounds: the number T of versions after which the schedules "cosine" and "linear" end.
-    final_lr: the learning rate of "cosine" and "linear" at version T.
-    drop_every: the number of versions after which the schedule "step" lowers the learning rate.
-    drop_factor: the factor by which the schedule "step" multiplies the learning rate each time.
-    warmup_rounds: the number W of first versions in which the learning rate grows.
-    schedule_over: "rounds" changes the learning rate from version to version. "steps" changes it
-    from step to step, and every job goes through the whole schedule.
-    warmup_steps: the number of first steps of each job in which the learning rate grows.
+    schedule: how the learning rate changes over time, in addition to `lr_decay`. `Local.rate` has
+    the formulas of "constant", "cosine", "linear" and "step".
+    schedule_over: the unit of time of the schedule. With "rounds", time is the number of the
+    version from which the job starts. With "steps", time is the number of the step in its job, so
+    the schedule starts again in every job.
+    schedule_rounds: the number T of versions after which "cosine" and "linear" end. None is allowed
+    for "constant" and "step", and with `schedule_over="steps"`, where T is the job's steps.
+    final_lr: the learning rate at the end of "cosine" and "linear".
+    drop_every: the number of versions (or of steps) after which "step" lowers the learning rate
+    again. None is allowed for all schedules but "step".
+    drop_factor: the factor by which "step" multiplies the learning rate each time.
+    warmup_rounds: the number W of first versions in which the learning rate grows; 0 for none.
+    warmup_steps: the number of first steps of each job in which the learning rate grows; 0 for
+    none.
     rates: factors by which the learning rate of a part of the model is multiplied. A part is
     "head", "body", "adapters", or the full name of a module ("model.extractor.0").
     epochs: the number of passes of a job over the client's samples; None if `steps` is set.
@@ -342,7 +346,7 @@ class Local:
         self.settings()
 
     def _check_schedule(self) -> None:
-        """Raise ValueError if a setting of the schedule is missing or out of range."""
+        """Raise ValueError if a setting of the learning-rate schedule is missing or invalid."""
         one_of("local.schedule", self.schedule, get_args(RateSchedule))
         one_of("local.schedule_over", self.schedule_over, get_args(RateUnit))
         at_least("local.warmup_rounds", self.warmup_rounds, 0)
@@ -438,13 +442,13 @@ class Local:
         return factors
 
     def _scheduled_rate(self, time: int, end: int, warmup: int) -> float:
-        """Return the schedule's learning rate, without warm-up and without `lr_decay`.
+        """Return the learning rate that `local.schedule` gives, without warm-up and `lr_decay`.
 
-        With `schedule_over="rounds"`, all arguments count versions. With "steps", they count the
-        steps of a job.
-        time: the version or the step that uses the returned learning rate.
-        end: the version or the step at which the schedule ends.
-        warmup: the length of the warm-up, after which "cosine" and "linear" begin.
+        All arguments have the same unit: model versions with `schedule_over="rounds"`, and steps of
+        a job with `schedule_over="steps"`.
+        time: the number of the version or step, from 0.
+        end: the version or step at which "cosine" and "linear" end.
+        warmup: the number of versions or steps of warm-up, after which "cosine" and "linear" begin.
         """
         if self.schedule == "constant":
             return self.lr
@@ -480,13 +484,13 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run that do not change from job to job; part of a `Participation`.
+    """The facts in a `Participation` that are the same for all jobs of a run.
 
     task: the learning task.
     local: the settings `local.*`.
     layout: the position of each tensor in the flat vector.
     clients_with_samples: how many clients have training samples.
-    filled_hooks: the hooks that methods of the list override.
+    filled_hooks: the names of the hooks that at least one method of the run overrides.
     """
 
     task: Task

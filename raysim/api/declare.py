@@ -62,9 +62,10 @@ class Declarations:
         ]
 
     def single_hook(self, hook: str) -> tuple[MethodDeclaration, Callable[..., Any]] | None:
-        """Return the method that overrides a hook, with the hook's function.
+        """Return a hook that only one method of a run may override: (method, the hook's function).
 
-        Return None if no method overrides it. Use `hooks_of` if several methods may override it.
+        Return None if no method overrides it. If several methods do, the first one in the list is
+        returned, so use `hooks_of` for such hooks.
         """
         return next(iter(self.hooks_of(hook)), None)
 
@@ -88,7 +89,10 @@ class Declarations:
 
     @property
     def private_names(self) -> set[str]:
-        """The names of all tensors of the neural networks that stay on the client."""
+        """The full names of the personal tensors, which stay on the client.
+
+        They are parameters and buffers of the neural networks, such as "model.bn1.weight".
+        """
         floating, integer = self.layout.personal_entries
         return {entry.name for entry in (*floating, *integer)}
 
@@ -139,7 +143,10 @@ class Declarations:
 
     @property
     def compressor(self) -> tuple[str, UpdateCode] | None:
-        """The compressor of the run with the name of the method that declared it, or None."""
+        """A pair: the name of the method that declared the run's compressor, and the compressor.
+
+        It is None if the run compresses nothing.
+        """
         declared = self.declarer("compressor")
         if declared is None or declared.compressor is None:
             return None
@@ -247,9 +254,9 @@ def declare(
 def _replace_model(
     methods: Sequence[Method], task: Task, model: nn.Module, seed: int
 ) -> tuple[nn.Module, Exception | None]:
-    """Call the hook `model`, if a method overrides it; return the model to train.
+    """Call the hook `model`, if a method overrides it, and return (model to train, error).
 
-    The second result is None. If the hook raises an error, return the unchanged model and the
+    Normally the error is None. If the hook raises an error, return the unchanged model and this
     error.
     """
     for method in methods:

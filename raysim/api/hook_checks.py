@@ -1,4 +1,4 @@
-"""Check the values that hooks return and write, and make texts of the errors in hooks."""
+"""Check the values that hooks return and write, and format errors that occur in hooks."""
 
 from __future__ import annotations
 
@@ -136,8 +136,9 @@ def check_report(report: Mapping[str, Any], where: str) -> None:
 
 
 def check_metrics(metrics: Any, method: str) -> dict[str, float]:
-    """Return the metrics of a set of samples. Raises HookError unless they are numbers by name.
+    """Return the metrics of a set of samples as a dictionary from names to floats.
 
+    Raises HookError if `metrics` is not a mapping, or if a value is not a number.
     metrics: the result of the function that the method passed to `Setup.evaluate`.
     method: the name of the method, for the error.
     """
@@ -232,11 +233,11 @@ def format_error(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an error, shortened for the user.
+    """Return the traceback of an error as text, shortened for the user.
 
-    If a method of the user failed, the traceback has only lines of the user's code. For a
-    HookError, return the traceback without the error's message, which `format_error` returns;
-    return "" if no line of the traceback is in the user's code.
+    If a user's method raised the error, lines of raysim's code are left out. For a HookError, they
+    are always left out, and the error's message is, too (`format_error` returns it). The text for a
+    HookError is "" if no lines are left.
     """
     method = failing_method(error)
     is_users_method = method is not None and not type(method).__module__.startswith("raysim.")

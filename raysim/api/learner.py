@@ -167,7 +167,10 @@ class Learner(Method):
         return WholeNetwork(network, task.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Declare that clients train with `fit`, and how bytes are sent and aggregated."""
+        """Declare that clients train with `fit`, and are scored with `evaluate` if there is one.
+
+        If the learner's parameters are bytes, also declare how they are sent and aggregated.
+        """
         run.train(self.fit_client)
         run.without_gradients()
         if type(self).evaluate is not Learner.evaluate:
@@ -230,7 +233,10 @@ class Learner(Method):
         return self.evaluate(network.parameters_as_arrays(), EvaluationData(scored))
 
     def absorb(self, aggregation: Aggregation, server: ServerView) -> None:
-        """Pass updates that are bytes to `aggregate`, and store the parameters that it returns."""
+        """Call `aggregate` with the clients' parameters, and store the result as server state.
+
+        raysim calls this hook only for a learner whose parameters are bytes.
+        """
         contents = [_decode(upload) for upload in aggregation.uploads("model")]
         divisor = aggregation.divisor
         updates = []
@@ -245,7 +251,11 @@ class Learner(Method):
 
 
 def _load_content(scored: ScoredModel) -> None:
-    """Store the learner's parameters, which are bytes, in the network that is scored."""
+    """Store the current version of the learner's parameters in the module that is scored.
+
+    This function is used only for a learner whose parameters are bytes.
+    scored: the model; its module is a `LearnerNetwork`, which holds the bytes.
+    """
     network: LearnerNetwork = scored.vector.networks["model"].net  # type: ignore[assignment]
     network.content = _decode(scored.received["model"])
 
@@ -302,9 +312,11 @@ class LearnerNetwork(nn.Module):
                 )
 
     def _free_attribute(self, name: str) -> str:
-        """Return a name for a new attribute of the module, made from the name of a tensor.
+        """Return a name for a new attribute of the module, made from the name of an array.
 
-        name: the name of the tensor, such as "layers:0:weight"; each "." becomes "_".
+        Each "." becomes "_", because PyTorch allows no dots. Further "_" are added to a name that
+        the module already has.
+        name: the name of the array, such as "layers:0:conv.weight".
         """
         attribute = name.replace(".", "_")
         while hasattr(self, attribute):
@@ -312,9 +324,10 @@ class LearnerNetwork(nn.Module):
         return attribute
 
     def parameters_as_arrays(self) -> Parameters:
-        """Return a copy of the parameters, with the initial structure and types.
+        """Return a copy of the parameters, with the structure and types that `initial` returned.
 
-        Bytes are returned unchanged.
+        The copy is a nested structure of NumPy arrays. If the learner's parameters are bytes, the
+        result is these bytes.
         """
         if self.content is not None:
             return self.content
@@ -397,7 +410,11 @@ def _structure(parameters: Parameters, prefix: str = "") -> Any:
 
 
 def _unflatten(structure: Any, arrays: Mapping[str, np.ndarray]) -> Parameters:
-    """Rebuild the nested dictionaries and lists that `structure` describes from named arrays."""
+    """Return a copy of `structure` in which each name is replaced by the array of this name.
+
+    structure: nested dictionaries, lists and tuples of names, made by `_structure`.
+    arrays: the arrays by name.
+    """
     if isinstance(structure, dict):
         return {key: _unflatten(value, arrays) for key, value in structure.items()}
     if isinstance(structure, list | tuple):

@@ -65,7 +65,7 @@ class LocalJob:
 
     @property
     def version(self) -> int:
-        """The version that the client received: the number of aggregations before it."""
+        """The number of the version that the client received: how many aggregations made it."""
         return self.context.version
 
     @property
@@ -148,7 +148,7 @@ class LocalJob:
 
     @property
     def params(self) -> Tensor:
-        """The flat vector [layout.total] in training; the shared parameters come first."""
+        """The flat vector [layout.total] that this job trains; shared parameters come first."""
         return self.context.vector.data
 
     @property
@@ -176,12 +176,15 @@ class LocalJob:
 
     @property
     def model(self) -> Classifier:
-        """The model in training."""
+        """The model that this job trains."""
         return self.context.model
 
     @property
     def networks(self) -> Mapping[str, nn.Module]:
-        """All networks in training: "model", and "method.name" for networks of methods."""
+        """All networks that this job trains, by full name.
+
+        The names are "model", and "method.name" for a network that a method has added.
+        """
         return self.context.networks
 
     def network(self, name: str) -> nn.Module:
@@ -191,10 +194,11 @@ class LocalJob:
     def frozen(
         self, name: str = "received", values: Tensor | None = None
     ) -> Mapping[str, nn.Module]:
-        """Return copies of the networks, by full name, in eval mode and without gradients.
+        """Return copies of all networks in eval mode and without gradients.
 
-        name: a name that you choose. The first call of a job with this name makes the copies. Later
-        calls return the same copies, and must pass the same `values`.
+        The keys of the result are the keys of `networks`.
+        name: a name for the copies, which you choose. In each job, the first call with a name makes
+        the copies. Later calls with this name return the same copies; pass the same `values`.
         values: the vector [layout.total] to load into the copies, such as the client's model after
         an earlier job. None loads the parameters from which the job's training started.
         """
@@ -294,11 +298,13 @@ class LocalJob:
 
 
 class PersonalModel:
-    """The personalised model of a client before it is scored: the argument of `personalise`.
+    """A client's model that is about to be scored: the argument of the hook `personalise`.
+
+    The hook changes `vector` in place to the client's personalised model.
 
     client: the number of the client.
     task: the learning task.
-    vector: the shared parameters and the client's personal parameters; change it in place.
+    vector: the shared parameters and the client's personal parameters.
     state: the method's client state after the client's last aggregated job, or the initial state.
     received: the tensors that the method would send to a job of this client now, by the names that
     it declared with `Setup.send`.

@@ -95,7 +95,7 @@ class Job(NamedTuple):
     number: the position of the job in the run's order of dispatch.
     client: the number of the client.
     participation: the number of this client's jobs that were dispatched before this one.
-    version: the number of the base version: the number of aggregations before the dispatch.
+    version: the number of aggregations that made the base version.
     state: the number of the job whose final client state this job starts from; -1 means the initial
     state.
     weight: the weight of the update in a weighted sum, not normalised.
@@ -110,8 +110,9 @@ class Job(NamedTuple):
     down, up: the numbers of floats that the client receives and sends.
     replica: the number of the replica from which the job starts and into which its update is
     aggregated.
-    base: the `PublishedVersion.number` of the base version.
-    bases: if the client chooses its replica, the `PublishedVersion.number` of each replica's
+    base: the position of the base version in the list of all versions that the coordinator has
+    published, over all replicas (`PublishedVersion.number`). A worker finds the parameters with it.
+    bases: if the client chooses its replica, the position in the same list of each replica's
     current version; else ().
     """
 

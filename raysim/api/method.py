@@ -37,8 +37,8 @@ class Method:
     samples, "uniform" equally. The setting `weighting` overrides it.
     pools: True if one model is trained on the pooled data of all clients.
 
-    The constructor checks its arguments and stores each of them as an attribute of the same name.
-    This method is complete:
+    A subclass with settings defines a constructor. The constructor must store each of its arguments
+    as an attribute of the same name. It should raise ValueError for bad values. A complete method:
 
         class Lasso(Method):
             name = "lasso"
@@ -102,8 +102,9 @@ class Method:
     def prepare(self, job: LocalJob) -> None:
         """Prepare a job after its batches are planned (`job.plan`), before its first step.
 
-        Called after `begin` of all methods. Write `job.state` and `job.scratch`; do not change the
-        model, because `job.frozen()` may already hold a copy of it.
+        raysim calls `begin` of all methods before this hook. The hook may write to `job.state` and
+        `job.scratch`. It must not change the model, because `job.frozen()` may already have copied
+        it.
         """
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
@@ -113,9 +114,9 @@ class Method:
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Return the scalar loss to minimise, usually `loss` plus a term of the method.
 
-        Called in stages with the task loss.
-        loss: the task loss with the terms of the methods before this one.
-        out: features and logits of the batch.
+        raysim calls this hook in the stages of a step that minimise the task loss.
+        out: the features and the outputs (logits) of the model for the batch.
+        loss: the task loss plus the terms that earlier methods in the list have added, a scalar.
         """
         return loss
 
@@ -128,7 +129,8 @@ class Method:
     ) -> Tensor:
         """Return the gradient to use instead of `grad`; only one method of a list may do so.
 
-        Called in stages with the task loss, before gradients are corrected and clipped.
+        raysim calls this hook in the stages of a step that minimise the task loss. Later, methods
+        correct the gradient in the hook `gradient`, and then it is clipped.
 
         params: the m parameters that `job.stage` trains, [m]; do not change them.
         grad: their gradient [m]; do not change it.
@@ -144,8 +146,9 @@ class Method:
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Change `grad`, the gradient of the shared parameters `job.params[at]`, in place.
 
-        Called in every stage, once for each contiguous range of the parameters that the stage
-        trains.
+        raysim calls this hook in every stage, once for each contiguous range of shared parameters
+        that the stage trains. Gradients of personal parameters are not passed to this hook.
+        at: the range, as positions in the flat vector `job.params`.
         """
 
     def end(self, job: LocalJob) -> None:
@@ -195,9 +198,8 @@ class Method:
 
 
 def parameters(method: Method) -> dict[str, object]:
-    """Return the method's settings `method.NAME.*`, by key.
+    """Return the arguments of the method's constructor by name, such as {"mu": 0.01}.
 
-    The settings are the arguments of the method's constructor. Each is stored as the attribute with
-    the name of the argument.
+    They are the settings `method.NAME.*`. Each argument is read from the attribute with its name.
     """
     return {key: value for key, value in vars(method).items() if not key.startswith("_")}

@@ -1,4 +1,7 @@
-"""Metrics of users and of torchmetrics, for `evaluate.metrics` and raysim.run(metrics=...)."""
+"""Define metrics beyond raysim's own: functions that a user wrote, and metrics of torchmetrics.
+
+A run computes the metrics that `evaluate.metrics` or `raysim.run(metrics=...)` lists.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ class ScoredTask(Protocol):
 
     @property
     def targets(self) -> tuple[TargetField, ...]:
-        """The arrays of a label that is a dictionary or a list of arrays; () for other labels."""
+        """Descriptions of the arrays in one label; () if a label is a single array.
+
+        A label has several arrays if it is a dictionary or a list, such as boxes and their classes.
+        """
         ...
 
 
@@ -81,8 +87,8 @@ class Metric:
     higher: True if a higher score is better. None takes the function's attribute
     `higher_is_better`; without this attribute it means True.
     per: "sample" if the function returns a score for each sample, whose mean is then the metric.
-    "set" if it returns one number. None finds this out by a trial call of the function; for
-    structured targets it means "sample".
+    "set" if it returns one number. None finds this out by a trial call of the function. If a label
+    is a dictionary or a list of arrays, there is no trial call, and None means "sample".
 
     With "sample", workers call the function with batches of samples. With "set", the coordinator
     calls it with all samples of a set: the central test set, a client or a domain.
@@ -103,7 +109,7 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """The name of the metric in columns."""
+        """The name of the metric in columns of the history: `name`, or else the function's name."""
         # The function of a functools.partial.
         function = getattr(self.function, "func", self.function)
         return self.name or str(getattr(function, "__name__", type(function).__name__))
@@ -127,10 +133,12 @@ class SampleScores:
     name: str
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return a value for each sample, [B].
+        """Return a score for each of B samples, [B].
 
-        If the function returns several values for a sample, the value is the mean of them.
-        outputs, labels: [B, ...], the outputs of the model and the labels of B samples.
+        If the user's function returns several values for a sample, the score is their mean.
+        outputs: [B, ...], the outputs of the model.
+        labels: [B, ...], the labels of the samples.
+        Raise ValueError if the user's function does not return at least one value for each sample.
         """
         values = torch.as_tensor(self.function(outputs, labels))
         if not values.ndim or len(values) != len(outputs):
@@ -209,17 +217,21 @@ class SetRows:
 
 
 def row_functions(metrics: Sequence[MetricRule]) -> list[Callable[..., Tensor] | None]:
-    """Return the functions `MetricRule.rows` of some metrics, each function once.
+    """Return the functions that compute the metrics' scores of single samples.
 
-    An entry None stands for metrics that are computed from all outputs and labels of a set.
+    They are the attributes `MetricRule.rows`. A function that several metrics use is listed once.
+    For a metric that needs all outputs and labels of a set, `rows` is None. The list then has one
+    entry None, even for several such metrics.
     """
     return list(dict.fromkeys(metric.rows for metric in metrics))
 
 
 class ScoresOfRows:
-    """The scores of a set of samples, collected batch by batch.
+    """The scores of each sample in a set, collected batch by batch.
 
-    metrics: the metrics, whose functions `rows` compute the scores of each sample.
+    For a metric that needs the whole set, outputs and labels are collected instead.
+    metrics: the metrics. The attribute `MetricRule.rows` of a metric is the function that computes
+    the score of a sample; it is None for a metric that needs the whole set.
     """
 
     def __init__(self, metrics: Sequence[MetricRule]) -> None:
@@ -229,7 +241,12 @@ class ScoresOfRows:
         ]
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Compute the values of the samples of a batch, and add them."""
+        """Compute the scores of the samples of a batch, and append them to the collected scores.
+
+        For a metric that needs the whole set, append the outputs and labels instead.
+        outputs: [B, ...], the outputs of the model.
+        labels: [B, ...], the labels of the samples.
+        """
         for function, parts in zip(self._functions, self._parts, strict=True):
             if function is None:
                 assert isinstance(parts, SetRows), "made for functions that are None"
@@ -239,9 +256,11 @@ class ScoresOfRows:
                 parts.append(function(outputs, labels))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return one array [n, ...] for each function of `row_functions(metrics)`.
+        """Return arrays [n, ...] with the scores of all n samples that were added.
 
-        An entry of an array is the function's score of one of the n samples.
+        There is one array for each entry of the list that `row_functions` returns for the metrics.
+        Row i of an array belongs to sample i. It has the score that the function computed or, if
+        the entry is None, the sample's outputs and labels.
         """
         return tuple(
             parts.array() if isinstance(parts, SetRows) else torch.cat(parts).cpu().numpy()
@@ -253,12 +272,14 @@ class ScoresOfRows:
 def resolve_metrics(
     main: str | None, metrics: Sequence[str | Metric], task: ScoredTask
 ) -> tuple[MetricRule, ...]:
-    """Return the metrics of a task, the main one first.
+    """Return rules that compute the metrics of a run, with the main metric first.
 
     main: `evaluate.metric`, which is added if it is not among `metrics`; None means the first of
     `metrics`, or the usual metric of the task if `metrics` is empty.
-    metrics: names, or metrics of the user.
-    Raise ValueError for an unknown name, a function that fails, and two metrics of one name.
+    metrics: names of metrics, or `Metric` objects that the user has made.
+    task: the learning task, which decides the usual metrics.
+    Raise ValueError for an unknown name, and for two metrics with the same name. A user's metric is
+    tried on random outputs; if it fails, raise ValueError, too.
     """
     rules = [_resolve(metric, task) for metric in metrics]
     names = [rule.name for rule in rules]

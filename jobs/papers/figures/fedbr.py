@@ -100,11 +100,11 @@ def features(runs: Runs) -> Sequence[Panel]:
 
 
 def outputs(runs: Runs, is_local: bool) -> Sequence[Panel]:
-    """Return a panel about the client that has the fewest classes.
+    """Return one panel, a bar chart about the client that has the fewest classes.
 
-    is_local: True for a panel about the client's trained model; it shows the model's mean output on
-    test samples of the classes that the client lacks. False for a panel about the client's training
-    samples; it shows the share of each class.
+    is_local: True shows the local model, which is the client's model after its training. The bars
+    are the model's mean output on test samples of classes that the client lacks. False shows the
+    client's training samples. The bars are then the fraction of samples in each class.
     """
     result = run_with_probes(runs, "method=fedavg")
     probe = _most_uneven(probes(result))
@@ -174,13 +174,15 @@ def pseudo_data(runs: Runs) -> Sequence[Panel]:
 
 # --- other starts ---------------------------------------------------------------------------------
 def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
-    """Return panels about a client's model after one round of FedAvg from a start model.
+    """Return panels about a start model, and about the model that one client trains from it.
 
-    The panels show the features of the start model and of the client's model, and the client's mean
-    output on classes that it lacks.
+    A run of FedAvg begins with the start model and has one round. The client's model is shown as
+    the client trained it, before the aggregation. The client is the one with the fewest classes.
+    Two panels show the features of both models. A third panel shows the mean output of the client's
+    model on classes that the client lacks. The third panel is left out if there are none.
     epochs: the number of epochs of the centralized training that makes the start model. With 0, the
-    start model is the final model of a federated run.
-    overrides: overrides of the round of FedAvg.
+    start model is the final model of another run of FedAvg.
+    overrides: overrides of the run with one round.
     """
     if epochs:
         words = ["method=centralized", f"rounds={epochs}", "local.steps=null", "local.epochs=1"]

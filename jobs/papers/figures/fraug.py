@@ -20,10 +20,11 @@ SMALL = (
 
 
 def shares(runs: Runs) -> Sequence[Panel]:
-    """Return a panel with each method's accuracy for each share of the clients' training data.
+    """Return one panel: each method's accuracy against the amount of training data.
 
-    The accuracy is a mean over clients. For each client, it is the test accuracy in the round in
-    which the client has its best validation score.
+    The horizontal axis is `partition.fraction`: the fraction of its training samples that each
+    client uses. The accuracy is a mean over clients. For each client, it is the test accuracy in
+    the round with the client's best validation score.
     """
     lines = []
     for label, method in METHODS.items():

@@ -75,9 +75,11 @@ class Moved(Method):
 
 
 class SplitPoints(FedBSS):
-    """A FedBSS that also reports each client's split point, in one column per client.
+    """FedBSS that also reports which fraction of a client's samples it treats as unbiased.
 
-    The split point is the share of the client's samples that FedBSS treats as unbiased.
+    This fraction is called the client's split point. The history has one column for each client.
+    warmup_rounds: the number of first rounds in which clients train on all samples and report
+    nothing.
     clients: the number of clients that report: the clients 0 to `clients` - 1.
     """
 
@@ -88,7 +90,7 @@ class SplitPoints(FedBSS):
         self.clients = clients
 
     def end(self, job: LocalJob) -> None:
-        """Report the split point of the client."""
+        """Report the fraction of the client's samples that FedBSS treats as unbiased."""
         if job.client >= self.clients or job.version < self.warmup_rounds:
             return
         losses, uncertainties = job.state["losses"], job.state["uncertainties"]
