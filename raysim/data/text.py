@@ -317,8 +317,8 @@ class Markov(Source):
     user's sequences comes from the user's favourite chain. All other sequences come from randomly
     drawn chains.
 
-    With kind="causal" each sequence is a document for a language model, and the labels are the next
-    tokens at every position.
+    With `data.kind=causal` each sequence is a document for a language model. The labels are the
+    next tokens at every position.
     users: the number of users.
     samples: the number of training sequences of each user.
     test_samples: the number of each user's sequences in the central test set.
