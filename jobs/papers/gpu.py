@@ -45,7 +45,7 @@ PLAN, CONFIG, SUMMARY, HISTORY = "plan.pickle", "config.yaml", "summary.json", "
 
 @dataclass(frozen=True)
 class GpuStudy:
-    """The runs that test a claim of a paper, with the paper's model, data and rounds.
+    """The runs that test a claim of a paper, with the paper's model and number of rounds.
 
     There is a run for each method and each seed.
     name: the name that selects the study on the command line.

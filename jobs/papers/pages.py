@@ -157,8 +157,8 @@ def _results(
     table_name: the name of the table without the paper, such as "table1".
     entries: the numbers of the table, each with our runs at this setting.
     setting: how our runs differ from the paper's, as text; "" if there is no difference.
-    causes: maps "table1/ROW LABEL", or "table1" for a whole table, to a text. The text is the reason
-    why our numbers differ from the paper's.
+    causes: maps "table1/ROW LABEL", or "table1" for a whole table, to a text. The text says why our
+    numbers differ from the paper's.
     """
     shown = [entry for entry in entries if entry.values]
     if not shown:
