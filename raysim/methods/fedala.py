@@ -8,13 +8,13 @@ model's last p layers, at first 1; eta is the learning rate of W:
     theta = y' + (x - y') W
     W <- clip(W - eta (dL/dtheta) (x - y'), 0, 1)
 
-At the start of a job, the client first learns W on a share of its samples. Then it trains the
-model: the last p layers start from theta, all other layers from x. The update is the trained model
-minus x.
+A client's first job trains x, as in FedAvg. Each later job first learns W on a share of the
+client's samples. Then it trains the model: the last p layers start from theta, all other layers
+from x. The update is the trained model minus x.
 
-A client learns W for the first time in its second job. In this job it makes several passes over
-this share of its samples, until the losses of the last ten passes have a standard deviation below
-0.1. In each later job it makes one pass.
+In its second job, a client makes several passes over this share of its samples to learn W, until
+the losses of the last ten passes have a standard deviation below 0.1. In each later job it makes
+one pass.
 
 Departures from the paper
 - A layer is a module with parameters that travel, in the order of the model. With p = 1 only the
@@ -22,8 +22,8 @@ Departures from the paper
 - W is learnt in eval mode and without augmentation, on samples that are drawn again in each job.
 - The loss of a pass is the loss of its last batch. The second job makes 11 to 100 passes, and
   virtual time counts 100.
-- A client is scored with y' + (x - y') W, where W comes from its last job. Before the client has
-  a W, it is scored with x.
+- To score a client, the last p layers are y' + (x - y') W, where W comes from the client's last
+  job. All other layers are those of x. A client without W is scored with x.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mixed(old: Tensor, new: Tensor, weights: Tensor) -> Tensor:
     """Return old + (new - old) * weights: a mixture of last and received parameters.
 
     old, new: the parameters that the client trained last, and those that it received now.
-    weights: the mixing weights, in the same order; 1 takes the received parameter.
+    weights: a mixing weight for each parameter; 1 takes the received parameter, 0 the last one.
     """
     return old + (new - old) * weights
 
@@ -64,18 +64,20 @@ def updated_weights(
 ) -> Tensor:
     """Return the mixing weights after one gradient step, clipped to [0, 1].
 
+    weights: a mixing weight for each parameter.
     gradient: the gradient of the loss with respect to the mixed parameters.
-    weights: the mixing weights.
-    old, new: the client's own and the received parameters, in the same order.
+    old, new: the parameters that the client trained last, and those that it received now.
     rate: the learning rate of the weights.
     """
     return (weights - rate * gradient * (new - old)).clamp(0, 1)
 
 
 def has_converged(losses: Sequence[float]) -> bool:
-    """Return True if the losses of the last ten passes have a standard deviation below 0.1.
+    """Return True if the mixing weights have converged.
 
-    losses: the loss of each pass so far. At least eleven passes are needed.
+    They have converged if there are at least eleven losses, and the last ten of these have a
+    standard deviation below 0.1.
+    losses: the loss of each pass so far.
     """
     if len(losses) <= COMPARED_PASSES:
         return False

@@ -11,11 +11,11 @@ returns the model y when the server has version t:
 The method is meant for `schedule=immediate`. The paper's local term rho/2 |x - x_tau|^2 is the
 term of FedProx: `method=fedasync+fedprox`.
 
-Departures from the paper
+Departures from the paper or public code
 - If an aggregation has several models, they are mixed into x one after another. Each model
   increases t in the formula. In synchronous rounds the last model therefore counts most, so the
   result is not that of FedAvg.
-- The hinge function has a + 1 in the denominator, as in the paper; easyFL's code leaves it out.
+- The hinge function is that of the paper. In easyFL's code, its denominator is a (s - b).
 - The model y is mixed, including its floating-point buffers (BatchNorm's statistics). To add the
   update y - x_tau instead, use FedBuff with a buffer of one update.
 - With weighting=samples, a_t is multiplied by the client's number of samples, divided by the mean
@@ -46,12 +46,13 @@ WeightKind: TypeAlias = Literal["polynomial", "hinge", "constant"]
 def staleness_weight(
     *, staleness: int, kind: str = "polynomial", a: float = 0.5, b: float = 4.0
 ) -> float:
-    """Return the weight sigma(s) of an update with staleness s, which is at most sigma(0) = 1.
+    """Return sigma(s), the weight of an update with staleness s.
 
-    staleness: s.
+    The weight is 1 for s = 0, and never larger.
+    staleness: the staleness s of the update.
     kind: "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for s <= b, else 1 / (a (s - b)
     + 1).
-    a, b: the constants in `kind`.
+    a, b: the constants in these formulas, at least 0.
     Raises ValueError for a negative staleness.
     """
     if staleness < 0:
@@ -86,7 +87,7 @@ def arrival_rates(
     alpha: the rate for s = 0.
     kind: the function sigma. "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for s <= b,
     else 1 / (a (s - b) + 1).
-    a, b: the constants in `kind`.
+    a, b: the constants in these formulas, at least 0.
     max_staleness: the largest staleness of a model that is used; None for no limit.
     factors: [M], a factor on the rate of each model; the product is limited to 1. None for no
     factors.
@@ -129,7 +130,7 @@ class FedAsync(Method):
     alpha: the rate for a model of staleness s = 0.
     kind: the weight of a stale model. "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for
     s <= b, else 1 / (a (s - b) + 1).
-    a, b: the constants in `kind`.
+    a, b: the constants in these formulas.
     max_staleness: staler models are left out; None for no limit.
     alpha_decay: factor on alpha for each version.
     """

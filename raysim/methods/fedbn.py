@@ -111,10 +111,11 @@ class FedBN(Method):
     layers: "batch" keeps BatchNorm layers on the client, "all" every normalisation layer.
     scope: the tensors of these layers that stay on the client. "statistics" keeps the running
     statistics, "affine" the scales and offsets, "all" both, and "none" nothing.
-    name_rule: a text that decides, in place of `layers`, which tensors stay on the client: those
-    with this text in their name. None chooses layers by type.
-    reestimate: True scores a client that never trained with BatchNorm statistics of its own
-    samples. This takes a pass over these samples in every evaluation.
+    name_rule: None finds the layers by their type. A text replaces `layers`: a tensor stays on the
+    client if its name contains the text and `scope` selects the tensor.
+    reestimate: how a client is scored that has not trained so far. True computes the BatchNorm
+    statistics from the client's samples, in a pass over these samples in every evaluation. False
+    uses the initial model's statistics.
     """
 
     name = "fedbn"

@@ -4,15 +4,18 @@ Guo, Tang and Lin, "FedBR: Improving Federated Learning on Heterogeneous Data vi
 Bias Reduction" (ICML 2023), eqs. (2)-(7), Algorithms 1-3. The trained model computes the features z
 of a batch and z_p of pseudo-data. The received model computes the features z_g of the same
 pseudo-data. P is a projection. lambda, mu, tau1 and tau2 are settings. L_local is the loss on the
-batch. Row j has the similarities s+_j = cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
+batch. Pseudo-sample j is compared with sample j of the batch. The cosine similarities of row j of
+the features are s+_j = cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
 
     L_con = mean_j -log( f1 / (f1 + f2) )     f1 = exp(tau1 s+_j), f2 = exp(tau2 s-_j)
-    L_p   = cross-entropy of pseudo-data with its targets; means of samples have uniform targets
+    L_p   = cross-entropy of the outputs for pseudo-data with the targets of the pseudo-data
     max step: the projection P ascends L_con
     min step: features and classifier descend L_local + lambda L_p + mu L_con
 
-L_p is Component 1 of the paper, L_con is Component 2. `pseudo_data.py` makes the pseudo-data and
-describes the choices for them.
+L_p is Component 1 of the paper, L_con is Component 2. A pseudo-sample is a mean of samples. Its
+target is 1 / C for each of C classes. With pseudo="mixture", samples of the batch are part of the
+mean, and their labels are part of the target. `pseudo_data.py` makes the pseudo-data and describes
+the choices for them.
 
 Departures from the paper
 - Similarities s are multiplied by tau, as in the released code. Eqs. (5) and (6) print s / tau,
@@ -154,8 +157,9 @@ class FedBR(Method):
 
     lam: weight of Component 1 (uniform outputs for pseudo-data); 0 switches it off.
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
-    tau1, tau2: the temperatures of the contrastive loss. tau1 is for the similarity to the received
-    model's features of the same pseudo-data. tau2 is for the similarity to real samples' features.
+    tau1, tau2: the temperatures of two similarities in the contrastive loss. tau1 is for the
+    similarity of the trained and the received model's features of a pseudo-sample. tau2 is for the
+    similarity of the trained model's features of a pseudo-sample and of a real sample.
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
@@ -325,9 +329,10 @@ class FedBR(Method):
     def contrast(self, job: LocalJob, out: Outputs, pseudo: Tensor, real: Tensor) -> Tensor:
         """Return the contrastive loss, which compares pseudo-sample j with sample j of the batch.
 
-        If the batch has fewer samples than pseudo-samples, its samples repeat.
+        If there are more pseudo-samples than samples in the batch, the samples are repeated. If
+        there are fewer, the last samples of the batch are left out.
         pseudo: [B, F], the trained model's features of the pseudo-data.
-        real: the trained model's features of the batch.
+        real: [b, F], the trained model's features of the batch.
         """
         if len(real) != len(pseudo):
             real = real[torch.arange(len(pseudo), device=real.device) % len(real)]

@@ -109,10 +109,11 @@ def included_count(*, num_biased: int, fraction: float) -> int:
 def selected_indices(
     *, losses: Tensor, uncertainties: Tensor, epoch: int, total_epochs: int, kind: str = "cosine"
 ) -> Tensor:
-    """Return the samples that take part in one epoch: int64 positions in the client's samples.
+    """Return the samples that are used in one epoch: int64 positions in the client's samples.
 
-    Every unbiased sample takes part, and a share of the biased samples: those with the lowest
-    losses. The positions are ordered by ascending loss.
+    A sample is unbiased if its loss is at most the loss of the client's most uncertain sample. All
+    other samples are biased. All unbiased samples are used, and a share of the biased samples:
+    those with the lowest losses. The positions are ordered by ascending loss.
     losses: [N], the loss of each of the client's N samples.
     uncertainties: [N], the uncertainty of each sample.
     epoch: the number e of the epoch, from 1 to E = `total_epochs`.
@@ -132,7 +133,8 @@ def loss_weights(
 ) -> Tensor:
     """Return the weight of each sample's loss in one epoch, [N].
 
-    The weight of an unbiased sample is 1. The weight of a biased sample depends on the epoch.
+    A sample is unbiased if its loss is at most the loss of the client's most uncertain sample; its
+    weight is 1. All other samples are biased; their weight depends on the epoch.
     losses: [N], the loss of each of the client's N samples.
     uncertainties: [N], the uncertainty of each sample.
     epoch: the number e of the epoch, from 1 to E = `total_epochs`.
@@ -211,9 +213,11 @@ class FedBSS(Method):
         return FORWARD * job.samples if self._selects(job.version) else 0.0
 
     def begin(self, job: LocalJob) -> None:
-        """Rank the client's samples with the received model.
+        """Compute the loss and uncertainty of each of the client's samples with the received model.
 
-        The losses are computed in eval mode and without augmentation.
+        The values are stored in the client state, and decide which samples are biased. The model is
+        in eval mode, and the samples are not augmented. Warm-up jobs compute no values. With
+        `refresh` above 1, most jobs use the stored values.
         """
         if not self._selects(job.version):
             return

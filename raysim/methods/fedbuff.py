@@ -7,11 +7,12 @@ arrival, a the setting `exponent`, and eta_g the server's learning rate:
     w_i = (1 + s_i)^-a
     x <- x + eta_g sum_i w_i Delta_i / K
 
-Departures from the paper
+Departures from the paper or FLSim's code
 - The sum is divided by K, as in the paper, so that a stale buffer makes a shorter step. With
   normalization="weights" it is divided by the sum of w_i. With normalization="none" it is not
   divided, which is FLSim's default.
-- FLSim also divides all weights by the weight of staleness 1.
+- FLSim divides all weights by the weight of staleness 1. Here, as in the paper, they are not
+  divided.
 - The model's floating-point buffers (BatchNorm's statistics) become the mean of the clients' values
   with the weights w_i / sum_j w_j, without the server's learning rate.
 - Updates that are in the buffer when the run ends are not used.
@@ -133,10 +134,11 @@ class FedBuff(Method):
         self.normalization = normalization
 
     def setup(self, run: Setup) -> None:
-        """Refuse weighting=samples, and warn about methods that change the weights of updates.
+        """Raise ValueError for weighting=samples; warn of methods that change updates' weights.
 
-        Larger weights would make the server's step longer. With normalization="weights" they do
-        not, and nothing is refused.
+        Larger weights would make the server's step longer. With normalization="weights", the length
+        of the step does not depend on the sum of the weights. Then there is no error and no
+        warning.
         """
         if self.normalization == "weights":
             return

@@ -71,10 +71,12 @@ def divergence(*, models: Tensor) -> Tensor:
 
 # The method computes the same without these functions, which state the rule on plain tensors.
 def selection_objective(*, models: Tensor, losses: Tensor, smoothness: float) -> Tensor:
-    """Return FedCDA's objective J of a set of models: mean loss + smoothness / 2 * divergence.
+    """Return FedCDA's objective J of M models: mean loss + smoothness / 2 * divergence.
 
+    The divergence is the mean squared distance of the models to their mean.
     models: [M, D].
-    losses: [M].
+    losses: [M], the loss of each model.
+    smoothness: the weight L of the divergence.
     """
     return losses.mean() + smoothness / 2 * divergence(models=models)
 
@@ -153,8 +155,9 @@ def greedy_selection(
 
 
 class _Selection:
-    """The models that are chosen so far, as sums in float64.
+    """Sums over the models that are chosen so far, in float64.
 
+    The sums are those of the models' losses, of the models themselves, and of their squared norms.
     centre: a vector [D] near the models, which is subtracted from each model to make rounding
     errors small.
     trained: the number of trainable parameters, which come first in a model. Only these count in
@@ -246,10 +249,11 @@ class _Selection:
         return [int(index) for index in np.unravel_index(first, sizes)]
 
     def _gram(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return inner products of T candidate models, after subtracting `centre` from all models.
+        """Return the inner products of T candidate models, as [T, T] and [T].
 
-        The first tensor, [T, T], has the products of all pairs of candidates. The second one, [T],
-        has the product of each candidate with the sum of the models that are chosen so far.
+        The first tensor has the products of all pairs of candidates. The second tensor has the
+        product of each candidate with the sum of the models that are chosen so far. The vector
+        `self.centre` is first subtracted from all candidates and chosen models.
         rows: the candidates.
         """
         gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
@@ -359,8 +363,8 @@ class FedCDA(Method):
     def _models_shape(self, server: ServerView) -> tuple[int, ...]:
         """Return the shape of a client's cached models: (number of models, floats of a model).
 
-        Raise an error if the cache needs more than `budget` GiB, or if a search has too many
-        combinations.
+        Raise an error if the cache needs more than `budget` GiB, or if the clients of a group have
+        too many combinations of cached models.
         """
         clients, model_bytes = most_rows(server), server.vector.nbytes
         fitting = int(self.budget * GIB // max(1, clients * model_bytes))

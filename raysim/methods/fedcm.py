@@ -11,11 +11,12 @@ moves along v in place of g:
     Delta <- sum_i p_i (x - y_i) / (eta_l K_i)                         every aggregation
 
 Departures from the paper
-- Delta starts at 0, as in the paper, so the first round moves alpha times as far. With
-  warm_start=True the first round is plain SGD, as in FedBR's code.
+- Delta starts at 0, as in the paper. The local steps of the first round are therefore alpha times
+  as long as those of plain SGD. With warm_start=True the first round is plain SGD. This is what the
+  implementation of FedCM in FedBR's code does.
 - The gradient g contains the weight decay, so v contains alpha times the weight decay.
-- With local momentum, the optimizer's momentum is a sum of earlier v. FedBR's code changes the
-  momentum buffer in place, which is another method.
+- With local momentum, the optimizer's momentum is a sum of earlier v. The implementation in FedBR's
+  code changes the momentum buffer in place, which is another method.
 - K_i counts the steps that client i made. If stages train separate networks, such as DANN's
   discriminator, K_i is counted for each network.
 - The server's learning rate is 1; `method=fedcm+fedavgm` has a setting for it.

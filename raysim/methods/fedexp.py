@@ -12,7 +12,7 @@ D = sum_i p_i D_i,
 The mean (x_{t+1} + x_t) / 2 is evaluated, because iterates oscillate; training continues from
 x_{t+1}.
 
-Departures from the paper
+Departures from the paper or its code
 - epsilon is a constant, as in the paper. The released code has M epsilon 0.998^(2t) in round t with
   M participants. Set epsilon_scale="count" and epsilon_decay=0.996004 for this.
 - The weights p_i are those of the run. In the paper, all clients have the same weight.
@@ -71,10 +71,12 @@ def server_step_size(
     epsilon_scale: str = "one",
     minimum: float = 1.0,
 ) -> float:
-    """Return FedExP's step size for the updates `deltas` [M, D].
+    """Return FedExP's step size, max(minimum, q / (2 (|D|^2 + epsilon))).
 
-    epsilon: the number that is added to the squared norm of the mean update.
-    weights: [M], at least 0, normalised here; None means uniform weights.
+    D is the mean update, and q is the mean of the updates' squared norms.
+    deltas: [M, D], the updates.
+    epsilon: the number in this formula. A larger epsilon gives a smaller step size.
+    weights: [M], the weights of both means, at least 0; None means uniform weights.
     epsilon_scale: "count" multiplies epsilon by M, "one" does not.
     minimum: the smallest step size.
     Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
@@ -95,10 +97,12 @@ def server_step(
     epsilon_scale: str = "one",
     minimum: float = 1.0,
 ) -> Tensor:
-    """Return `params` [D] plus the step size of `server_step_size` times the mean update.
+    """Return the parameters after FedExP's server step: params + eta * mean update, [D].
 
+    eta is the step size that `server_step_size` returns for the same arguments.
+    params: [D], the parameters of the current version.
     deltas: [M, D], the updates.
-    epsilon: the number that is added to the squared norm of the mean update.
+    epsilon: a number that limits the step size. A larger epsilon gives a smaller step size.
     weights: [M], the weights of the mean, at least 0; None means uniform weights.
     epsilon_scale: "count" multiplies epsilon by M, "one" does not.
     minimum: the smallest step size.
@@ -136,12 +140,13 @@ def squared_norm(values: np.ndarray) -> float:
 
 
 class FedExP(Method):
-    """A server rule with a longer step if the clients' updates disagree more.
+    """A server rule that makes a longer step if the clients' updates disagree more.
 
-    epsilon: the number that is added to the squared norm of the mean update in the divisor of the
-    step size. A larger epsilon gives a smaller step size.
-    epsilon_scale: "count" multiplies epsilon by the number of participants.
-    epsilon_decay: factor on epsilon after each version.
+    The step is the mean update D times the step size max(minimum, q / (2 (|D|^2 + epsilon))). q is
+    the mean of the updates' squared norms.
+    epsilon: the number in this formula. A larger epsilon gives a smaller step size.
+    epsilon_scale: "count" multiplies epsilon by the number of participants, "one" does not.
+    epsilon_decay: the factor by which each aggregation multiplies epsilon; 1 keeps it constant.
     minimum: the smallest step size; 0 sets no lower bound.
     """
 
