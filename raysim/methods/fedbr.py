@@ -13,8 +13,8 @@ the features are s+_j = cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
     min step: features and classifier descend L_local + lambda L_p + mu L_con
 
 L_p is Component 1 of the paper, L_con is Component 2. A pseudo-sample is a mean of samples. Its
-target is 1 / C for each of C classes. With pseudo="mixture", samples of the batch are part of the
-mean, and their labels are part of the target. `pseudo_data.py` makes the pseudo-data and describes
+target is 1 / C for each of C classes. With pseudo="mixture", the mean includes samples of the
+batch, and the target includes their labels. `pseudo_data.py` makes the pseudo-data and describes
 the choices for them.
 
 Departures from the paper

@@ -26,11 +26,11 @@ Departures from the paper
   formula if <g_j, G_i> is negative.
 - Lengths are not restored: updates become shorter. All trainable parameters of a client form one
   vector, unless granularity="tensor".
-- In "fedgh_hierarchical" the last two updates a and b are treated as in FedLD's code. With
-  s = <a, b>, first a <- a - s / (|b|^2 + eps) b. Then b <- b - s / (|a|^2 + eps) a, with the
-  changed a.
-- In "fedgh_hierarchical" all updates have the same weight, unless the run sets weights. Each update
-  is then first multiplied by its weight and divided by the mean weight.
+- In "fedgh_hierarchical", the second formula for the last two updates a and b uses the changed a,
+  because FedLD's code does so. With s = <a, b>, first a <- a - s / (|b|^2 + eps) b. Then
+  b <- b - s / (|a|^2 + eps) a, with the changed a.
+- In "fedgh_hierarchical", all updates have the same weight by default. If the run sets weights, the
+  server multiplies each update by its weight, divided by the mean weight, before it forms pairs.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ def _harmonize(
 
     c is float64 [m, m]. Changed update i is the sum over j of c_ij times original update j.
     products: the Gram matrix [m, m] of the original updates.
-    pairs: the pairs (i, j) of updates to test and change, in order; None takes all pairs.
-    conflict_test: "original" tests the original updates for conflicts, "current" the changed ones.
+    pairs: the pairs (i, j) of updates to test for conflicts, in order; None takes all pairs.
+    conflict_test: "original" tests the original updates i and j, and a conflict changes both of
+    them. "current" tests the changed update i against the original update j, and the changed update
+    j against the original update i. Only an update with a conflict then changes.
     counts: the function adds its conflicts and projections to these numbers.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
@@ -137,7 +139,6 @@ def harmonized_aggregate(
 ) -> Tensor:
     """Remove the conflicts between updates; return the weighted mean [d] of the changed updates.
 
-    The mean is computed as one weighted sum of the original updates.
     gradients: [m, d], the original updates.
     weights: [m], the weight of each changed update.
     order: the pairs [i, j] of updates to test, in this order; None means (0, 1), (0, 2), ...,
@@ -207,12 +208,13 @@ class FedGH(Method):
 def _harmonize_in_tree(
     products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Add up m updates in pairs; if the two updates of a pair conflict, change them first.
+    """Add up m updates in pairs; if the two vectors of a pair conflict, first remove projections.
 
-    Return the coefficient of each update in the result, float64 [m].
+    The sums are paired again until one sum is left. Return the coefficient of each update in this
+    sum, float64 [m].
 
-    products: the Gram matrix [m + 1, m + 1] of the updates and, at the end, the running mean of
-    past aggregates.
+    products: the inner products of m + 1 vectors, [m + 1, m + 1]. The first m vectors are the
+    updates, and the last vector is the running mean of past aggregates.
     factors: [m], the factor by which each update is multiplied at first.
     eps: a small number that is added to squared norms, so that no division is by 0.
     counts: the function adds its conflicts and projections to these numbers.
@@ -225,19 +227,21 @@ def _harmonize_in_tree(
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
         """Return a - overlap / (|direction|^2 + eps) direction, as coefficients [m].
 
-        a, direction: sums of the m updates, each given by its coefficients [m].
-        overlap: the inner product of the two updates of a pair, before both are changed.
+        a, direction: two weighted sums of the m updates, given by the m coefficients of the sum.
+        overlap: the inner product of the two vectors of the pair, before any of them is changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
         return changed
 
     def join_pair(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
-        """Return the sum of a pair; if `a` and `b` conflict, first remove projections from both.
+        """Return a + b as coefficients [m]; if `a` and `b` conflict, first change both.
 
-        a, b: sums of the m updates, each given by its coefficients [m].
-        is_last_pair: True if only `a` and `b` are left. Then the projection of `b` on the changed
-        `a` is removed, not the projection on the original `a`.
+        From `a`, its projection on `b` is subtracted. From `b`, its projection on `a` is
+        subtracted.
+        a, b: two weighted sums of the m updates, given by the m coefficients of the sum.
+        is_last_pair: True if only `a` and `b` are left. Then `b` is projected on the changed `a`,
+        not on the original `a`.
         """
         overlap = inner(a, b)
         if overlap < 0:
@@ -267,9 +271,11 @@ def _harmonize_in_tree(
 def hierarchical_harmonized_gradient(
     *, gradients: Tensor, reference: Tensor, eps: float = 1e-7
 ) -> Tensor:
-    """Add up the updates of one tensor in pairs, without conflicts; return the sum / m, [d].
+    """Add up a tensor's m updates in pairs, and remove conflicts; return the sum / m, [d].
 
-    The rule is that of `HierarchicalFedGH`.
+    Two updates a and b conflict if their inner product is negative. Then the projection of a on b
+    is removed from a, and the projection of b on a from b, before a and b are added. The sums are
+    paired again until one sum is left.
     gradients: [m, d], the updates of this tensor.
     reference: [d], the running mean of past aggregates, which decides the pairs.
     eps: a small number that is added to squared norms, so that no division is by 0.
@@ -285,7 +291,7 @@ _MOMENTUM = 0.99
 
 
 class HierarchicalFedGH(Method):
-    """A server rule that adds up the updates of each tensor in pairs, without conflicts.
+    """A server rule that adds up the updates of each tensor in pairs, and removes conflicts.
 
     Two updates a and b conflict if their inner product is negative. Then the projection of a on b
     is removed from a, and the projection of b on a from b, before they are added. The sums are
@@ -307,9 +313,11 @@ class HierarchicalFedGH(Method):
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the new update of all tensors; in the first round, return the mean update.
+        """Return the mean update, from which conflicts between clients' updates are removed.
 
-        The server stores a running mean of the results, which decides the pairs in later rounds.
+        The updates of each tensor are added up in pairs. A conflict in a pair is first removed. In
+        the first round, the result is the plain mean. The server stores a running mean of the
+        results, which decides in later rounds which updates form a pair.
         """
         counts = _ConflictCounts()
         reference = server.state.get("reference")
@@ -332,9 +340,10 @@ class HierarchicalFedGH(Method):
         reference: Tensor,
         counts: _ConflictCounts,
     ) -> Tensor:
-        """Add up the updates of each tensor in pairs, without conflicts; return the sums [d].
+        """Add up the updates of each tensor in pairs, and remove conflicts; return the sums [d].
 
-        reference: the running mean of earlier results, [d] for d trainable parameters.
+        reference: the running mean of earlier aggregates, [d] for d trainable parameters. It
+        decides which updates form a pair.
         counts: the function adds its conflicts and projections to these numbers.
         """
         rows, weights = parameters_of(aggregation, server), aggregation.weights

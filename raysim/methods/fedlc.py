@@ -84,12 +84,14 @@ def calibrated_cross_entropy(
     denominator: str = "all",
     count_floor: float = 0.0,
 ) -> Tensor:
-    """Return FedLC's loss, the mean over the batch.
+    """Return FedLC's loss: the cross-entropy in which each logit is lowered by its class's margin.
 
-    No gradient reaches the logits of classes with an infinite margin.
+    The loss is the mean over the batch. The margin of a class is tau * n^(-1/4), where the client
+    has n samples of this class. For n = 0 the margin is infinite: the class is left out, and its
+    logit gets no gradient.
     logits: [B, C].
     labels: int64 [B], of classes with a finite margin.
-    class_counts: [C], the client's samples of each class.
+    class_counts: [C], the client's samples n of each class.
     tau: the scale of the margins.
     denominator: "all" sums over all classes in the denominator of the softmax, "others" over all
     but the true class.
@@ -105,7 +107,9 @@ def calibrated_cross_entropy(
 class FedLC(Method):
     """A task loss that lowers the logits of the client's rare classes.
 
-    It replaces the task loss; the terms of other methods use the logits without margins.
+    From each logit, the loss subtracts the margin of the class, tau * n^(-1/4), where the client
+    has n samples of this class. This loss replaces the run's task loss. Terms that other methods
+    add use the unchanged logits.
 
     tau: the scale of the margins.
     denominator: "all" sums over all classes in the denominator of the softmax, "others" over all
@@ -146,7 +150,7 @@ class FedLC(Method):
         job.report["one_class"] = float((counts > 0).sum() == 1)
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Return the cross-entropy of the logits minus the margins of the classes.
+        """Return the cross-entropy after each class's margin is subtracted from its logit.
 
         With `denominator="others"`, the softmax's sum leaves out the true class, as the paper
         prints it.

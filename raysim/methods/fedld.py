@@ -19,13 +19,15 @@ above), "fedld_damped" (another loss) and "fedld_principal" (the server's rule).
 is fedld_margin+fedld_principal.
 
 Departures from the paper
-- With kind="batch_softmax", the penalty is that of the authors' code, which uses the softmax
-  probabilities of a batch. The paper's values of lam were tuned with this penalty.
+- "fedld_margin" has the setting `kind`. With kind="batch_softmax", the penalty is that of the
+  authors' code, which uses the softmax probabilities of a batch. The paper's values of lam were
+  tuned with this penalty.
 - The kinds "logit_l2" and "threshold" and the damped loss are variants of eq. (3) that the paper
   only names.
-- Read literally, eq. (7) has w_l = 1 (normalization="none"), and updates become longer. The
-  authors' code divides lambda_l by the sum of all eigenvalues (normalization="sum"), and updates
-  become shorter. The default, "l2", does not change their lengths, as the paper claims.
+- "fedld_principal" has the setting `normalization`. Read literally, eq. (7) has w_l = 1
+  (normalization="none"), and updates become longer. The authors' code divides lambda_l by the sum
+  of all eigenvalues (normalization="sum"), and updates become shorter. With the default,
+  normalization="l2", an update keeps its length, as the paper claims.
 - The mean of the g_i' is longer than FedAvg's mean if the updates have a common direction. For a
   fair comparison, also try FedAvg with a larger server step.
 - All trainable parameters of a client form one vector. The authors' code treats each tensor
@@ -122,10 +124,13 @@ def damped_logits(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def damped_margin_loss(*, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return the cross-entropy of the damped `logits` [B, C], the mean over the batch.
+    """Return the mean cross-entropy of logits that are first multiplied by a factor for each row.
 
+    The factor is 1 - sigmoid(margin / temperature). The margin of a row is its label's logit minus
+    the largest other logit.
+    logits: [B, C].
     labels: int64 [B].
-    temperature: the temperature of `damped_logits`.
+    temperature: a smaller value makes the factor fall faster with the margin.
     """
     return F.cross_entropy(damped_logits(logits, labels, temperature), labels)
 
@@ -199,7 +204,11 @@ class DampedMargin(Method):
         run.owns("loss")
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Return the cross-entropy of the damped logits."""
+        """Return the cross-entropy of the logits times 1 - sigmoid(margin / temperature).
+
+        The margin of a sample is its label's logit minus the largest other logit. The result
+        replaces the task loss `loss`.
+        """
         targets = out.batch.targets
         damped = damped_logits(out.logits, _heaviest_class(targets), self.temperature)
         return job.task.objective.loss(damped, targets)
@@ -216,8 +225,10 @@ def num_principal_components(*, num_clients: int, fraction: float) -> int:
 
 
 def _coefficients(products: Tensor, components: int, normalization: str, tol: float) -> Tensor:
-    """Return c, float64 [m, m]: update i is rebuilt as the sum over j of c_ij g_j.
+    """Return the coefficients c, float64 [m, m], that rebuild each of m updates g_1, ..., g_m.
 
+    The rebuilt update i is |g_i| sum_l w_l sign<g_i, v_l> v_l, over the principal directions v_l of
+    all updates. As v_l is a weighted sum of updates, this is equal to sum_j c_ij g_j.
     products: the inner products [m, m] of the original updates g_j.
     components: L, the largest number of principal directions that are used.
     normalization: how the weight w_l of direction l follows from its eigenvalue lambda_l. With
@@ -251,6 +262,8 @@ def revise_gradients(
 ) -> Tensor:
     """Rebuild updates from their principal directions; return the rebuilt updates [m, d].
 
+    The rebuilt update i is |g_i| sum_l w_l sign<g_i, v_l> v_l, over the principal directions v_l of
+    all updates.
     gradients: [m, d], the original updates g_i.
     num_components: L, the largest number of principal directions that are used.
     normalization: how the weight w_l of direction l follows from its eigenvalue lambda_l. With
@@ -273,9 +286,10 @@ def principal_gradient_aggregate(
     normalization: str = "l2",
     tol: float = 1e-8,
 ) -> Tensor:
-    """Rebuild updates from their principal directions; return their weighted mean [d].
+    """Rebuild updates from their principal directions; return the rebuilt updates' mean [d].
 
-    The mean is computed as one weighted sum of the original updates.
+    The rebuilt update i is |g_i| sum_l w_l sign<g_i, v_l> v_l, over the principal directions v_l of
+    all updates.
     gradients: [m, d], the original updates g_i.
     weights: [m], the weight of each rebuilt update.
     num_components: L, the largest number of principal directions that are used.
@@ -330,7 +344,10 @@ class PrincipalGradient(Method):
         run.warn_if_single("the rebuilt update is the update itself")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the weighted mean of the rebuilt updates."""
+        """Rebuild each update from the principal directions of all updates; return the mean.
+
+        The mean of the rebuilt updates has the weights of the run.
+        """
         num_updates = len(aggregation.updates)
         components = num_principal_components(num_clients=num_updates, fraction=self.fraction)
 

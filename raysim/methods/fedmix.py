@@ -1,8 +1,8 @@
-"""FedMix: approximate the loss of mixing a client's samples with means of other clients' samples.
+"""FedMix: approximate a loss in which a client's samples are mixed with means of samples.
 
-Mixing inputs with the means is NaiveMix. FedMix takes the first-order Taylor expansion of the loss
-of such a mixture. The means occur only in a product with the loss's gradient with respect to the
-inputs.
+The samples of a mean come from one client, which can be any client of the run. NaiveMix mixes each
+input with a mean. FedMix takes the first-order Taylor expansion of NaiveMix's loss. In FedMix, the
+means occur only in a product with the loss's gradient with respect to the inputs.
 
 Source: Yoon, Shin, Hwang and Yang, "FedMix: Approximation of Mixup under Mean Augmented Federated
 Learning" (ICLR 2021), Proposition 1 and the local update. A sample x with label y gets a pair of
@@ -16,8 +16,8 @@ means: xbar of inputs, ybar of their one-hot labels. f is the model, and with u 
 Choices where the paper and the public implementations differ
 - The loss has the mean of l3 over the batch, as in the paper. With taylor_scale="public", this mean
   is divided by the batch size once more, as in public implementations.
-- In total, l3 has the factor lam (1 - lam), as in the paper's algorithm. The paper's formula of the
-  loss has the factor lam.
+- In total, l3 has the factor lam (1 - lam), because l1 contains the factor 1 - lam. The paper's
+  algorithm has the same factor. The paper's formula of the loss has the factor lam.
 - The server collects the pairs (xbar, ybar) of all clients once, before round 0. A step draws a
   pair for each sample, without replacement, as in the experiments of the FedBR paper. With
   pairs="one" it draws one pair for the batch, as in the paper.
@@ -102,12 +102,15 @@ def loss_terms(
 ) -> dict[str, Tensor]:
     """Return FedMix's terms l1, l2, l3 and their sum: "local", "mean_target", "taylor", "total".
 
+    l1 is (1 - lam) times the cross-entropy with the labels, and l2 is lam times the cross-entropy
+    with the mean targets. l3 is lam times the inner product of the mean input and the gradient of
+    l1 with respect to the input. Each term is a mean over the batch.
     logits: [B, C], the outputs of the model for `inputs`.
-    inputs: [B, ...], the scaled inputs, which must require a gradient.
+    inputs: [B, ...], the batch's inputs times 1 - lam, which must require a gradient.
     labels: int64 [B].
     mean_inputs, mean_targets: the means that are mixed in, [B or 1, ...] and [B or 1, C].
     lam: the share of the means.
-    taylor_scale: "public" divides l3 by the batch size once more, "paper" does not.
+    taylor_scale: "public" divides the mean l3 by the batch size B, "paper" does not.
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
     (gradient,) = torch.autograd.grad(local, inputs, create_graph=True)
@@ -126,14 +129,14 @@ def loss_terms(
 def raw_rows(
     partition: CSR, steps: int, rows: int, samples: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw the samples of all means in a job: positions in the data set, [steps, rows, samples].
+    """Draw samples to be averaged in a job: positions in the data set, [steps, rows, samples].
 
-    All samples of a mean belong to one client. The client and the samples are drawn uniformly and
-    with replacement.
+    All samples of an average belong to one client. The client and the samples are drawn uniformly
+    and with replacement.
     partition: the positions of each client's samples in the data set.
     steps: the number of steps of the job.
-    rows: the number of means in a step.
-    samples: the number of samples in a mean.
+    rows: the number of averages in a step.
+    samples: the number of samples in an average.
     generator: the random generator of the job.
     """
     clients = generator.choice(_clients_with_samples(partition), size=(steps, rows, 1))
@@ -151,15 +154,16 @@ def _clients_with_samples(partition: CSR) -> np.ndarray:
 
 
 class FedMix(Method):
-    """A method that mixes a client's samples with means of other clients' samples.
+    """A method whose loss mixes a client's samples with means of all clients' samples.
 
     lam: the share of the means; 0 is FedAvg.
     means: the number of pairs (mean input, mean label) that each client sends before round 0.
     samples_per_mean: the number of samples in each mean.
     pairs: "each" draws a pair for each sample of a step, "one" draws a single pair for all.
-    naive: True mixes inputs with the means themselves (NaiveMix).
-    taylor_scale: "paper" takes the mean of the gradient term over the batch. "public" divides this
-    mean by the batch size once more, as public implementations do.
+    naive: True trains on inputs that are mixed with the mean inputs (NaiveMix). False uses the
+    first-order Taylor expansion of this loss (FedMix).
+    taylor_scale: the scale of the expansion's first-order term. "paper" takes the term's mean over
+    the batch. "public" divides this mean by the batch size, as public implementations do.
     fresh: True draws means of the clients' raw data in each step, which only a simulator can do.
     """
 
@@ -187,9 +191,10 @@ class FedMix(Method):
         self.fresh = fresh
 
     def setup(self, run: Setup) -> None:
-        """Declare the task loss, and the pairs of means that clients send and receive.
+        """Declare the loss, and the pairs (mean input, mean label) that clients send and receive.
 
-        With fresh=true clients exchange nothing, because each step draws from raw data.
+        With fresh=true, clients exchange no pairs, because each step computes new means from all
+        clients' raw data.
         """
         run.needs("classes", "numbers")
         run.targets("integer")
@@ -244,9 +249,11 @@ class FedMix(Method):
 
     # --- the step ------------------------------------------------------------------------------
     def draw_pairs(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Draw pairs without replacement; return the row numbers of each step's pairs, int64 [R].
+        """Draw R of the received pairs (mean input, mean label) for each step of a job.
 
-        With pairs="each", R is the size of the largest batch. With pairs="one", it is 1.
+        Return for each step the row numbers of its pairs, int64 [R]. Each pair has the same row
+        number in the tables of mean inputs and of mean labels. In a step, no pair is drawn twice.
+        With pairs="each", R is the size of the largest batch. With pairs="one", R is 1.
         """
         generator, pairs = job.stream("pairs"), len(job.received["inputs"])
         rows = self._most_pairs(job)
@@ -254,10 +261,11 @@ class FedMix(Method):
         return torch.from_numpy(np.stack(chosen)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Return the batch with its inputs changed.
+        """Return the batch with scaled inputs (FedMix) or mixed inputs (NaiveMix).
 
-        FedMix multiplies them by 1 - lam and lets them require a gradient. NaiveMix also adds lam
-        times the mean inputs.
+        FedMix multiplies the inputs by 1 - lam and sets `requires_grad` on the result. NaiveMix
+        returns (1 - lam) times the inputs plus lam times the mean inputs, and sets nothing. The
+        mean inputs are those of the pairs that were drawn for this step.
         """
         pair = self._fresh_pair(job, batch) if self.fresh else self._received_pair(job, batch)
         job.scratch["inputs"], job.scratch["targets"] = pair["inputs"], pair["targets"]
