@@ -151,8 +151,8 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
 
     name: the full name of the module, such as "mypackage.client_app".
     folder: the folder that contains the module; it is added to `sys.path`.
-    setting: the text with which error messages begin: the setting that names the module, with its
-    value, as "key=value".
+    setting: the text with which error messages begin: "key=value" for the setting that names the
+    module.
     Raises `RefusedError` if the import fails. The error names the app's line that failed.
     """
     import_optional("flwr", setting)

@@ -216,8 +216,9 @@ class FedBSS(Method):
         """Compute the loss and uncertainty of each of the client's samples with the received model.
 
         The values are stored in the client state, and decide which samples are biased. The model is
-        in eval mode, and the samples are not augmented. Warm-up jobs compute no values. With
-        `refresh` above 1, most jobs use the stored values.
+        in eval mode, and the samples are not augmented. Warm-up jobs compute no values. After the
+        warm-up, every `refresh`-th job of the client computes values. All other jobs use the stored
+        values.
         """
         if not self._selects(job.version):
             return
