@@ -60,21 +60,21 @@ def _round_randomly(
 
         s + sign(v) floor(s |v| / c + u)
 
-    The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position. With
-    error feedback, this function also fills `received`, and replaces `values` by the next memory.
+    The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position.
 
-    values: float32 [entries].
+    values: float32 [entries], the entries to round. With error feedback, the function overwrites
+    them with the sender's next memory. For ef14, this is each entry minus its decoded value. For
+    ef21, it is the old memory plus the decoded values.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     scales: float32 [buckets].
     levels: the number of levels above 0.
     key: the low and the high word of the message's random number, uint32 [2].
     steps: i times the constant `GOLDEN` for i = 0, 1, ..., CHUNK - 1, modulo 2^32, uint32 [CHUNK].
     digits: [entries], the array to fill.
-    received: empty without error feedback. With ef14, the array to fill with the values that the
-    receiver gets, float32 [entries]. With ef21, float32 [CHUNK] for intermediate values; the
-    receiver then gets the values of the next memory.
-    memory: with ef21, the current memory, float32 [entries]; else empty.
-    contraction: float32, the number by which decoded values are multiplied.
+    received: for ef14, the array to fill with the decoded values, float32 [entries]. For ef21, an
+    array for intermediate values, float32 [CHUNK]. Without error feedback, an empty array.
+    memory: for ef21, the sender's old memory, float32 [entries]; otherwise an empty array.
+    contraction: float32, the number by which decoded values are multiplied under error feedback.
     """
     # All variables of the hash have 32 bits, so that the CPU computes several entries with one
     # instruction. Numba uses 64 bits for a loop's index and for an argument that is a number, but
@@ -123,11 +123,13 @@ def _round_randomly(
 def _restore(
     digits: np.ndarray, starts: np.ndarray, scales: np.ndarray, levels: int, out: np.ndarray
 ) -> None:
-    """Fill `out` with (digit - levels) scale / levels for each digit.
+    """Decode each digit k of a bucket with scale c to the value (k - s) * c / s.
 
     digits: [entries], the digits that `_round_randomly` wrote.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     scales: float32 [buckets].
+    levels: the number s of levels above 0.
+    out: float32 [entries], the array to fill with the decoded values.
     """
     most = np.int32(levels)
     for bucket in range(len(starts) - 1):
@@ -231,7 +233,7 @@ class _Quantizer(Compressor):
         """Return the scale of each bucket: float32 [buckets].
 
         values: float32 [layout.trained], the vector to send.
-        starts: the boundaries that the function `starts` returned.
+        starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
         """
         raise NotImplementedError
 
@@ -255,9 +257,15 @@ class _Quantizer(Compressor):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Send `values` with error feedback; the result is that of `Compressor.exchange`.
+        """Encode `values` with error feedback; return the message and its effects.
 
-        Entries are encoded, decoded and put into the next memory in one pass.
+        The result is equal to that of `Compressor.exchange`. This function is faster: in one pass
+        it encodes an entry, decodes it, and computes the entry of the sender's next memory.
+        values: [layout.trained], the vector to send, which may be overwritten.
+        memory: [layout.trained], the sender's memory for error feedback; an empty tensor stands for
+        zeros.
+        key: the number from which the random rounding is computed.
+        kept: not used, because a message does not depend on earlier messages.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
@@ -271,11 +279,16 @@ class _Quantizer(Compressor):
     def _round(
         self, values: Tensor, layout: Layout, key: int, received: Tensor, memory: Tensor
     ) -> np.ndarray:
-        """Return the message for `values`.
+        """Encode `values` by random rounding; return the message.
 
+        values: float32 [layout.trained], the vector to encode. With error feedback, it is
+        overwritten with the sender's next memory.
         key: the number from which the random rounding is computed.
-        received, memory: the arguments of `_round_randomly`. If `received` is not empty, that
-        function fills it, and replaces `values` by the next memory.
+        received: an empty tensor without error feedback. For ef14, the tensor to fill with the
+        decoded values, float32 [layout.trained]. For ef21, a tensor for intermediate values,
+        float32 [CHUNK].
+        memory: for ef21, the sender's old memory, float32 [layout.trained]; otherwise an empty
+        tensor.
         """
         starts, array = self.starts(layout), values.numpy()
         scales = self.scales(array, starts)
@@ -343,17 +356,18 @@ class QSGD(_Quantizer):
         """Return the norm of each bucket: float32 [buckets].
 
         values: float32 [layout.trained], the vector to send.
-        starts: the boundaries that the function `starts` returned.
+        starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
         """
         squares = np.empty(len(starts) - 1)
         compile_function(_sum_squares)(values, starts, squares)
         return np.asarray(np.sqrt(squares), np.float32)
 
     def contraction(self, layout: Layout) -> float:
-        """Return 1 / (1 + omega), the factor for decoded values under error feedback.
+        """Return 1 / (1 + omega), by which decoded values are multiplied under error feedback.
 
         For buckets of b entries and s levels, omega is min(b / s^2, sqrt(b) / s). This is the bound
-        of Lemma 3.1: the variance of the decoded vector is at most omega |v|^2 for every vector v.
+        of Lemma 3.1: the variance of the decoded vector is at most omega * |v|^2 for every vector
+        v.
         """
         size = min(self.bucket or layout.trained, layout.trained)
         omega = min(size / self.levels**2, math.sqrt(size) / self.levels)
@@ -386,8 +400,9 @@ class TernGrad(_Quantizer):
     def scales(self, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return the largest absolute value of each tensor, after clipping: float32 [tensors].
 
-        values: float32 [layout.trained], the vector to send.
-        starts: the boundaries that the function `starts` returned.
+        values: float32 [layout.trained], the vector to send, which contains the tensors one after
+        another.
+        starts: int64 [tensors + 1]; tensor i has the entries from starts[i] to starts[i + 1] - 1.
         """
         sums, largest = np.empty((len(starts) - 1, 2)), np.empty(len(starts) - 1)
         compile_function(_sum_powers)(values, starts, sums, largest)
@@ -401,10 +416,10 @@ class TernGrad(_Quantizer):
         return np.asarray(np.minimum(largest, bounds), np.float32)
 
     def contraction(self, layout: Layout) -> float:
-        """Return 2 / (1 + sqrt(b)), the factor for decoded values under error feedback.
+        """Return 2 / (1 + sqrt(b)), by which decoded values are multiplied under error feedback.
 
-        b is the number of entries of the largest tensor. The mean of |C(v)|^2 is at most (1 +
-        sqrt(b)) / 2 |v|^2 for every vector v, where C(v) is the decoded vector.
+        b is the number of entries of the largest tensor. For every vector v, the mean of |C(v)|^2
+        is at most |v|^2 * (1 + sqrt(b)) / 2, where C(v) is the decoded vector.
         """
         largest = int(np.diff(self.starts(layout)).max())
         return 2 / (1 + math.sqrt(largest))

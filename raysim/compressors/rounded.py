@@ -35,8 +35,10 @@ def _count_beyond(values: np.ndarray, bound: float) -> int:
 
 
 class _Partwise(Compressor):
-    """A compressor that encodes each part of the vector independently of the other parts.
+    """A base class of compressors that encode a vector part by part.
 
+    A part is a range of consecutive entries of the vector. It is encoded without the entries of the
+    other parts.
     A subclass overrides `words`, `slots`, `encode_part` and `decode_part`.
     """
 
@@ -52,20 +54,20 @@ class _Partwise(Compressor):
         raise NotImplementedError
 
     def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Encode a part of the vector, and write the encoded entries into the message.
+        """Encode the entries of a part, and write the result into the message.
 
         values: the entries of the part, float32.
-        part: the positions of the part in the vector.
-        slots: the arrays of the message to write into, as the method `slots` returned them.
+        part: the positions of these entries in the vector.
+        slots: the arrays in the message to write into, as the method `slots` returned them.
         """
         raise NotImplementedError
 
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Decode a part of the vector from the message.
+        """Decode the entries of a part from the message.
 
         out: the tensor to fill with the decoded entries, float32.
-        part: the positions of the part in the vector.
-        slots: the arrays of the message to read, as the method `slots` returned them.
+        part: the positions of these entries in the vector.
+        slots: the arrays in the message to read, as the method `slots` returned them.
         """
         raise NotImplementedError
 
@@ -99,10 +101,15 @@ class _Partwise(Compressor):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Send `values` with error feedback; the result is that of `Compressor.exchange`.
+        """Encode `values` with error feedback; return the message and its effects.
 
-        For speed, each part is encoded, decoded and put into the next memory before the next part.
-        It stays in the CPU's cache meanwhile.
+        The result is equal to that of `Compressor.exchange`. For speed, the vector is processed
+        part by part. A part is encoded and decoded, and its entries of the sender's next memory are
+        computed. All this happens while the part is in the CPU's cache.
+        values: [layout.trained], the vector to send, which may be overwritten.
+        memory: [layout.trained], the sender's memory for error feedback; an empty tensor stands for
+        zeros.
+        key, kept: not used, because this compressor is not random and remembers nothing.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
@@ -133,31 +140,33 @@ class Float16(_Partwise):
         return words_of_bits(16 * layout.trained)
 
     def slots(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
-        """Return an array of the message that contains the entries as floats of 16 bits.
+        """Return a tuple with one array: the message as floats of 16 bits.
 
-        The array is a view of the message: a change of it changes the message.
+        Item i of the array is entry i of the vector. The array is a view of the message: a change
+        of the array changes the message.
         message: the message, uint32 [words].
         layout: the layout of the vector.
         """
         return (message.view(np.float16),)
 
     def encode_part(self, values: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Round a part of the vector to floats of 16 bits, and write these into the message.
+        """Round the entries of a part to floats of 16 bits, and write them into the message.
 
-        values: the entries of the part, float32.
-        part: the positions of the part in the vector.
-        slots: the array of the message to write into, as the method `slots` returned it.
+        values: the entries of the part, float32. Values beyond -65504 and 65504 are clipped to
+        these bounds.
+        part: the positions of these entries in the vector.
+        slots: a tuple with one array, which is the message as floats of 16 bits.
         """
         if compile_function(_count_beyond)(values.numpy(), LARGEST_HALF):
             values = values.clamp(-LARGEST_HALF, LARGEST_HALF)
         torch.from_numpy(slots[0][part]).copy_(values)
 
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
-        """Copy a part of the vector from the message.
+        """Copy the entries of a part from the message.
 
-        out: the tensor to fill with the entries of the part, float32.
-        part: the positions of the part in the vector.
-        slots: the array of the message to read, as the method `slots` returned it.
+        out: the tensor to fill with these entries, float32.
+        part: the positions of these entries in the vector.
+        slots: a tuple with one array, which is the message as floats of 16 bits.
         """
         out.copy_(torch.from_numpy(slots[0][part]))
 

@@ -107,10 +107,10 @@ class SignSGD(Compressor):
                 )
 
     def words(self, layout: Layout) -> int:
-        """Return the size of a message in words of 32 bits.
+        """Return the length of a message in words of 32 bits.
 
-        A message has a sign for each entry. If `size` is None, it also has the mean of the absolute
-        values.
+        A message has one bit for each entry: the entry's sign. If `compression.size` is None, it
+        also has a word with the mean absolute value of the entries.
         """
         return words_of_bits(layout.trained) + (self.size is None)
 
@@ -130,7 +130,12 @@ class SignSGD(Compressor):
         return np.concatenate([mean.view(np.uint32), signs])
 
     def decode(self, message: np.ndarray, layout: Layout, out: Tensor) -> None:
-        """Fill `out` with the signs, multiplied by `size` or by the mean in the message."""
+        """Fill `out` with the decoded entries, which all have the same absolute value.
+
+        This absolute value is `compression.size`. If that setting is None, it is the mean absolute
+        value of the sender's entries, which is in the message. The sign of each entry is in the
+        message, too.
+        """
         scale, signs = np.float32(self.size or 0), message
         if self.size is None:
             scale, signs = message[:1].view(np.float32)[0], message[1:]

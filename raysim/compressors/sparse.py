@@ -47,16 +47,16 @@ def _collect(
     positions: np.ndarray,
     entries: np.ndarray,
 ) -> int:
-    """Find the large entries of values - memory; return their number.
+    """Find the entries of values - memory that have a large absolute value; return their number.
 
     An entry is large if its absolute value is at least `threshold`. Return len(positions) + 1 if
     there may be more large entries than fit into `positions`.
     values: float32 [d], finite.
-    memory: float32 [d], finite; empty for zeros.
-    flags: working memory, uint8 [CHUNK].
-    words: the same memory as `flags`, uint64 [CHUNK / 8].
-    positions: the array to fill with the positions of the entries, in ascending order.
-    entries: the array to fill with the entries, float32, as long as `positions`.
+    memory: float32 [d], finite; an empty array stands for zeros.
+    flags: an array for intermediate values, uint8 [CHUNK].
+    words: the same bytes as `flags`, viewed as uint64 [CHUNK / 8].
+    positions: the array to fill with the positions of the large entries, in ascending order.
+    entries: the array to fill with the large entries, float32, as long as `positions`.
     """
     # A chunk of entries is compared first: each entry gets a byte, 1 if it is large, else 0. Then 8
     # of these bytes are read as one word. Most words are 0, so the loop over bits is short.
@@ -101,7 +101,7 @@ def largest_entries(
     Entries are compared by their absolute values. If two absolute values are equal, the entry with
     the lower position is taken. The positions are ascending.
     values: float32 [d], finite.
-    memory: float32 [d], finite; empty for zeros.
+    memory: float32 [d], finite; an empty array stands for zeros.
     """
     candidates = _candidates(values, count, memory)
     positions, entries = candidates or (None, _difference(values, memory))
@@ -129,11 +129,17 @@ def _difference(
 def _candidates(
     values: np.ndarray, count: int, memory: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return positions and values of some entries, among them the `count` largest ones.
+    """Return some entries of values - memory, among them the `count` largest ones.
 
-    A sample of the entries gives a threshold, and all entries above it are returned in the order of
-    their positions. The arguments are those of `largest_entries`.
-    Return None for short vectors, for large shares, and if the sample gave a bad threshold.
+    A sample of the entries gives a threshold. The result has all entries that reach this threshold:
+    their positions, in ascending order, and their values.
+    Return None in these cases:
+    - The vector has at most `SMALL` entries.
+    - `count` is at least a quarter of the number of entries.
+    - The threshold selects too many entries, or fewer than `count`.
+
+    values: float32 [d], finite.
+    memory: float32 [d], finite; an empty array stands for zeros.
     """
     length = len(values)
     if length <= SMALL or 4 * count >= length:
@@ -179,12 +185,16 @@ class _Sparse(Compressor):
 
         values: float32 [layout.trained].
         key: a random number below 2^63.
-        memory: float32 [layout.trained]; empty for zeros.
+        memory: float32 [layout.trained]; an empty array stands for zeros.
         """
         raise NotImplementedError
 
     def _decode(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of the entries in a message, and their decoded values [k]."""
+        """Return the k entries that a message contains.
+
+        The result is a pair: the positions of these entries in the vector, [k], and their decoded
+        values, [k].
+        """
         raise NotImplementedError
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
@@ -204,10 +214,15 @@ class _Sparse(Compressor):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Send `values` with error feedback; the result is that of `Compressor.exchange`.
+        """Encode `values` with error feedback; return the message and its effects.
 
-        Only the sent entries are decoded and changed in the memory. This takes less time than
-        `Compressor.exchange`, which computes with all entries.
+        The result is equal to that of `Compressor.exchange`. This function is faster, because it
+        decodes only the k sent entries, and adds or subtracts only these entries.
+        values: [layout.trained], the vector to send, which may be overwritten.
+        memory: [layout.trained], the sender's memory for error feedback; an empty tensor stands for
+        zeros.
+        key: a random number below 2^63.
+        kept: not used, because a message does not depend on earlier messages.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
@@ -282,12 +297,15 @@ class RandK(_Sparse):
         return np.concatenate([seed, entries.view(np.uint32)])
 
     def _decode(self, message: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of the entries, and the entries times d / k."""
+        """Return the positions of the k sent entries in the vector, and these entries times d / k.
+
+        d is the number of entries of the vector.
+        """
         scale = np.float32(layout.trained / self.count(layout))
         return self._positions(message[:2], layout), message[2:].view(np.float32) * scale
 
     def contraction(self, layout: Layout) -> float:
-        """Return k / d, the factor for decoded values under error feedback.
+        """Return k / d, by which decoded values are multiplied under error feedback.
 
         A message has k of the d entries, and `decode` multiplies them by d / k. The factor k / d
         turns them back into the original entries.

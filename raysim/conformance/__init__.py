@@ -33,10 +33,12 @@ __all__ = ["Check", "Study", "checks"]
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a part; calling it raises AssertionError if the part fails.
+    """A check of one object of a run, such as a method or a partition.
 
-    name: the name of the tested part, and the property that the check tests.
-    run: function that makes the check.
+    Call the `Check` object without arguments to make the check. This raises AssertionError if the
+    tested object fails.
+    name: the name of the tested object, and the property that the check tests.
+    run: the function that makes the check.
     """
 
     name: str

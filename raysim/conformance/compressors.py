@@ -22,7 +22,8 @@ KEY = 2**62 + 1  # of a message; a client draws one for each
 def checks(compressor: Compressor, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the checks of a compressor's messages, each with its name.
 
-    study: the description of a tiny run, whose model gives the layout of the vectors.
+    study: describes a tiny run (`raysim.conformance.Study`), whose model gives the layout of the
+    vectors.
     """
     layout = declare_run(study.spec()).layout
     yield "a message has the declared size", partial(check_size, compressor, layout)
@@ -32,9 +33,10 @@ def checks(compressor: Compressor, study: Study) -> Iterator[tuple[str, Callable
 
 
 def _examples(layout: Layout) -> dict[str, Tensor]:
-    """Return example vectors to encode, each float32 [layout.trained], by a description.
+    """Return a dictionary of example vectors that the checks encode.
 
-    The descriptions, such as "zeros", are for errors.
+    A value is a vector, float32 [layout.trained]. Its key describes it in error messages, such as
+    "zeros".
     """
     numbers = stream(0, "compressor").standard_normal(layout.trained, dtype=np.float32)
     normal = torch.from_numpy(numbers)

@@ -1,4 +1,7 @@
-"""Checks that every learner must pass, in addition to those of a method."""
+"""Conformance checks of learners.
+
+A learner must also pass the checks of methods, because it is a method.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ from raysim.training.run_spec import declare_run
 
 
 def checks(learner: Learner, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the checks of a learner, each with its name.
+    """Yield each check of a learner as a pair: its name, and the function to call.
 
-    study: the description of the tiny run in which the learner is tried, without this learner.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`). Its `methods` do not
+    contain the learner: this function adds it.
     """
     study = replace(study, methods=(*study.methods, learner))
     yield (
@@ -37,7 +41,8 @@ def checks(learner: Learner, study: Study) -> Iterator[tuple[str, Callable[[], o
 def check_initial(make: Make) -> None:
     """Check that `initial` does not use the global random generators of Python and NumPy.
 
-    make: function that returns the run, with a new learner in each call.
+    make: function that returns the description of a run. Each description has a new copy of the
+    learner.
     """
     one, other = _initial(make, 0), _initial(make, 1)
     for name, array in one.items():
@@ -48,12 +53,13 @@ def check_initial(make: Make) -> None:
 
 
 def _initial(make: Make, global_seed: int) -> dict[str, np.ndarray]:
-    """Return the initial parameters of a learner, by name.
+    """Return the initial parameters of a new copy of the learner: a dictionary of arrays by name.
 
     If the parameters are bytes, the result is one array with the name "bytes".
-    make: function that returns the run. Each call makes a new learner.
-    global_seed: the number with which the global random generators of Python and NumPy are seeded
-    first.
+    make: function that returns the description of a run. Each description has a new copy of the
+    learner.
+    global_seed: the seed of the global random generators of Python and NumPy. It is set before the
+    learner is copied.
     """
     random.seed(global_seed)
     np.random.seed(global_seed)  # noqa: NPY002

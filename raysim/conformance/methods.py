@@ -33,9 +33,10 @@ MIN_SECRET_BYTES = 8
 
 
 def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the checks of a method, each with its name.
+    """Yield each check of a method as a pair: its name, and the function to call.
 
-    study: the description of the tiny run in which the method is tried, without this method.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`). Its `methods` do not
+    contain `method`: the checks add it.
     """
     for text, check in _checks(method, study):
         yield text, partial(_call_check, check)
@@ -285,9 +286,10 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return an object that counts the floats of the server's steps that clients receive.
+    """Return an object that computes how many floats clients save if the server compresses.
 
-    Return None if the server sends the whole model, because no method compresses its steps.
+    The server then sends compressed changes from version to version, in place of the whole model.
+    Return None if no method compresses these changes.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:

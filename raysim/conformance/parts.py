@@ -35,9 +35,10 @@ Checks: TypeAlias = Iterator[tuple[str, Callable[[], object]]]
 
 
 def _run_checks(study: Study) -> Checks:
-    """Yield the checks of a run: equal bits on two workers, and after resuming.
+    """Yield the checks of a whole run: the same bits on two workers, and after resuming.
 
-    study: the description of one tiny run. The checks are made with each of its schedules.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`). The checks repeat the
+    run with each schedule in `study.schedules`.
     """
     for schedule, fleet in study.each():
         under = f"under {type(schedule).__name__.lower()}"
@@ -53,9 +54,10 @@ def _run_checks(study: Study) -> Checks:
 
 # --- models ------------------------------------------------------------------------------------
 def of_model(model: ModelRecipe, study: Study) -> Checks:
-    """Yield the checks of a recipe for networks.
+    """Yield the checks of a model.
 
-    study: the description of one tiny run. `model` replaces its model in all checks.
+    model: the recipe that builds the model. It replaces `study.model` in all checks.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`).
     """
     study = replace(study, model=model)
     yield "a seed gives the same values, another one others", partial(_check_seeds, study)
@@ -113,7 +115,8 @@ def _check_head(study: Study) -> None:
 def of_data(data: Source, study: Study) -> Checks:
     """Yield the checks of a source of samples.
 
-    study: the description of one tiny run. `data` replaces its data in all checks.
+    data: the source, which replaces `study.data` in all checks.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`).
     """
     yield "it reads the same samples twice", partial(_check_read_twice, data)
     yield "labels and domains name what there is", partial(_check_labels, data)
@@ -151,7 +154,8 @@ def _check_labels(data: Source) -> None:
 def of_partition(partition: Partitioner, study: Study) -> Checks:
     """Yield the checks of a partition.
 
-    study: the description of one tiny run. `partition` replaces its partition in all checks.
+    partition: the partition, which replaces `study.partition` in all checks.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`).
     """
     yield "a seed gives the same split", partial(_check_split_seeds, partition, study)
     yield (
@@ -210,7 +214,8 @@ def _check_rows(part: CSR, name: str, rows: int) -> None:
 def of_schedule(schedule: Schedule, study: Study) -> Checks:
     """Yield the checks of a schedule.
 
-    study: the description of one tiny run. `schedule` replaces its schedules in all checks.
+    schedule: the schedule, which replaces all schedules in `study.schedules`.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`).
     """
     study = replace(study, schedules=(schedule,))
     yield "it keeps its promises, and keeps no state", partial(_check_promises, schedule, study)
@@ -241,7 +246,8 @@ def _check_promises(schedule: Schedule, study: Study) -> None:
 def of_selection(selection: Selection, study: Study) -> Checks:
     """Yield the checks of a selection rule.
 
-    study: the description of one tiny run. `selection` replaces its selection in all checks.
+    selection: the rule, which replaces `study.selection` in all checks.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`).
     """
     study = replace(study, selection=selection)
     yield "it keeps no state in itself", partial(_check_memory, selection, study)
@@ -261,8 +267,9 @@ def _check_memory(selection: Selection, study: Study) -> None:
 def of_topology(topology: Topology, study: Study) -> Checks:
     """Yield the checks of a topology.
 
-    study: the description of one tiny run. `topology` replaces its topology in all checks. The
-    default schedules are replaced by schedules with two jobs in flight.
+    topology: the topology, which replaces `study.topology` in all checks.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`). If `study.schedules`
+    has its default value, the checks use schedules with two jobs in flight in place of it.
     """
     study = replace(study, topology=topology)
     if study.schedules == Study().schedules:
@@ -308,7 +315,8 @@ def _check_topology_memory(topology: Topology, study: Study) -> None:
 def of_fleet(fleet: Fleet, study: Study) -> Checks:
     """Yield the checks of a fleet.
 
-    study: the description of one tiny run. `fleet` replaces its fleet in all checks.
+    fleet: the fleet, which replaces `study.fleet` in all checks.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`).
     """
     study = replace(study, fleet=fleet)
     yield (
@@ -340,8 +348,8 @@ def _check_devices(fleet: Fleet, study: Study) -> None:
 def of_observer(observer: Observer, study: Study) -> Checks:
     """Yield the checks of an observer.
 
-    study: the description of one tiny run. The checks execute this run with and without the
-    observer, and compare the results.
+    study: describes the tiny run for the checks (`raysim.conformance.Study`). The checks execute
+    this run with and without the observer, and compare the results.
     """
     yield (
         "it follows a run to its end and changes nothing",
