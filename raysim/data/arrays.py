@@ -40,8 +40,8 @@ class StoredArrays:
     users: [n], integers or text: the person or device to whom each sample belongs; None if the
     samples have no such users.
     is_test: bool [n], True for samples of the central test set.
-    fields: if samples have several inputs, the description of each input in a row of `inputs`; else
-    ().
+    fields: a description of each input, in the order in which a row of `inputs` contains them; ()
+    if a sample has only one input.
     """
 
     inputs: NDArray[Any]
@@ -184,14 +184,17 @@ def _split_halves(data: object) -> tuple[object, object]:
 def _read_half(
     part: object, name: str, kind: Kind | None, fields: list[tuple[InputField, ...]]
 ) -> tuple[NDArray[Any] | LabelLists, ...]:
-    """Return the inputs, the labels and, if there are any, the users of training or test data.
+    """Return the inputs and the labels of the training data or of the test data.
 
-    Also append to `fields` a tuple with the description of each input. The tuple is empty if
-    samples have only one input.
-    part: the training data or the test data, as the user passed them.
-    name: "train" or "test", for errors.
-    kind: `data.kind`, which decides what lists of labels mean; None if the user did not set it.
-    fields: the list to append to.
+    The result has a third item if the data have users: the person or device to whom each sample
+    belongs.
+    part: the training data or the test data: (inputs, labels), (inputs, labels, users) or a torch
+    `Dataset`.
+    name: "train" or "test", for error messages.
+    kind: `data.kind`, which decides what lists of labels mean; None if the user of raysim did not
+    set it.
+    fields: a list, to which this function appends a tuple with the description of each input. The
+    tuple is empty if samples have only one input.
     """
     if isinstance(part, TensorDataset):
         part = part.tensors
@@ -291,10 +294,14 @@ def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]
 
 
 def _join_inputs(inputs: Sequence[Any]) -> Any:
-    """Return the inputs of all items as one list.
+    """Join the inputs of all items of a data set.
 
-    If items have several inputs, each item is a dictionary or a tuple of arrays. The result is then
-    a dictionary with a list for each input, or a tuple with an array for each input.
+    - If each item has one input, return a list of these inputs.
+    - If each item has a dictionary of inputs, return a dictionary with a list for each key.
+    - If each item has a tuple of arrays, each array is an input. Return a tuple with an array
+      [items, ...] for each input.
+
+    inputs: the input, or the dictionary or tuple of inputs, of each item.
     """
     first = inputs[0]
     if isinstance(first, Mapping):
@@ -309,16 +316,17 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     """Return the labels if each sample has a dictionary or a list of labels; else return None.
 
-    The result has a dictionary or a list for each sample. It is None if each label is a number or a
-    text. It is also None if the lists are the rows of an array, which they are in these cases:
-    - `kind` is "positions".
-    - The lists contain a value that is neither an integer nor text.
+    The result is a list with a dictionary or a list for each sample. With `kind` "positions", it is
+    always None.
+    Lists of labels may also be the rows of an array. The result is None, too, if one of these
+    conditions holds:
+    - A list contains a value that is neither an integer nor text.
     - Each list has one item.
     - All items are integers, and all lists have the same length.
-    With `kind` "multilabel", the last two cases also need that all items are 0 or 1.
 
+    With `kind` "multilabel", the last two conditions are ignored if any item is neither 0 nor 1.
     column: the labels that were passed from Python.
-    kind: `data.kind`; None if the user did not set it.
+    kind: `data.kind`; None if the user of raysim did not set it.
     """
     if kind == "positions":
         return None
@@ -365,9 +373,10 @@ def _channels_first(inputs: NDArray[Any]) -> NDArray[Any]:
 def _concatenate(
     parts: Sequence[NDArray[Any] | LabelLists], name: str
 ) -> NDArray[Any] | LabelLists:
-    """Join a column of the training data with the same column of the test data.
+    """Join the values of one column in the training data and in the test data.
 
-    parts: the column of each half: arrays, or lists of labels.
+    parts: the column of the training data, then the column of the test data if there are any. Each
+    is an array, or a list with the labels of each sample.
     name: the name of the column in errors: "inputs", "labels" or "users".
     """
     arrays = [part for part in parts if isinstance(part, np.ndarray)]

@@ -50,9 +50,9 @@ class Vocabulary:
     tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or a folder or name of a Hugging Face tokenizer.
     tokens: the number of different tokens, and the token that fills up short rows.
     names: the text of each token.
-    end: the token in front of each document and after the last one.
-    encode: function from a text to its tokens, int64 [tokens].
-    decode: function from tokens to their text.
+    end: the token that stands in front of each document, and after the last document of a stream.
+    encode: function from a text to its token numbers, a vector of type int64.
+    decode: function from token numbers to their text.
     """
 
     tokenizer: str
@@ -245,8 +245,8 @@ def pack(
     Rows in which all labels are `IGNORED` are left out.
     vocabulary: the tokens, with the token that separates documents and the token that fills short
     rows.
-    is_packed: True joins all documents of a user, and then cuts them into rows. With False, each
-    document begins a new row.
+    is_packed: True joins all documents of a user, the person or device to whom they belong, and
+    then cuts them into rows. With False, each document begins a new row.
     place: the name of the data in errors.
     origin: a description of the columns that were read, for the plan of a run.
     Raise ValueError if all documents are for testing.
@@ -287,10 +287,10 @@ def pack(
 
 
 def _join_documents(documents: Sequence[Document], end: int) -> tuple[Ints, Ints]:
-    """Join documents to a stream; return its tokens without the last one, and their labels.
+    """Join documents to a stream; return its tokens without the last token, and their labels.
 
     The label of a token is the next token, or `IGNORED` if the next token is part of a prompt.
-    end: the token in front of each document and after the last one.
+    end: the token that stands in front of each document, and after the last document.
     """
     tokens, labels = [np.array([end])], []
     for document in documents:
@@ -307,15 +307,16 @@ class DocumentSettings:
 
     columns: `data.columns`, a list with the name of the column of text or of token numbers. None
     takes the only such column.
-    prompt: the column of prompts; a prompt stands in front of the row's text, and its labels do not
-    count. None means that there are no prompts.
-    tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer; None means
+    prompt: the column of prompts. A prompt stands in front of the row's text, and no loss is
+    computed for its tokens. None means that there are no prompts.
+    tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer. None means
     bytes for text, and the numbers themselves for token numbers.
     padding: `data.padding`, the token that ends a document; used only if documents are token
     numbers and there is no tokenizer.
     length: the largest number of tokens in a row.
-    packing: True joins the documents of a user before they are cut into rows; False begins a new
-    row with each document; None means False if there are prompts, else True.
+    packing: True joins all documents of one user, the person or device to whom the documents
+    belong, before it cuts them into rows. False begins a new row with each document. None means
+    False if there are prompts, else True.
     """
 
     columns: list[str] | None
@@ -412,9 +413,9 @@ def _encode(value: str | Ints, vocabulary: Vocabulary, suffix: str = "") -> Ints
 def _table_vocabulary(
     values: Sequence[str | Ints], settings: DocumentSettings, place: str
 ) -> Vocabulary:
-    """Return the vocabulary of a table's column of texts, or of lists of token numbers.
+    """Return the vocabulary of the documents and prompts in a table.
 
-    values: the texts or the token numbers of all documents and prompts.
+    values: all documents and prompts. Each one is a text, or an array of token numbers.
     settings: the settings of the documents, which name the tokenizer.
     place: the name of the table in errors.
     """

@@ -61,7 +61,12 @@ def shift_hue(images: Tensor, shifts: Tensor) -> Tensor:
 
 
 def make_grey(images: Tensor, is_chosen: Tensor) -> Tensor:
-    """Set every channel of the chosen images (bool [B]) to the pixel's brightness."""
+    """Return a copy of the images in which the chosen images are grey.
+
+    Every channel of a chosen image gets the pixel's brightness.
+    images: uint8 [B, 1 or 3, h, w].
+    is_chosen: bool [B], True for each image to make grey.
+    """
     return torch.where(_per_image(is_chosen), luma(images).to(torch.uint8), images)
 
 

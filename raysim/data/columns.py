@@ -34,10 +34,12 @@ INDEX_NAMES = ("", "id", "index", "unnamed: 0", "__index_level_0__")
 
 # ---- which column is which -----------------------------------------------------------------------
 def find_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
-    """Return the first name in `usual` that a column has; None if no column has such a name.
+    """Return the column of a table that has a usual name; None if no column has one.
 
-    names: the columns of the table.
-    usual: the usual names for this kind of column, such as `LABEL_NAMES`; case does not matter.
+    If several columns have usual names, return the column whose name comes first in `usual`. Upper
+    and lower case are not distinguished. The result has the table's spelling.
+    names: the names of the table's columns.
+    usual: the usual names of a column for this purpose, in lower case, such as `LABEL_NAMES`.
     """
     by_lower_case = {name.lower(): name for name in reversed(names)}
     for name in usual:
@@ -66,12 +68,14 @@ def find_label(names: Sequence[str], place: str) -> str:
 
 
 def label_column(names: Sequence[str], label: str | None, usual: str, place: str) -> str:
-    """Return the name of the column of labels.
+    """Return the name of a table's column of labels.
 
-    names: the columns of the table.
-    label: `data.label`, the name of the column; None if the user did not set it.
-    usual: `data.label_column`, the name of the column if `label` is None. If it is "label" and
-    there is no such column, a column with another usual name is taken, such as "y".
+    The setting `data.label` names the column. If it is not set, the setting `data.label_column`
+    does. The default of `data.label_column` is "label". If this default applies and the table has
+    no column "label", a column with another usual name is taken, such as "y".
+    names: the names of the table's columns.
+    label: the value of `data.label`; None if it is not set.
+    usual: the value of `data.label_column`.
     place: the name of the table in errors.
     Raise ValueError if there is no such column.
     """
@@ -185,9 +189,10 @@ class InputRows(NamedTuple):
     """The inputs of all samples.
 
     values: an array with a row for each sample.
-    tokens: the number of different tokens and the padding token; None if inputs are not tokens.
-    fields: if samples have several inputs, the description of each input in a row of `values`; else
-    ().
+    tokens: the number of different tokens, and the token that fills up short rows; None if inputs
+    are not tokens.
+    fields: a description of each input, in the order in which a row of `values` contains them; ()
+    if a sample has only one input.
     """
 
     values: NDArray[Any]
@@ -218,11 +223,14 @@ def read_input_rows(
 def read_inputs(
     table: pa.Table, columns: Sequence[str], settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Return the inputs of all samples as an array, and `Tokens` if they are token numbers.
+    """Return the inputs of all samples as one array, and `Tokens` if they are token numbers.
 
-    `Tokens` is the number of different tokens and the padding token; it is None for other inputs.
-    Several columns of numbers become one row. A single column contains numbers, vectors of one
-    length, token numbers (lists of integers) or text.
+    `Tokens` has two fields: `size`, the number of different tokens, and `padding`, the token that
+    fills up short rows. For inputs that are not token numbers, None is returned in place of
+    `Tokens`.
+    If `columns` names several columns of numbers, the row of a sample contains the sample's value
+    in each of them. A single column contains numbers, vectors of one length, token numbers (lists
+    of integers) or text.
     settings: how text and token numbers become rows.
     place: the name of the table in errors.
     Raise ValueError, with `place` and the column's name, for other columns and empty values.
@@ -255,7 +263,8 @@ def _read_column(
 ) -> tuple[NDArray[Any], Tokens | None]:
     """Return a column of texts or lists as an array, and `Tokens` if it has token numbers.
 
-    `Tokens` is the number of different tokens and the padding token; it is None for other lists.
+    `Tokens` has two fields: `size`, the number of different tokens, and `padding`, the token that
+    fills up short rows. For lists of floats, None is returned in place of `Tokens`.
     name: the name of the column, for errors.
     settings: how text and token numbers become rows.
     place: the name of the table in errors.
@@ -291,9 +300,9 @@ def _read_column(
 def pad_tokens(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> tuple[Ints, Tokens]:
     """Return token numbers as an array of rows, padded at the end, and `Tokens`.
 
-    `Tokens` is the number of different tokens and the padding token. Rows are as long as the
-    longest one, but not longer than `length`; further tokens are left out.
-    padding: the number that fills short rows.
+    `Tokens` has two fields: `size`, the largest token number plus 1, and `padding`. Rows are as
+    long as the longest row in `rows`, but not longer than `length`. Further tokens are left out.
+    padding: the token number that fills up short rows.
     """
     longest = max(map(len, rows), default=1)
     width = max(1, min(length, longest))
@@ -321,8 +330,9 @@ def _read_text(rows: Sequence[str], settings: TokenSettings) -> tuple[Ints, Toke
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the Hugging Face tokenizer in a folder, or with a name on the hub.
+    """Load a Hugging Face tokenizer.
 
+    name: the folder that contains the tokenizer, or the tokenizer's name on the Hugging Face hub.
     Raise ValueError if it cannot be loaded; the error names the key `data.tokenizer`.
     """
     transformers = import_optional("transformers", f"data.tokenizer={name}")
@@ -366,11 +376,12 @@ def read_sequences(
 def read_label_column(
     values: Any, kind: Kind | None, names: list[str] | None, place: str, ignore: int | str
 ) -> LabelSet:
-    """Convert the values of a column to labels that can be stored.
+    """Convert the labels in a column to a `LabelSet`, which raysim can store.
 
-    values: the labels of all rows, which `label_values` or `structure_values` returned.
-    Dictionaries become structured targets.
-    kind: `data.kind`; None lets the values decide.
+    values: the labels of all rows, which `label_values` or `structure_values` returned. If each
+    label is a Python dictionary of values, such as {"boxes": ..., "classes": ...}, the kind of the
+    task is "structure".
+    kind: `data.kind`; None infers the kind from the values.
     names: the names of the classes or outputs; None if the source does not give them.
     place: the name of the table in errors.
     ignore: `data.ignore`, the class that means "no label".
@@ -448,8 +459,9 @@ def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_
 def group_values(
     table: pa.Table, name: str, place: str, key: str = "partition.column"
 ) -> NDArray[Any]:
-    """Return a column of domains or users, integers or text.
+    """Return the values of a column that contains the domain or the user of each row.
 
+    The values are integers, or they are texts.
     place: the name of the table in errors.
     key: the setting that names the column, for errors.
     Raise ValueError if the column has empty values or another type.
@@ -504,13 +516,15 @@ def assemble(
 
     The samples of a user become a domain, from which partition=natural makes a client.
     inputs, labels: the inputs and the labels of the n samples, in any order.
-    users: [n], the user of each sample, integers or text; None if there are no users.
+    users: [n], integers or text: the person or device to whom each sample belongs; None if there
+    are no users.
     is_test: bool [n], True for samples that are for testing.
-    tokens: the number of different tokens and the padding token; None if inputs are not tokens.
+    tokens: the number of different tokens, and the token that fills up short rows; None if inputs
+    are not tokens.
     origin: a description of the columns that were read, for the plan of a run.
     domain_order: the names of all domains in the order of their numbers; None sorts them.
-    fields: if samples have several inputs, the description of each input in a row of `inputs`; else
-    ().
+    fields: a description of each input, in the order in which a row of `inputs` contains them; ()
+    if a sample has only one input.
     """
     order, train_rows = train_first(is_test)
     domains: Ints | None = None

@@ -35,8 +35,8 @@ class _Corpus(Source):
 
     length: the largest number of tokens in a row.
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
-    packing: True joins the documents of a user before they are cut into rows; with False each
-    document begins a new row.
+    packing: True joins all documents that partition=natural gives to one client, before it cuts
+    them into rows. False begins a new row with each document.
     test_fraction: the share of each document's tokens that is for testing, taken from the end of
     the document. It is not used if there are test files.
     """
@@ -158,8 +158,8 @@ class PythonTopics(_Corpus):
     """A source of text that needs no file: the topics of the reference that `help()` shows.
 
     These are about 80 documents, with 500,000 characters of English and code, which come with
-    Python (`pydoc_data.topics`, PSF license). They differ between versions of Python. Each topic is
-    a user.
+    Python (`pydoc_data.topics`, PSF license). They differ between versions of Python. With
+    partition=natural, each topic is a client.
     """
 
     def read(self) -> Raw:

@@ -1,4 +1,7 @@
-"""Add label noise to a whole data set, rotate and pool its images, and cache the result."""
+"""Corrupt a whole data set, and cache the result.
+
+The corruptions are wrong labels, rotated images, and blocks of pixels replaced by their mean.
+"""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ IMAGES_AT_ONCE = 4096
 class Rotation:
     """The settings for rotating images: each image is turned by one of several angles.
 
-    angles: A angles in degrees.
-
-    per: "none" rotates nothing. "client" turns all images of client k by the angle with index
-    k mod A. With "image", each client draws a distribution over the angles, q ~ Dir(concentration).
-    For each of its images, it then draws an angle from q.
+    per: "none" rotates nothing. "client" turns all images of client k by the angle with index k mod
+    A, where A is the number of angles. With "image", each client draws a distribution over the
+    angles, q ~ Dir(concentration). For each of its images, the client then draws an angle from q.
+    angles: the angles to choose from, in degrees, counter-clockwise.
+    concentration: the parameter of the Dirichlet distribution with per="image".
     interpolation: "nearest" takes the nearest pixel of the image, "bilinear" interpolates between
     the four nearest pixels.
     test: the rotation of the central test set. "all" repeats the set at every angle. "spread" turns
@@ -131,9 +131,11 @@ def rotate_images(
     angles: ArrayLike,
     interpolation: Interpolation = "bilinear",
 ) -> NDArray[np.generic]:
-    """Turn each image of [n, c, h, w] by its angle; return images of the same type.
+    """Rotate each image counter-clockwise by its angle; return images of the same type.
 
-    Integers are rounded half up.
+    Pixels from outside of an image are 0. If the type is an integer type, interpolated values are
+    rounded to the nearest integer, and halves are rounded up.
+    images: [n, c, h, w].
     angles: [n], in degrees.
     interpolation: "nearest" takes the nearest pixel of the image, "bilinear" interpolates between
     the four nearest pixels.

@@ -49,7 +49,11 @@ class CSR:
 
     @classmethod
     def from_counts(cls, indices: Ints, counts: Ints) -> CSR:
-        """Cut `indices` into consecutive parts; client k gets `counts[k]` rows."""
+        """Cut `indices` into consecutive ranges, one for each client.
+
+        indices: the row numbers of client 0, then those of client 1, and so on.
+        counts: the number of row numbers of each client.
+        """
         return cls(indices, np.concatenate(([0], np.cumsum(counts))))
 
     @classmethod

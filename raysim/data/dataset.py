@@ -52,10 +52,10 @@ class Samples:
     tokens: the number of different tokens, and the number of the token that fills up short
     sequences; None if inputs are not token sequences.
     columns: a text that says which columns are inputs, labels and users, for the plan of a run.
-    fields: if samples have several inputs, the description of each input in a row of `inputs`; else
-    ().
-    targets: if labels are dictionaries or lists of arrays, the description of each array in a row
-    of `labels`; else ().
+    fields: a description of each input, in the order in which a row of `inputs` contains them; ()
+    if a sample has only one input.
+    targets: if each label has several arrays, a description of each array, in the order in which a
+    row of `labels` contains them; else ().
     tokenizer: the name of the tokenizer that turns tokens of language data into text; else "".
     """
 
@@ -297,11 +297,12 @@ def _checksum(header: bytes, *arrays: NDArray[np.generic]) -> str:
 
 
 def _verification_record(path: Path) -> tuple[Path, str]:
-    """Return the path and the content of the record that a data set was verified.
+    """Return the path and the expected content of the file that records a verification.
 
-    The record is a small file below the data set's folder, with a path for each machine. This
-    machine has verified the data set if the record exists and has this content. If the data set's
-    file changes, its record needs another content.
+    This machine has verified the data set if the file exists and has this content. Each machine has
+    its own file, which is in the folder .verified/HOSTNAME next to the data set's file. The content
+    is the inode, the size and the modification time of the data set's file, so that a record
+    becomes invalid if that file changes.
     path: the file of the data set.
     """
     stat = path.stat()

@@ -38,7 +38,8 @@ class FederatedData:
     central: the rows of the central test set.
     pipeline: the normalisation and augmentation of inputs.
     title: the names of the data set and of the partitioner, for plots.
-    users: the name of each client's user, as text; None if clients are not users.
+    users: the name of the person or device in the data set that each client represents, as text;
+    None if clients do not represent such users.
     """
 
     dataset_path: Path
@@ -53,9 +54,10 @@ class FederatedData:
         return _open_dataset(self.dataset_path)
 
     def user(self, client: int) -> str | None:
-        """Return the name of a client's user.
+        """Return the name of the person or device in the data set that a client represents.
 
-        Return None if clients are not users, or if one client trains on the samples of all users.
+        Return None if clients do not represent such users, or if one client trains on the samples
+        of all users.
         """
         # in pooled data one client trains on the rows of all clients
         is_pooled = len(self.partition.train) != len(self.partition.test)
@@ -294,9 +296,10 @@ def drop_single_rows(data: FederatedData) -> FederatedData:
 
 
 def pool_clients(data: FederatedData) -> FederatedData:
-    """Give all training rows, in ascending order, to one client.
+    """Return the data with only one training client, which has the training rows of all clients.
 
-    The test rows of all clients stay unchanged.
+    Its number is 0, and its rows are in ascending order. The test rows of all clients stay
+    unchanged.
     """
     rows = np.sort(data.partition.train.indices)
     train = CSR(rows, np.array([0, len(rows)]))
@@ -305,12 +308,12 @@ def pool_clients(data: FederatedData) -> FederatedData:
 
 
 def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedData:
-    """Choose unseen clients at random: they are scored, but never trained.
+    """Choose clients at random that are scored, but never trained ("unseen clients").
 
     An unseen client has no validation rows. Its training rows stay in the data, because a method
     may adapt the model to them before the client is scored.
-    share: the setting `evaluate.unseen`: the share of the clients with training samples that become
-    unseen. The number of unseen clients is rounded. 0 makes no client unseen.
+    share: the setting `evaluate.unseen`. The number of unseen clients is this share of the clients
+    with training samples, rounded to an integer. 0 makes no client unseen.
     seed: the seed of the run.
     Raise ValueError for a share above 0 in these cases:
     - The share is so small that it selects no client.

@@ -102,11 +102,12 @@ def _target_array(value: Any, place: str) -> NDArray[Any]:
 def _pack_column(
     name: str, arrays: Sequence[NDArray[Any]], place: str
 ) -> tuple[TargetField, NDArray[np.float32]]:
-    """Return the description of one array of the targets, and its values as floats, [n, floats].
+    """Pack one array of each sample's target, such as "boxes", into rows of floats.
 
-    name: the name of the array, such as "boxes".
-    arrays: the array of each of n samples.
-    place: the name of the array in errors.
+    Return a description of the array, and float32 [n, floats] with a row for each of n samples.
+    name: the key of the array in the target, such as "boxes".
+    arrays: the values of this array in each of the n samples.
+    place: how errors name the array, such as "data: the targets, boxes".
     """
     filled = [array for array in arrays if array.size] or arrays[:1]
     inner = filled[0].shape[1:]
