@@ -20,12 +20,15 @@ CSV_COLUMNS = ("path", "domain", "class", "split")
 
 
 class PictureFile(NamedTuple):
-    """A picture file.
+    """A picture file with its domain, its class and its split.
 
-    path: the path of the file, relative to the root.
-    domain: the name of its domain: the outer folder of domain/class/, else the name of the root.
+    path: the path of the file, relative to the root, which is the folder `data.root`.
+    domain: the name of its domain. For a picture in root/domain/class/, this is the name of the
+    outer folder. For a picture in root/class/, it is the name of the root.
     class_name: the name of its class, which is the folder that contains the file.
     split: "train", "test", or "" if unknown.
+
+    If the root contains a file split.csv, all four values are from this file.
     """
 
     path: str

@@ -27,7 +27,9 @@ class LabelSet(NamedTuple):
     values: class numbers [n] or [n, ...], or floats [n, outputs].
     names: the name of each output of the model: a class, a label or a value.
     kind: the kind of the task.
-    targets: the arrays that a row of `values` contains, for kind="structure"; else ().
+    targets: for kind="structure", each label consists of several arrays. A row of `values` stores
+    these arrays as floats, one after another. `targets` describes the arrays in this order. () for
+    other kinds.
     """
 
     values: NDArray[Any]
@@ -279,7 +281,7 @@ def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
 
 
 def _to_float32(values: NDArray[Any], kind: Kind, place: str) -> NDArray[np.float32]:
-    """Return values as float32; raise ValueError if float32 cannot hold a finite value.
+    """Return labels as float32; raise ValueError if a finite label becomes infinite.
 
     values: labels of any numeric type.
     kind: the value of `data.kind`, for errors.

@@ -44,9 +44,10 @@ class Listed(Partitioner):
     def users(
         self, partition: Partition, domains: Ints, domain_names: Sequence[str]
     ) -> Sequence[str] | None:
-        """Return the keys of the file's JSON object as client names; None for a list of lists.
+        """Return the names of the clients: the keys of the JSON object in the file.
 
-        The arguments are not used, because the file gives the names.
+        If the file contains a list of lists, the clients have no names, and None is returned. The
+        arguments are not used.
         """
         content = self._read_file()
         return list(content) if isinstance(content, dict) else None

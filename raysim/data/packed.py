@@ -74,7 +74,7 @@ class Strips(Source):
 
 
 def are_strips(folder: Path) -> bool:
-    """Return True if the folder contains strips, that is, a file train-labels.npy."""
+    """Return True if the folder has a file train-labels.npy, as every folder with strips does."""
     return _label_file(folder, "train").is_file()
 
 

@@ -45,7 +45,7 @@ class ParquetColumns(NamedTuple):
 
     inputs: the columns of the input.
     label: the column of labels.
-    user: the column of users; the files may not have this column.
+    user: the column of users. Files without this column are accepted.
     has_pictures: True if the only input is a column of encoded pictures.
     unused: the columns that are not read.
     """
@@ -66,13 +66,14 @@ class Parquet(TableSource):
     root: one such folder, a list of such folders, or a folder that contains them. If there are
     several folders, each one is a domain with the name of the folder.
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
-    Face stores them. It is not used if `columns` is set.
-    label: the column of labels; None uses `label_column`.
-    label_column: the column of labels if `label` is None. If it is "label" and there is no such
-    column, a column with another usual name such as "y" is used.
-    user: the column of users, each of which is a domain; None uses `domain_column`.
-    domain_column: the column of users if `user` is None. If there is no such column, a column with
-    a usual name such as "client" is used.
+    Face stores them. It is not used if the setting `data.columns` names the columns of the input.
+    label: the name of the column of labels. If it is set, `label_column` is not used.
+    label_column: the name of the column of labels, used if `label` is None. If this name is "label"
+    and there is no such column, a column with another usual name such as "y" is used.
+    user: the name of the column of users, each of which is a domain. If it is set, `domain_column`
+    is not used.
+    domain_column: the name of the column of users, used if `user` is None. If there is no such
+    column, a column with a usual name such as "client" is used.
     test_fraction: the share of samples that is for testing, in folders without test.parquet. It is
     taken from each class of each domain. None means that every folder must have test.parquet.
     """
@@ -258,10 +259,12 @@ class Parquet(TableSource):
     def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
         """Return the domain of each row of a file, as integers or text.
 
-        If the file has no column of users, the domain is the folder's name. Raise ValueError if a
-        column in the settings is missing, or if the label or the user has empty values.
+        Each user is a domain: the result is the column of users. If the file has no such column,
+        the domain of all rows is the folder's name.
         path: the file.
-        columns: the columns that were chosen for all files.
+        columns: the names of the columns that the source reads.
+        Raise ValueError if a column in the settings is missing, or if the column of labels or of
+        users has empty values.
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"
@@ -355,9 +358,9 @@ def has_parquet_files(folder: Path) -> bool:
 # ---- files ---------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise ValueError with the file's name if the file cannot be read in a `with` block.
+    """Run a `with` block that reads a Parquet file; turn errors of reading into ValueError.
 
-    path: the file.
+    path: the file, which the error names.
     """
     try:
         yield
@@ -392,11 +395,13 @@ def _may_be_pictures(kind: pa.DataType) -> bool:
 def _prefix_folders(
     parts: list[NDArray[Any]], paths: list[Path], user: str
 ) -> tuple[NDArray[np.str_], list[str] | None]:
-    """Return the domain of each row, "FOLDER/USER", and a sorted list of all domains.
+    """Return the domain of each row as text, and the names of all domains in order, or None.
 
-    If a user is not an integer, None is returned in place of the list.
-    parts: for each file, an array with the user of each row. If a file has no column of users, the
-    array has the folder's name for each row. The domain of these rows is "FOLDER".
+    The domain of a row is "FOLDER/USER", or "FOLDER" if the file has no column of users. If all
+    users are integers, the names are ordered by folder and then by the users' numbers. If not, None
+    is returned in place of the names, and the caller sorts the names as texts.
+    parts: an array for each file, with the user of each row. If a file has no column of users, its
+    array repeats the folder's name.
     paths: the files, in the order of `parts`.
     user: the name of the column of users.
     """
@@ -442,12 +447,15 @@ def _check_label_types(paths: list[Path], name: str, kind: Kind | None) -> None:
 
 
 def _join_labels(paths: list[Path], parts: list[Any], name: str) -> Any:
-    """Join the labels of all files.
+    """Join the labels of all files; the result has the type of the first file's labels.
 
-    Return an array [rows], an array [rows, width], or a list of labels for each row. The result has
-    the same type as the labels of the first file.
+    This type is one of the following:
+    - an array [rows] with one number or text for each row;
+    - an array [rows, width] with equally long lists;
+    - a list with one item for each row: a list of labels, or a dictionary.
+
     paths: the files, for errors.
-    parts: the labels of each file: an array [rows], an array of lists, or a list of lists.
+    parts: the labels of each file, in one of these types.
     name: the column of labels, for errors.
     """
     if isinstance(parts[0], list):

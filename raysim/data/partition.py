@@ -1,4 +1,7 @@
-"""Partitioners: check their settings, draw random numbers and split training rows over clients."""
+"""Define partitioners: rules that divide the training samples between the clients.
+
+A partitioner checks its settings, draws random numbers, and computes the rows of each client.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +148,7 @@ class Partitioner:
         """Return for each client the positions of its test samples in the central test set.
 
         labels, domains: the label and the domain of each sample of the central test set.
-        num_domains: the number D of domains that have training rows; their numbers are 0 to D - 1.
+        num_domains: the number D of domains with training rows, which have the numbers 0 to D - 1.
         Domains without training rows have higher numbers.
         """
         raise NotImplementedError
@@ -162,14 +165,17 @@ class Partitioner:
         return None
 
     def split(self, labels: Ints, domains: Ints, num_classes: int, seed: int) -> Partition:
-        """Split the training rows 0 to n-1 over clients.
+        """Divide n samples between clients; return the training and test rows of each client.
 
-        The test and validation rows do not depend on the setting `fraction`. The training rows of
-        a smaller `fraction` are a subset of those of a larger one.
-        labels, domains: [n], the label and the domain of each row.
+        With `validation_fraction` above 0, a client also gets validation rows. A row is the
+        position of a sample, from 0 to n - 1. Samples of the central test set are not among the n
+        samples.
+        The setting `fraction` removes training rows only. With a smaller `fraction`, a client keeps
+        a subset of the training rows that it has with a larger one.
+        labels, domains: [n], the label and the domain of each sample.
         num_classes: the number of classes, including classes without samples.
         seed: the seed of the run.
-        Raise ValueError if the rows cannot be split with these settings. The error says which
+        Raise ValueError if the samples cannot be divided with these settings. The error says which
         setting to change.
         """
         draws = Draws(
@@ -219,14 +225,15 @@ class Dirichlet(Partitioner):
     clients: the number of clients.
     alpha: the parameter of the Dirichlet distribution. A small alpha gives most samples of a class
     to few clients.
-    balance: classes are divided one after another. True gives no more samples to a client that
-    already has the mean number of samples.
+    balance: classes are divided one after another. With True, a client that already has the mean
+    number of samples gets none of the following classes.
     minimum: the smallest number of samples of a client. None means 1, or with `grouping` half of
     the mean number of samples.
     grouping: the number of clients in a group. The samples are first divided at random between the
     groups. Then each group divides its samples between its clients. None makes no groups.
     per: "class" draws the clients' shares of each class. "client" draws a distribution over classes
-    for each client. The probabilities of a class, divided by their sum, are the clients' shares.
+    for each client. A client's share of a class is then its probability of the class, divided by
+    the sum of this probability over all clients.
     """
 
     by_class: ClassVar[bool] = True
@@ -352,8 +359,8 @@ class DirichletClient(Partitioner):
         """Draw a distribution over the C classes for each of `clients` clients: [clients, C].
 
         draws: has the random streams.
-        class_sizes: the number of samples of each class, [C]. With "prior_scaled" a class without
-        samples gets probability 0.
+        class_sizes: the number of samples of each class, [C]. With
+        `partition.concentration=prior_scaled` a class without samples gets probability 0.
         """
         scale = np.ones(len(class_sizes))
         if self.concentration == "prior_scaled":
@@ -369,8 +376,8 @@ class DirichletClient(Partitioner):
         """Draw the class of each sample of the next client: [size].
 
         draws: has the random streams.
-        class_sizes: the number of samples of each of the C classes that no client has yet, [C]. The
-        drawn samples are subtracted in place.
+        class_sizes: for each of the C classes, how many of its samples no client has yet, [C]. This
+        function subtracts the drawn samples from it in place.
         size: the number of samples of a client.
         """
         distribution = self._draw_distributions(draws, class_sizes, 1)
@@ -386,8 +393,9 @@ class DirichletClient(Partitioner):
 
 @dataclass(frozen=True)
 class Shards(Partitioner):
-    """A partition of data sorted by label into equal shards (McMahan et al. 2017).
+    """A partition in which each client gets random shards of the data (McMahan et al. 2017).
 
+    The samples are sorted by label. The sorted samples are cut into shards of equal size.
     clients: the number of clients.
     shards_per_client: the number of random shards that each client gets.
     """
@@ -479,7 +487,8 @@ class Domain(Partitioner):
 
         labels: not used.
         domains: the domain of each sample of the central test set.
-        num_domains: the number of domains that have training rows; other domains have no clients.
+        num_domains: the number D of domains with training rows, which have the numbers 0 to D - 1.
+        Test samples of domains with higher numbers are given to no client.
         """
         rows = np.argsort(domains, kind="stable")
         rows = rows[domains[rows] < num_domains]
@@ -594,7 +603,8 @@ class DomainClass(Partitioner):
 
         These are the samples of the client's domain and classes.
         labels, domains: the label and the domain of each sample of the central test set.
-        num_domains: the number of domains that have training rows; other domains have no clients.
+        num_domains: the number D of domains with training rows, which have the numbers 0 to D - 1.
+        Test samples of domains with higher numbers are given to no client.
         """
         rows = np.flatnonzero(domains < num_domains)
         positions = domain_class_split(

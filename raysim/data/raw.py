@@ -62,17 +62,19 @@ class Raw:
     pictures.
     labels: class numbers [n], or [n, ...] if each position, such as a pixel, has a class. For
     regression, values [n, outputs]. For multilabel data, [n, outputs] with 1 for labels that a
-    sample has, else 0.
+    sample has, else 0. For kind="structure", floats [n, floats].
     train_rows: the number of training samples.
     class_names: the name of each output of the model: a class, a label or a value.
     domains: the domain of each sample, [n]; None if there is only one domain.
     domain_names: the names of the domains, in the order of their numbers.
     kind: the kind of the task, such as "regression".
-    tokens: the number of different tokens, and the padding token. None means that the number of
-    tokens is the largest token in `inputs` plus 1.
+    tokens: the number of different tokens, and the token that fills up short rows. None means that
+    the number of tokens is the largest token in `inputs` plus 1.
     origin: the names of the columns that were read, for the plan of a run.
-    fields: the position of each input in a row of `inputs`; () if a sample has one input.
-    targets: the position of each named array in a row of `labels`; () if a target is one array.
+    fields: a description of each input, in the order in which a row of `inputs` contains them; ()
+    if a sample has only one input.
+    targets: for kind="structure", each label consists of several arrays. `targets` describes these
+    arrays, in the order in which a row of `labels` contains them. () for other kinds.
     tokenizer: the name of the tokenizer that decodes the tokens of language data to text; else "".
     """
 
@@ -99,8 +101,10 @@ class Source:
     channels: 1 makes images grey, 3 makes them RGB; None keeps their channels.
     cache: the folder for the data sets that raysim writes. None uses the environment variable
     RAYSIM_CACHE, or else ~/.cache/raysim.
-    kind: the kind of the task: "classification", "regression", "multilabel", "positions" or
-    "causal". None infers it from the type and shape of the labels (`labels.infer_kind`).
+    kind: the kind of the task. "classification", "regression" and "multilabel" have the usual
+    meaning. "positions" means a class at each position, such as a pixel. "causal" means language
+    data, and "structure" means labels of several named arrays. None infers the kind from the
+    labels.
     ignore: the label that means "no label"; losses and scores ignore samples and positions that
     have it.
     label_noise: the share of each client's training labels that are changed to another class.
@@ -186,10 +190,12 @@ class Source:
         raise NotImplementedError
 
     def with_domains(self, column: str) -> Source:
-        """Return a copy of the source in which each value of a column is a domain.
+        """Return a copy of the source in which each different value of a column is a domain.
 
-        With `partition=natural`, raysim calls this function, so that each user becomes a client. A
-        subclass for data with columns overrides it; the base class raises ValueError.
+        The column may contain, for example, the name of each sample's user. With
+        `partition=natural`, raysim calls this function if `partition.column` is set, and then makes
+        a client of each domain. A subclass for data with columns overrides it; the base class
+        raises ValueError.
         column: the name of the column (`partition.column`).
         """
         raise ValueError(
@@ -295,12 +301,15 @@ def require_root(root: str | None, option: str, content: str) -> Path:
 def convert_inputs(
     inputs: NDArray[Any], tokens: Tokens | None, name: str
 ) -> tuple[Inputs, Tokens | None]:
-    """Return inputs in the type in which they are stored, and their `Tokens`.
+    """Convert inputs to the type in which raysim stores them; return them and their `Tokens`.
 
-    The `Tokens` are None if the inputs are not token numbers. Floats become float32. uint8 values
-    stay uint8 if `tokens` is None. All other integers are token numbers and become int64.
-    tokens: the number of different tokens, and the padding token. None means that the number of
-    tokens is the largest token in `inputs` plus 1.
+    - Floats become float32.
+    - uint8 values stay uint8 if `tokens` is None.
+    - All other integers are token numbers and become int64.
+
+    The second result is None if the inputs are not token numbers.
+    tokens: the number of different tokens, and the token that fills up short rows. If it is None
+    and the inputs are token numbers, the number of tokens is the largest token plus 1.
     name: the name of the source, for errors.
     Raise ValueError for values that are not numbers, nan, infinite values, and integers outside the
     range of token numbers.
@@ -335,10 +344,12 @@ def convert_inputs(
 
 
 def convert_labels(labels: NDArray[Any], kind: Kind, outputs: int, name: str) -> LabelArray:
-    """Return labels in their stored type. Raise ValueError if they do not fit `kind`.
+    """Convert labels to the type in which raysim stores them: int64 for classes, else float32.
 
+    kind: the kind of the task, such as "classification".
     outputs: the number of the model's outputs.
     name: the name of the source, for errors.
+    Raise ValueError if the labels do not fit `kind` or `outputs`.
     """
     if kind in ("classification", *POSITION_KINDS):
         return labels.astype(np.int64)

@@ -102,10 +102,11 @@ def number_domains(
 ) -> tuple[Ints, list[str]]:
     """Return the number of each row's domain, [n], and the names of all domains.
 
-    Domains without training rows get the highest numbers.
+    Domains with training rows get the first numbers, and domains without training rows get the last
+    numbers. Inside each of these two groups, `order` decides.
     values: the name of each row's domain, [n].
     is_train: bool [n], True for training rows.
-    order: all names in the order in which they are numbered; None uses `natural_order`.
+    order: the names of all domains; None uses the order of `natural_order`.
     """
     names = values.astype(np.str_)
     ordered = natural_order(values) if order is None else order
@@ -116,9 +117,10 @@ def number_domains(
 
 
 def natural_order(values: NDArray[Any]) -> list[str]:
-    """Return the different values as texts, sorted: numbers by value, texts alphabetically.
+    """Return the different values as texts, in ascending order.
 
-    For example, "user10" comes before "user2".
+    Values of a numeric type are sorted by value. Texts are sorted alphabetically, digit by digit:
+    "user10" comes before "user2".
     """
     if values.dtype.kind in "iuf":
         return [str(value) for value in np.unique(values).tolist()]
