@@ -40,7 +40,7 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
 
 
 def _fold(unpacked: np.ndarray, width: int, packed: np.ndarray) -> None:
-    """Pack digits: each digit takes a byte in `unpacked`, and `width` bits in `packed`.
+    """Pack groups of 8 digits: from a byte for each digit to `width` bits for each digit.
 
     unpacked: uint64 [n], 8 digits in each entry: each byte is a digit below 2^width.
     width: the number of bits of a packed digit: 1, 2 or 4.
@@ -78,11 +78,11 @@ def _unpack(words: np.ndarray, width: int, digits: np.ndarray) -> None:
 
 
 def _unfold(packed: np.ndarray, width: int, unpacked: np.ndarray) -> None:
-    """Unpack digits: each digit takes `width` bits in `packed`, and a byte in `unpacked`.
+    """Unpack groups of 8 digits: from `width` bits for each digit to a byte for each digit.
 
-    packed: [n], the array that `_fold` filled.
+    packed: [n], the array that `_fold` filled, with 8 digits in each entry.
     width: the number of bits of a packed digit: 1, 2 or 4.
-    unpacked: the array to fill, uint64 [n]. Each byte of entry i gets a digit of `packed[i]`.
+    unpacked: the array to fill, uint64 [n]. The 8 bytes of entry i get the 8 digits of `packed[i]`.
     """
     once, twice = np.uint64(8 - width), np.uint64(16 - 2 * width)
     thrice = np.uint64(32 - 4 * width)
@@ -165,9 +165,9 @@ def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
     This is the code of Elias (1974) and Fano (1971). It takes about 2 + log2(length / n) bits for
     each of the n positions. The size depends only on `length` and n.
 
-    The l lowest bits of each position are stored unchanged; `_low_bits` returns l. Let h be the
-    i-th position without its l lowest bits, counted from i = 0. For each i, bit h + i is set in a
-    second string of bits.
+    The result has two strings of bits, one after another. The first string has the l lowest bits of
+    each position; `_low_bits` returns l. The second string has a 1 for each position, and 0
+    elsewhere. The 1 of positions[i] is bit number i + floor(positions[i] / 2^l) of this string.
     """
     count, low = len(positions), _low_bits(len(positions), length)
     lowest = pack(positions & ((1 << low) - 1), low)

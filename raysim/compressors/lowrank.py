@@ -132,9 +132,10 @@ class PowerSGD(Compressor):
         return total
 
     def initial(self, layout: Layout) -> Tensor:
-        """Return the Q that each matrix has before the first message, one after another.
+        """Return the matrices Q from which the first message starts, concatenated to one vector.
 
-        The entries are normal random numbers, the same for all clients.
+        There is a Q for each matrix of the model. The entries are normal random numbers, the same
+        for all clients.
         """
         count = sum(piece.rank * piece.columns for piece in self._pieces(layout))
         numbers = stream(0, "powersgd").standard_normal(count, dtype=np.float32)
@@ -153,11 +154,14 @@ class PowerSGD(Compressor):
     def _encode(
         self, values: Tensor, layout: Layout, kept: Tensor, read: Callable[[slice], Tensor]
     ) -> np.ndarray:
-        """Return the message; `values` and `kept` are the arguments of `encode`.
+        """Return the message for a vector whose entries may be computed only when they are read.
 
-        read: function of a range of positions, which returns these entries of `values`. Each entry
-        is read once before any other use of it. So the function may compute an entry at that time
-        and write it into `values`.
+        values: float32 [layout.trained], the vector to send.
+        layout: the position of each tensor in the vector.
+        kept: the Q of all matrices from the sender's last message.
+        read: a function that takes a range of positions and returns these entries of `values`. It
+        is called once for each range, before `values` is used there. So it may compute the entries
+        in this call, and must then also write them into `values`.
         """
         parts: list[Tensor] = []
         used = 0
@@ -204,10 +208,11 @@ class PowerSGD(Compressor):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Send `values` with error feedback; the result is that of `Compressor.exchange`.
+        """Encode `values` with error feedback; return the message and its effects.
 
-        For speed, the vector is processed part by part. A part stays in the CPU's cache while the
-        memory is added to it and while its next memory is computed.
+        The effects are the vector that the receiver gets, and the sender's next error-feedback
+        memory. The arguments are those of `Compressor.exchange`. For speed, the vector is processed
+        in ranges that fit into the CPU's cache.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
@@ -238,9 +243,10 @@ class PowerSGD(Compressor):
     def _parts(
         self, message: np.ndarray, layout: Layout
     ) -> Iterator[tuple[_Piece, Tensor, Tensor]]:
-        """Yield what a message has for each range of the vector: (piece, P, Q) for a matrix.
+        """Yield the content of a message for each piece of the vector, in the order of the layout.
 
-        For a range that is sent unchanged, yield (piece, entries, an empty tensor).
+        A piece is a matrix, or a range of entries that are sent unchanged. For a matrix, yield
+        (piece, P, Q). For unchanged entries, yield (piece, entries, an empty tensor).
         """
         floats = torch.from_numpy(message.view(np.float32))
         used = 0

@@ -119,12 +119,13 @@ def plan(overrides: Sequence[str], conf: Sequence[str] = ()) -> StudyPlan:
 
     overrides: the overrides of `raysim run`, but each can have several values, such as
     "method=fedavg,fedprox", "seed=0..4" and "rounds=20". The study has a run for each combination
-    of values. Runs that do not have a key, such as method.fedprox.mu, ignore its override. If the
-    folder has a study already, its stored overrides are used as well.
+    of values. Runs that do not have a key, such as method.fedprox.mu, ignore its override. With
+    resume=latest, the study in the folder of `out=` is continued: its stored overrides are used,
+    too.
     conf: the user's own folders of options.
 
-    Raise `RefusedError` if no run has the key of an override, or if the folder of a new study
-    exists already.
+    Raise `RefusedError` if no run has the key of an override. Also raise it if the folder exists
+    already and there is no resume=latest.
     """
     overrides_of = {key: tuple(texts) for key, texts in map(expand_override, overrides)}
     out = overrides_of.pop("out", ())

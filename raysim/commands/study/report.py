@@ -182,7 +182,8 @@ def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str 
 def compared_keys(study: StudyPlan) -> list[str]:
     """Return the keys whose values the study compares.
 
-    These are `method` and its settings if they vary, otherwise the first key that varies.
+    If `method` or keys that begin with `method.` have several values, these keys are compared.
+    Otherwise it is the first key with several values, except the seed.
     """
     varied = [key for key in study.varied if key != "seed"]
     of_methods = [key for key in varied if key.partition(".")[0] == "method"]
@@ -220,9 +221,10 @@ def compare_settings(
 ) -> list[Comparison]:
     """Compare settings in pairs of runs that have the same seed; return all comparisons.
 
-    Only settings with the same values of `_other_keys` are compared, for example on the same data
-    and partition. The first of these settings is the reference for all others. The p-values have
-    Holm's correction for all returned comparisons.
+    A setting is the values of the keys that `compared_keys` returns. Two settings are compared only
+    if all further keys of their runs are equal, for example the partition. The first of such
+    settings is the reference: all others are compared with it. The p-values have Holm's correction
+    for all returned comparisons.
 
     metric: the name of the compared metric.
     """
@@ -278,10 +280,11 @@ def _format_number(
 ) -> str:
     """Return a number as text, or a dash for None.
 
-    metric: the name of the metric, which decides the number of decimals.
+    metric: the name of the metric. Numbers of rounds have one decimal. For all other metrics, a
+    smaller number has more decimals.
     sign: "+" shows the sign of positive numbers.
-    like: a number whose size decides the number of decimals; None uses `value`. With the mean as
-    `like`, a deviation has as many decimals as its mean.
+    like: a number that decides the number of decimals in place of `value`. For a standard deviation
+    it is the mean, so that both have as many decimals. None uses `value`.
     """
     if value is None:
         return MISSING

@@ -1,7 +1,7 @@
 """Execute the runs of a study, one after another or several at a time.
 
-`raysim/experiment/run_table.py` describes the folder; `raysim/experiment/runner.py` executes one
-run.
+`raysim/experiment/run_table.py` describes the study's folder. `raysim/experiment/runner.py`
+executes one run.
 """
 
 from __future__ import annotations
@@ -242,9 +242,10 @@ def _join_ray(runtime: Node, session: ExitStack) -> str:
 # --- several runs at a time, each in its own process -------------------------------------------
 @dataclass(frozen=True)
 class ChildRun:
-    """A run in its own process.
+    """A run in a process of its own.
 
-    The process reads a task from stdin and writes an answer to stdout.
+    The process reads the run's configuration from stdin. At the end of the run it writes an answer
+    to stdout: "", or why the run failed.
     since: time.monotonic() at the start.
     """
 
@@ -260,12 +261,12 @@ class ChildRun:
 
     @property
     def stdout(self) -> IO[str]:
-        """Return the pipe from which the answer is read."""
+        """Return the pipe from which this process reads the answer of the run's process."""
         assert self.process.stdout is not None
         return self.process.stdout
 
     def wait(self, log: Path) -> str:
-        """Wait for the answer: "" for success, or a sentence that says why the run failed.
+        """Wait for the end of the run; return "", or a sentence that says why the run failed.
 
         log: the run's log, which the sentence names if the process died.
         """

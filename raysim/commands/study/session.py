@@ -45,10 +45,11 @@ class StudyResult:
 
     @property
     def differences(self) -> pd.DataFrame:
-        """Return a table of the comparisons with the reference: difference, interval, p-value.
+        """Return a table of differences between settings, with intervals and p-values.
 
-        It is empty if no setting can be compared with another one. Raise FileNotFoundError if no
-        run has finished.
+        Each row compares a setting with a reference. The reference is the first setting of the
+        study that has the same values of all further keys. The table is empty if nothing can be
+        compared. Raise FileNotFoundError if no run has finished.
         """
         return self._table("differences.csv")
 

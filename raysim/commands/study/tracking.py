@@ -55,8 +55,10 @@ def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _means(folder: Path) -> Mapping[str, object]:
-    """Read the mean of every metric for each setting: {"final": {"fedavg": 0.8}}.
+    """Read the mean of each metric for each setting of a study.
 
+    For example, {"final": {"fedavg": 0.8}} says that the metric "final" has the mean 0.8 with the
+    setting "fedavg". The result is empty if no results are stored.
     folder: the study's folder.
     """
     path = folder / "study.json"

@@ -174,12 +174,12 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
 
 
 def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
-    """Return the archive that a job on the node of the results has printed as text.
+    """Decode the archive that a Ray job has printed as text on the node with the results.
 
     text: the printed text. It has an error in place of the archive if the job failed.
-    folder: the packed folder, named in errors.
-    job: the id of the job whose results are fetched, named in errors.
-    limit_mb: the largest size of the archive in MB, named in errors.
+    folder: the results folder that the job has packed, for errors.
+    job: the id of the job whose results are fetched, for errors.
+    limit_mb: the largest size of the archive in MB, for errors.
     Raise `RefusedError` if the text has an error in place of the archive.
     """
     lines = text.splitlines()

@@ -158,7 +158,7 @@ def _format_size(size_bytes: int) -> str:
 
 
 def pack(files: Sequence[PackedFile], folder: Path) -> None:
-    """Copy the files into an empty folder, each under its name in the job's folder."""
+    """Copy files into an empty folder, each to the path `folder / file.name`."""
     for file in files:
         target = folder / file.name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def pack(files: Sequence[PackedFile], folder: Path) -> None:
 # --- the job ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class JobCommand:
-    """The command that a job runs.
+    """The command of raysim that a Ray job executes on the cluster.
 
     words: the words of the command line, starting with "run", "study" or "sweep".
     overrides: the overrides among the words.
@@ -204,11 +204,12 @@ class JobCommand:
 def with_plugins(
     command: JobCommand, extra: Sequence[str | Path]
 ) -> tuple[JobCommand, list[str | Path]]:
-    """Add the plugins that a command uses to its flags --allow and --with.
+    """Add flags --allow and files of --with for the plugins that a command uses.
 
-    A plugin is an installed package with parts for raysim, such as methods. The nodes of a cluster
-    may not have it installed, so its files are sent with the job.
-    Return the command with the new flags --allow, and the files and folders of --with.
+    A plugin is an installed package with classes for raysim, such as methods. The nodes of a
+    cluster may not have it installed, so its files are sent with the command.
+    Return the command with the added flags --allow. Also return `extra` with the added files and
+    folders.
     extra: the files and folders that the user gave with --with.
     """
     packed = list(extra)
@@ -300,9 +301,9 @@ def _check_packed(command: JobCommand, files: Sequence[PackedFile]) -> None:
 
 
 def read_runtime_env(path: str | None) -> dict[str, Any]:
-    """Return the job's environment from a file in Ray's format: pip, env_vars, ...
+    """Read the runtime environment of a Ray job, such as its pip packages, from a YAML file.
 
-    path: the file; None returns an empty environment.
+    path: the file, with the keys of Ray's runtime environment; None returns an empty dictionary.
     Raise `RefusedError` for a file in another format.
     """
     if path is None:

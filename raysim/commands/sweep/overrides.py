@@ -1,4 +1,4 @@
-"""Sort the overrides of a sweep: its options, the keys whose values it tries, fixed values."""
+"""Divide the overrides of a sweep into its options, the searched keys, and fixed values."""
 
 from __future__ import annotations
 

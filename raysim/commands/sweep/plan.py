@@ -147,7 +147,7 @@ class SweepPlan:
 
     @property
     def seed(self) -> int:
-        """Return the seed of every setting's first run; it also seeds the search algorithm."""
+        """Return the seed of each trial's first run, which the search algorithm also uses."""
         return int(self._first_draft()["seed"])
 
     @property
@@ -156,10 +156,10 @@ class SweepPlan:
         return str(self._first_draft()["out"] or "")
 
     def setting(self, point: Mapping[str, object]) -> Point:
-        """Return a trial's values of the searched keys that exist in its configuration.
+        """Leave out the searched keys that do not exist in the configuration of a trial.
 
-        For example, with method=fedavg the key method.fedprox.mu is left out.
-        point: a value for each searched key.
+        For example, a trial with method=fedavg has no key method.fedprox.mu.
+        point: the trial's value for each searched key.
         """
         inactive = self.inactive[self._draft_name(point)]
         return {key: value for key, value in point.items() if key not in inactive}
@@ -305,8 +305,8 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
 def _check_changeable(space: Mapping[str, ValueRange], option_keys: set[str]) -> None:
     """Raise `RefusedError` if population-based training (PBT) cannot search one of the keys.
 
-    PBT changes the values of the searched keys during a run. This is possible only for keys below
-    method and local whose values are not options.
+    PBT changes the values of the searched keys during a run. A run allows this only for keys that
+    begin with `method.` or `local.`, such as `local.lr`. A value must not be the name of an option.
     space: the values to search, for each searched key.
     option_keys: the searched keys whose values are names of options, such as "method".
     """

@@ -136,10 +136,10 @@ class TrialRecords:
             self.all[record.number] = record
 
     def measurements(self, number: int) -> list[tuple[int, float]]:
-        """Return what an ended trial has measured: the pairs (round, value of the compared column).
+        """Return the measurements of a trial that ended before the sweep was continued.
 
-        Rounds without a value are left out. The list is empty if the trial had not ended before the
-        sweep was continued.
+        A measurement is a pair (round, value of the compared column). Rounds without a value are
+        left out. The list is empty for all other trials.
         number: the trial's number.
         """
         if number not in self._ended_before:
@@ -207,9 +207,9 @@ class TrialRecords:
     def add_rows(
         self, number: int, point: Point, rows: Sequence[Row], seconds: float, is_done: bool
     ) -> None:
-        """Add new rows to the history of a trial, and delete its rows of later rounds.
+        """Add new rows to the history of a trial, and delete its rows of the same and later rounds.
 
-        Later rounds exist if population-based training has moved the trial back to the checkpoint
+        Rows to delete exist if population-based training has moved the trial back to the checkpoint
         of a better trial.
 
         number: the trial's number.
@@ -399,7 +399,10 @@ class StatusLine:
             self._live.stop()
 
     def show(self, text: str) -> None:
-        """Show a new state."""
+        """Display a text about the sweep's state, in place of the text before.
+
+        text: the state, such as the number of trials that have ended.
+        """
         if self._live:
             self._live.update(text)
         elif not self._is_quiet and self._clock() - self._printed_at >= LOG_INTERVAL_S:

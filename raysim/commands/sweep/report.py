@@ -224,7 +224,7 @@ class KeyAxis:
         self.low, self.high = min(ends), max(ends)
 
     def number(self, value: object) -> float:
-        """Return the number at which a value is drawn.
+        """Convert a value of the searched key to the number that the picture shows on this axis.
 
         If all searched values are numbers, this is the value itself. Otherwise it is the value's
         index in the list of searched values.

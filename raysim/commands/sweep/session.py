@@ -214,7 +214,9 @@ def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> RankingMode:
 class SweepSession:
     """A sweep in a locked folder, connected to Ray.
 
-    experiments: a few built runs of the sweep, the results of `_build_samples`.
+    plan: the sweep.
+    folder: the sweep's folder.
+    experiments: runs that `_build_samples` built to check the searched values before the search.
     resources: the resources that a worker reserves; with sweep.workers=0, those that a trial
     reserves.
     capacity: the number of trials that fit on the cluster at once.

@@ -21,7 +21,7 @@ Point: TypeAlias = dict[str, object]  # a value for each key, as plain data
 
 @dataclass(frozen=True)
 class Choice:
-    """A list of values, in the user's order.
+    """A list of the values that a sweep tries for one key, in the user's order.
 
     values: numbers, texts or other values that the key may have.
     """
@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Interval:
-    """All numbers from low to high, both included.
+    """All numbers from low to high, both included, that a sweep may try for one key.
 
     log: True if each order of magnitude is equally likely.
     whole: True if only integers are drawn.
@@ -78,8 +78,9 @@ class Interval:
         return [self.clip(self.low), self.clip(self.high)]
 
     def clip(self, value: object) -> int | float:
-        """Return the nearest number of the interval, rounded like a drawn number.
+        """Return the nearest number of the interval, rounded to four digits.
 
+        If the interval has only integers, the number is rounded to an integer instead.
         value: a number that Tune or Optuna suggests.
         """
         number = min(max(float(str(value)), self.low), self.high)

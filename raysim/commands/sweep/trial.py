@@ -42,11 +42,11 @@ class Trial:
         self.rounds_done = 0
 
     def advance(self) -> list[Row]:
-        """Advance to the next round that measures the metric, or to the end; return the new rows.
+        """Advance to the next round that measures the metric; return the rows since the last call.
 
         A row is the mean over the seeds. When this function returns, the runs have written their
-        histories to the disk. Raise `RunStoppedError` if the runs end without a measurement of the
-        metric.
+        histories to the disk. Raise `RunStoppedError` if no round from here to the last one
+        measures the metric.
         """
         rows: list[Row] = []
         while self.rounds_done < self.rounds:

@@ -103,10 +103,10 @@ class SweepTrial(tune.Trainable):
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Give this process another trial; the new trial begins at the next call of `step`.
+        """Use this process for a new trial, which begins at the next call of `step`.
 
-        new_config: the dictionary that `_trial_config` made for the other trial.
-        Return True, which tells Tune that this process can be used for another trial.
+        new_config: the dictionary that `_trial_config` made for the new trial.
+        Return True, which tells Tune that the process can be used for a new trial.
         """
         os.chdir(_START_FOLDER)
         self.cleanup()
@@ -283,9 +283,9 @@ class Listener(tune.Callback):
     ) -> None:
         """Record a measurement or a failure of a trial.
 
-        A trial of a continued sweep may repeat reports of earlier measurements. They have no rows,
-        and are ignored because they are recorded already.
-        result: the dictionary that `SweepTrial.step` returned.
+        In a continued sweep, a trial that had ended reports its stored measurements again. Such a
+        report has no key "rows" and is ignored, because its measurement is recorded already.
+        result: the report that `SweepTrial.step` returned.
         """
         number = _number(trial)
         if "error" in result:

@@ -68,10 +68,11 @@ def find_root(path: str) -> Path:
 
 
 def _stored_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders of runs and studies whose results are in the database of `root`.
+    """Yield the folders whose results belong to the MLflow database of `root`.
 
-    A study has a database of its own. So the runs of a study are yielded only if `root` is the
-    folder of this study.
+    If `root` is the folder of a study, yield this folder and the folders of the study's runs.
+    Otherwise yield the runs and sweeps in `root`, and the trials of these sweeps. Studies in `root`
+    are left out, because each study has a database of its own.
     """
     is_study = (root / STUDY).is_file()
     for pattern in STUDY_PATTERNS if is_study else RUN_PATTERNS:
@@ -102,7 +103,7 @@ class RunDatabase:
         self._problems: set[str] = set()
 
     def update(self) -> int:
-        """Send new rows and files of all runs, but no models.
+        """Send new rows and files of all runs to the MLflow database, but no models.
 
         Return the number of runs that had something new.
         """
@@ -162,9 +163,10 @@ class RunDatabase:
             self._examined[folder] = _changed_at(folder / RECORD)
 
     def _add_model(self, folder: Path, record: Record) -> None:
-        """Build a run, and store its final model in the database.
+        """Store the final model of a finished run in the MLflow database.
 
-        The outcome is written into the run's record: "sent", or why MLflow gets no model.
+        For this, the run's model is built again and gets the stored parameters. The outcome is
+        written into the run's record: "sent", or why MLflow gets no model.
         folder: the run's folder.
         record: the run's record, which says what MLflow already has of the run.
         """

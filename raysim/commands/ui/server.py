@@ -74,10 +74,11 @@ def show_charts(folder_or_address: str, port: int, opens_browser: bool) -> int:
 
 
 def update_database(path: str) -> int:
-    """Send the runs in a folder, with their models, to the folder's database; return 0.
+    """Send the runs in a folder and their models to this folder's MLflow database; return 0.
 
     path: a folder that contains runs.
-    Raise `RefusedError` for a server's address, and for a folder without runs for MLflow.
+    Raise `RefusedError` for the address of a server. Also raise it for a folder without runs that
+    were stored for MLflow, for example with tracking=none.
     """
     if path.startswith(("http://", "https://")):
         raise RefusedError(
@@ -95,7 +96,7 @@ def update_database(path: str) -> int:
 
 
 def _update_until_end(database: RunDatabase, server: subprocess.Popen[bytes]) -> None:
-    """Add models and new rows of the history to the database until the server ends."""
+    """Send new rows and models of all runs to the MLflow database until the server ends."""
     while server.poll() is None:
         for _ in database.add_models():
             database.update()  # before the next model, so that curves of running runs do not wait

@@ -25,7 +25,7 @@ class MyLearner(Learner):
         self.share = in_range("learner.share", share, above=0, most=1)
 
     def initial(self, task: Task, rng: np.random.Generator) -> Parameters:
-        """Return the initial means: a dictionary of arrays, whose shapes never change.
+        """Return the initial mean images: a dictionary of arrays, whose shapes never change.
 
         task: describes the data, such as the shape of an input and the number of classes.
         rng: the random generator for initial values; not used here.
@@ -35,9 +35,9 @@ class MyLearner(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult]:
-        """Train on a client's samples; return the new means, and numbers for the history.
+        """Train on a client's samples; return the new mean images, and numbers for the history.
 
-        parameters: a copy of the means that the client received.
+        parameters: a copy of the mean images that the client received.
         inputs, labels: the client's samples, [n, ...] and [n].
         job: the client's job, with its settings and random generators; not used here.
         """
@@ -51,7 +51,8 @@ class MyLearner(Learner):
         """Return outputs [n, C] for inputs [n, ...].
 
         The class with the largest output is the prediction. C is the number of classes.
-        parameters: the means of the model that is scored.
+        parameters: the mean images of the model that is scored, in the dictionary that `initial`
+        returns.
         """
         rows = inputs.reshape(len(inputs), 1, -1)
         outputs: np.ndarray = -((rows - parameters["means"]) ** 2).sum(axis=2)

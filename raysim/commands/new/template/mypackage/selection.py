@@ -12,10 +12,10 @@ from raysim.primitives.checks import between
 
 @dataclass(frozen=True)
 class MySelection(Selection):
-    """Choose some clients by the age of their last update, and draw the others at random.
+    """Choose the clients whose last update is the oldest, and draw more at random.
 
-    share: the part of the dispatched clients that is chosen by age, from 0 to 1. Clients without an
-    update come first.
+    share: the fraction of the dispatched clients that is chosen by age, from 0 to 1. Clients
+    without an update come first, then the oldest update.
     """
 
     share: float = 0.5

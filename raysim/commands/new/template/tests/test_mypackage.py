@@ -1,4 +1,4 @@
-"""Test each part with raysim's checks, and runs in which all parts are selected as options."""
+"""Test each class of this package with raysim's checks, and test runs that use all classes."""
 
 from __future__ import annotations
 
