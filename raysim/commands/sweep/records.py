@@ -207,7 +207,7 @@ class TrialRecords:
     def add_rows(
         self, number: int, point: Point, rows: Sequence[Row], seconds: float, is_done: bool
     ) -> None:
-        """Add new rows to the history of a trial, and delete its rows of the same and later rounds.
+        """Add new rows to a trial's history, and delete its rows of the same and later rounds.
 
         Rows to delete exist if population-based training has moved the trial back to the checkpoint
         of a better trial.
