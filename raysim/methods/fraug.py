@@ -35,13 +35,14 @@ Departures from the paper
 - D is computed once for each batch, over all classes together, as in the authors' code. The paper's
   text says "for each class", which generator_metric="mmd_classes" and rtnet_metric="mmd_classes"
   do.
-- rho and beta depend on the round, not on the step, as in the authors' code. They are constant
-  after round T.
+- rho and beta depend on the round, not on the step, as in the authors' code. T is the setting
+  `rounds`. If a run has more rounds, rho and beta are constant after round T.
 - The paper's gamma is meant for T = 300, so that rho starts higher with fewer rounds. To correct
   this, ramp_rounds=300 multiplies gamma by 300/T.
 - The norm of generated features has no bound. It can become much larger than the norm of real
-  features, above all with generator_metric="mse". The history has both norms, and the run then
-  warns. A smaller lambda_G or a smaller learning rate of the generator helps.
+  features, above all with generator_metric="mse". The history has both norms. The run warns if the
+  norm of generated features is more than 10 times that of real ones. A smaller lambda_G or a
+  smaller learning rate of the generator helps.
 - BatchNorm layers are found by the type of the module. The authors' code uses names, which miss the
   shortcuts of a ResNet.
 - A client keeps the states of its optimizers from round to round, as in the authors' code;
@@ -209,33 +210,46 @@ def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
 
 
 class FRAug(Method):
-    """FedBN with two more networks that generate training features: a generator and RTNet.
+    """FedBN with two additional networks that make synthetic features for training.
+
+    The generator, which all clients share, makes features from noise. The representation
+    transformation network (RTNet) stays on its client, and adapts these features to the client. A
+    synthetic feature vector is an anchor plus rho times RTNet's output. An anchor is the features
+    of a real sample, or a class prototype: the moving average of the class's features. The head
+    is trained on real and synthetic features.
 
     rounds: the round in which the ramps end; the configuration sets it to the run's rounds.
-    noise_dim: the size of the noise; in the paper half the number of features.
+    noise_dim: the length of a noise vector; in the paper half the number of features.
     noise: the distribution of the noise: "normal", or "uniform" on [0, 1).
-    generator_lam, rtnet_lam: the weights of the distances in the losses of generator and RTNet.
-    generator_metric, rtnet_metric: the distances: "mmd", "mmd_moments", "mmd_classes" or "mse".
-    With "mse" the generator is compared with prototypes.
+    generator_lam: the weight of the distance between the generator's features and real features.
+    The generator increases this distance.
+    rtnet_lam: the weight of the distance between synthetic features and their anchors. RTNet
+    decreases this distance.
+    generator_metric, rtnet_metric: how each of the two distances is measured: "mmd",
+    "mmd_moments", "mmd_classes" or "mse". With "mse" the generator's distance is to prototypes.
     generator_lr_factor, rtnet_lr_factor: factors on local.lr.
     generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
     rtnet_norm: True adds a BatchNorm at the end of RTNet.
     ramp: the formula of rho, a weight that grows from round to round: "exp", "laine_aila",
     "reciprocal" or "constant" (see `raysim/methods/ramps.py`).
     gamma: the constant in this formula.
-    ramp_rounds: the number of rounds for which gamma is meant; None means `rounds`.
-    weight: the largest share beta of generated features in the classifier's loss.
+    ramp_rounds: multiplies gamma by ramp_rounds / rounds. The ramp then has the same values at the
+    start, middle and end of a run as in a run of `ramp_rounds` rounds. None leaves gamma unchanged;
+    so does ramp="laine_aila".
+    weight: the largest weight beta of the synthetic features in the classifier's loss.
     residual: the factor on RTNet's output in the classifier's loss; None uses rho.
-    prototype_weight: the share mu of the batch's mean features in a new prototype. The share of the
-    old prototype is 1 - mu.
-    prototype_ramp: True multiplies mu by a factor that grows to 1 until the last round.
-    use_generator, use_rtnet: False removes this network.
+    prototype_weight: the weight mu of the batch's mean features in a new prototype. The old
+    prototype has the weight 1 - mu.
+    prototype_ramp: True multiplies mu by exp(-5 (1 - t/T)^2) in round t, with T = `rounds`.
+    use_generator: False removes the generator.
+    use_rtnet: False removes RTNet.
     keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
 
     The paper's Table 3 removes one component of FRAug at a time. These settings do the same:
 
     - use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent.
-    - use_rtnet=False (transformation network): v^ = rho G + (1 - rho) c, as in the authors' code.
+    - use_rtnet=False (transformation network): a synthetic feature vector is (1 - rho) times the
+      anchor plus rho times the generator's features, as in the authors' code.
     - prototype_weight=1 (moving average): a prototype is the mean of the class's last batch.
     - residual=1 (smoothing): RTNet's output is added in full from the first round, as in the
       authors' code.
@@ -302,7 +316,11 @@ class FRAug(Method):
 
     # --- before the run -------------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Add the shared generator and the private RTNet; keep prototypes on clients."""
+        """Declare two networks and the client state.
+
+        All clients share the generator. Each client has its own RTNet, which adapts generated
+        features to the client and never travels. The client state is the class prototypes.
+        """
         run.needs("classes", "features")
         run.targets("integer")
         run.owns("loss")
@@ -360,8 +378,8 @@ class FRAug(Method):
     def private_norms(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:
         """Return the names of the BatchNorm tensors that stay on the client.
 
-        The BatchNorm tensors of the model always stay, as in FedBN. Those of the generator stay
-        with generator_norm="local".
+        The BatchNorm tensors of the model always stay, as in FedBN. The generator's BatchNorm
+        tensors stay only if generator_norm is "local".
         networks: all networks of the run, by name.
         """
         names = batchnorm_names("model", networks["model"])
@@ -425,7 +443,10 @@ class FRAug(Method):
 
     # --- a client's job -------------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Set the sums to 0 from which `end` computes the reported means."""
+        """Set the job's sums of norms, correct predictions and steps to 0.
+
+        `end` computes the reported means from these sums.
+        """
         job.scratch["sums"] = torch.zeros(4, dtype=job.params.dtype, device=job.params.device)
 
     def draw_noise(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
@@ -485,10 +506,11 @@ class FRAug(Method):
         return generator_loss(fake, labels, reference, weight, bias, lam, metric, reference_labels)
 
     def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return RTNet's loss.
+        """Return the loss of RTNet, the network that adapts generated features to the client.
 
-        As in the authors' code, RTNet first computes features around prototypes, and then features
-        around real features. Its BatchNorm normalises the two batches separately.
+        RTNet makes two batches of synthetic features. It adds its outputs to class prototypes in
+        the first batch, and to real features in the second. Its BatchNorm normalises the batches
+        separately. This order is that of the authors' code.
         """
         real, anchors, rtnet = _real_features(job, out), _anchors(job), job.network("rtnet")
         labels, turn = out.batch.targets, job.drawn("labels")
@@ -596,11 +618,12 @@ def _constant_head(job: LocalJob) -> tuple[Tensor, Tensor | None]:
 
 
 def _add_sums(job: LocalJob, real: Tensor, generated: Tensor, is_correct: Tensor) -> None:
-    """Add the numbers of a step to the sums that `end` reports, and 1 to the number of steps.
+    """Add a step's mean norms and accuracy to the job's sums, and count the step.
 
+    `FRAug.end` divides these sums by the number of steps.
     real: [B, D], the real features.
-    generated: [2 B, ...], the features from the generator, or the noise if there is no generator.
-    is_correct: bool [2 B], True for each synthetic feature whose class the head predicts.
+    generated: [2B, ...], the features from the generator, or the noise if there is no generator.
+    is_correct: bool [2B], True for each row of synthetic features whose class the head predicts.
     """
     real_norm, generated_norm = real.norm(dim=1).mean(), generated.norm(dim=1).mean()
     correct = is_correct.to(real.dtype).mean()

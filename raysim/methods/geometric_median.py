@@ -37,7 +37,7 @@ def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) 
 
     products: the Gram matrix of the updates, float64 [m, m].
     weights: [m], the weights of the updates in FedAvg's mean.
-    steps: the number of steps of Weiszfeld's algorithm; with 0 the result is `weights`.
+    steps: the number of iterations of Weiszfeld's algorithm; with 0 the result is `weights`.
     nu: the smallest distance in the formula; a smaller distance to the median counts as nu.
     """
     b = weights
@@ -52,7 +52,8 @@ def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) 
 class GeometricMedian(Method):
     """A server rule that uses the geometric median of the updates.
 
-    steps: the number of steps of Weiszfeld's algorithm; 0 is the weighted mean.
+    steps: the number of iterations of Weiszfeld's algorithm, which starts from the weighted mean;
+    with 0 the result is this mean.
     nu: the smallest distance in the formula; a smaller distance to the median counts as nu.
     """
 
@@ -68,7 +69,10 @@ class GeometricMedian(Method):
         run.warn_if_single("it is that update")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the geometric median; with 0 steps the mean, bit-identical to FedAvg's."""
+        """Return the geometric median of the updates, [layout.trained].
+
+        If the setting `steps` is 0, return the weighted mean, bit-identical to FedAvg's.
+        """
         rows = parameters_of(aggregation, server)
         weights = torch.tensor(aggregation.weights, dtype=torch.float64)
         divisor = aggregation.divisor

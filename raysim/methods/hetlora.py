@@ -10,8 +10,9 @@ W0 and s. Client i has the rank r_i:
     aggregate   A and B, filled with zeros, by the weights p_i = |B_i A_i| / sum_j |B_j A_j|
 
 with q = floor(gamma r_i) and Frobenius norms; |B_i A_i| is the norm of the products of all layers
-together. lam is the weight of the penalty S_i, and gamma the share of ranks without a penalty. The
-aggregation is not exact: the product of the mean factors is not the mean of the products.
+together. lam is the weight of the penalty S_i. The first q columns of B and rows of A have no
+penalty. The aggregation is not exact: the product of the mean factors is not the mean of the
+products.
 
 Choices that the paper leaves open
 - The paper has a single pair of matrices. With several layers, a client has one rank for all of
@@ -22,8 +23,9 @@ Departures from the paper
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
 - p_i multiplies the weight that the run and other methods give client i. This also applies to the
   head, which is trained and averaged.
-- A client keeps its pruned rank as client state, and the paper's server sends matrices of this
-  rank. Here virtual time and traffic count the rank before pruning.
+- A client keeps its pruned rank as client state, and trains with this rank in later jobs. In the
+  paper, the server then sends matrices of the pruned rank. Here virtual time and traffic always
+  count the client's initial rank.
 """
 
 from __future__ import annotations
@@ -69,12 +71,12 @@ def product_norm(layout: Layout, vector: Tensor) -> float:
 
 
 def kept_rank(rank: int, gamma: float) -> int:
-    """Return q = floor(gamma * rank), the number of first ranks that a client never prunes."""
+    """Return floor(gamma * rank): how many columns of B and rows of A a client never prunes."""
     return math.floor(gamma * rank)
 
 
 def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
-    """Return the penalty of a client's last ranks: the sum over layers of |B_t| |A_t|.
+    """Return the penalty on last columns of B and rows of A: the sum over layers of |B_t| |A_t|.
 
     B_t are the columns of B, and A_t the rows of A, that `tail` selects; the norms are Frobenius
     norms.
@@ -89,7 +91,7 @@ def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
 
 
 class HetLoRA(Method):
-    """A method for adapters of different ranks, padded with zeros and averaged.
+    """A method that averages adapters of different ranks, whose factors are padded with zeros.
 
     ranks: the initial ranks of the clients. None gives all clients model.lora.rank. From a list,
     each client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
@@ -97,8 +99,9 @@ class HetLoRA(Method):
     sparsity: True weighs each client by the norm of the product B A of its two factors; False
     leaves the weights as the run and other methods set them.
     lam: the weight of a penalty that makes the last columns of B and the last rows of A small. A
-    client can then remove these, and has a lower rank. 0 switches this off.
-    gamma: the share of a client's ranks without the penalty; these are its first ranks.
+    client can then remove these columns and rows, and has a lower rank. 0 switches this off.
+    gamma: for a client of rank r, the first floor(gamma * r) columns of B and rows of A have no
+    penalty, and are never removed.
     """
 
     name = "hetlora"
@@ -133,9 +136,10 @@ class HetLoRA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Cut the received factors to the client's rank; compute the penalty of its last ranks.
+        """Cut the received factors to the client's rank r; compute the penalty before training.
 
-        `end` compares this penalty (`tail_sum`) with the penalty after training.
+        The penalty is the `tail_sum` of columns q + 1 to r of B and rows q + 1 to r of A, with q =
+        floor(gamma * r). `end` compares it with the penalty after training.
         """
         rank = max(factors.rank for factors in find_factors(job.layout))
         if "rank" in job.received:
@@ -165,10 +169,10 @@ class HetLoRA(Method):
         grad *= job.scratch["mask"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Prune the client's last ranks if training made their penalty `tail_sum` smaller.
+        """Lower the client's rank if training made the penalty `tail_sum` smaller.
 
-        Pruned rows of A and columns of B become 0; at least one rank stays. Store the client's new
-        rank in the client state.
+        The rows of A and columns of B with a penalty are then pruned: they become 0. The new rank
+        is at least 1. Store the client's rank in the client state.
         """
         tail, rank = job.scratch["tail"], job.scratch["rank"]
         params = job.params[: len(tail)]
@@ -179,10 +183,10 @@ class HetLoRA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply each update's weight by the norm of B A in the client's trained model.
+        """Multiply each update's weight by the norm of the client's products B A.
 
-        This is the norm over the adapters of all layers together, divided by the clients' mean
-        norm.
+        The norm (`product_norm`) is over the adapters of all layers of the trained model. It is
+        divided by its mean over the participants. If this mean is 0, the weights do not change.
         """
         norms = []
         for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):

@@ -11,9 +11,9 @@ the mean update of another tensor, its *source*. For each kernel of a convolutio
     theta = clamp(|<g0, g>| / (<g0, g0> + eps), 0, 5)
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
 
-In residual networks with torchvision's names, all sources are in block 0 of a stage. The source of
-convJ of a later block is block 0's conv2 if the shapes are equal, otherwise block 0's convJ. In
-transformers, the source of a block's norm2 is its norm1.
+In residual networks with torchvision's names, a tensor and its source are in the same stage, and
+the source is in block 0. In a later block, the source of convJ is conv2 of block 0 if the shapes
+are equal, otherwise convJ of block 0. In transformers, the source of a block's norm2 is its norm1.
 
 Departures from the paper
 - All updates that have a source are changed, as in the authors' code. In the paper's derivation,
@@ -71,7 +71,7 @@ def cross_layer_gradient(
     whole tensor as one vector.
     align: "conflict" mixes only if the inner product of `target` and `source` is negative; "always"
     mixes in any case.
-    clamp_max: the largest factor theta on the source.
+    clamp_max: the largest weight of `source`; `target` has the weight 1.
     value_clip: the largest absolute value of the result; None for no bound.
     eps: a small number that is added to denominators, so that none is 0.
     """
@@ -98,7 +98,10 @@ def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
 def _settings(
     values: Tensor, clamp_max: float, value_clip: float | None, eps: float
 ) -> tuple[float, ...]:
-    """Return clamp_max, value_clip and eps as numbers of the dtype of `values`."""
+    """Return clamp_max, value_clip and eps, rounded to the dtype of `values`.
+
+    A value_clip of None, which means no bound, becomes infinity.
+    """
     number = values.numpy().dtype.type
     clip = math.inf if value_clip is None else value_clip
     return number(clamp_max), number(clip), number(eps)
@@ -149,10 +152,12 @@ def _mix(
 
 
 def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str, str]:
-    """Map the name of each parameter that has a source to the name of its source.
+    """Return which parameters InCo mixes: {deeper parameter: shallower parameter}, by name.
 
-    The update of the source is mixed into the update of the parameter. In a residual network, the
-    source is in the first block of the same stage, such as `layer1.0` for `layer1.1`.
+    InCo mixes the update of the shallower parameter into the update of the deeper parameter. Both
+    have the same shape. In a residual network, parameters of `layer1.1` or `layer1.2` are mixed
+    with a parameter of `layer1.0`, for example. In a transformer, the norm2 of a block is mixed
+    with its norm1. All other parameters are left out.
     names, shapes: the names and shapes of the model's parameters. A name may have a prefix, such as
     "net.".
     """
@@ -167,7 +172,10 @@ def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str,
 
 
 def _candidates(name: str) -> Sequence[str]:
-    """Return the names of parameters that may be the source of a parameter, the best one first."""
+    """Return names of parameters whose update may be mixed into that of `name`, the best first.
+
+    The model need not have these parameters. The result is empty if nothing may be mixed.
+    """
     convolution = _CONVOLUTION.fullmatch(name)
     if convolution:
         stage, block, layer = convolution.groups()
@@ -185,9 +193,9 @@ class InCo(Method):
 
     granularity: "kernel" mixes each kernel of a convolution separately; "tensor" mixes each tensor
     as one vector.
-    align: "always" mixes all updates; "conflict" mixes only updates whose inner product with the
-    update of their source is negative.
-    clamp_max: the largest factor on the source.
+    align: "always" mixes all updates of deeper layers. "conflict" mixes such an update only if its
+    inner product with the update of the shallow layer is negative.
+    clamp_max: the largest weight of the shallow layer's update; the deeper layer's has 1.
     value_clip: the largest absolute value of a mixed update; None for no bound.
     eps: a small number that is added to denominators, so that none is 0.
     """
@@ -216,7 +224,11 @@ class InCo(Method):
         self.eps = eps
 
     def setup(self, run: Setup) -> None:
-        """Refuse methods that make no mean update; warn about a model without blocks to mix."""
+        """Refuse fedcda and fedasync; warn if the model has no two layers that can be mixed.
+
+        InCo changes the mean of the updates. fedcda averages stored models instead, and fedasync
+        makes a step for each update.
+        """
         run.excludes("fedcda", "it averages stored models, not updates")
         run.excludes("fedasync", "it makes a step for each update, so there is no mean update")
         parameters = dict(run.model.named_parameters())
@@ -228,9 +240,10 @@ class InCo(Method):
             )
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Mix the mean update of each tensor with the mean update of its source; return the result.
+        """Mix mean updates of shallow tensors into those of deeper tensors; return the result.
 
-        A source has no source itself, so the order of the tensors does not matter.
+        `source_parameters` chooses the pairs of tensors. A shallow tensor is never a deeper tensor
+        of another pair, so the order of the pairs does not matter.
         direction: [layout.trained], the mean update, changed in place.
         """
         entries = [entry for entry in server.layout.entries_in(["model"]) if not entry.personal]

@@ -56,11 +56,12 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
 
 
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
-    """Check that a run is possible with a method whose server replaces A and B.
+    """Refuse runs in which the server cannot replace the factors A and B in each aggregation.
 
-    The method cannot be combined with the methods in `KEEPERS`, which store a value for each entry
-    of A and B. Adapters of grouped convolutions are refused, because their product B A does not
-    have the shape of the layer's weight.
+    A and B are the two factors of an adapter. The method cannot be combined with the methods in
+    `KEEPERS`: they store a value for each entry of A and B, but new factors have other entries.
+    Adapters of grouped convolutions are refused, because their product B A does not have the shape
+    of the layer's weight.
     adapters: the adapters of the run's model.
     """
     for other in KEEPERS:
@@ -196,7 +197,10 @@ class ClientRanks:
         return sum(full * floats for full, floats in self.sizes) - self.floats(job.client)
 
     def omit(self, run: Setup) -> None:
-        """Count only the floats of a client's own ranks in its traffic and virtual time."""
+        """Leave floats beyond a client's rank out of its traffic and virtual time.
+
+        A client of rank r receives and sends only the first r rows of A and columns of B.
+        """
         if not self.is_equal:
             run.omit(self.omitted, self.omitted)
 
@@ -240,10 +244,11 @@ def _format_devices(names: Sequence[str]) -> str:
 
 
 def needs_mask(run: Setup, ranks: Ranks) -> bool:
-    """Return True if gradients of rows and columns that a client does not have must be set to 0.
+    """Return True if a client must set the gradients beyond its rank to 0.
 
-    This is necessary if clients have different ranks and another method changes gradients. Without
-    such a method, the gradients of these rows of A and columns of B are always 0.
+    A client of rank r trains only the first r rows of A and columns of B of each adapter. All later
+    rows and columns have the gradient 0, unless another method changes gradients. So the result is
+    True if clients have different ranks and the run has such a method.
     ranks: the method's setting; None gives all clients the rank of the model.
     """
     return ranks is not None and bool(run.others_fill("gradient") or run.others_fill("perturb"))
@@ -261,9 +266,10 @@ def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
 
 
 def rank_mask(job: LocalJob, rank: int) -> Tensor:
-    """Return a mask that selects the first `rank` ranks of each adapter, [layout.trained].
+    """Return a mask of the parameters that a client of this rank trains, [layout.trained].
 
-    It is 0 for all later rows of A and columns of B, and 1 for all other trained parameters.
+    In each adapter, the client trains the first `rank` rows of A and columns of B. The mask is 0
+    for all later rows and columns, and 1 for all other trained parameters.
     """
     mask = torch.ones(job.layout.trained, dtype=job.params.dtype, device=job.params.device)
     for factors in find_factors(job.layout):
@@ -276,7 +282,8 @@ def rank_mask(job: LocalJob, rank: int) -> Tensor:
 def truncate(job: LocalJob, rank: int) -> None:
     """Start the job from the received model with the first `rank` rows of A and columns of B.
 
-    All later rows and columns become 0. `job.scratch["mask"]` holds the mask from `rank_mask`.
+    All later rows of A and columns of B become 0. The mask from `rank_mask` is stored in
+    `job.scratch["mask"]`.
     """
     mask = rank_mask(job, rank)
     start = job.start.clone()
@@ -287,7 +294,10 @@ def truncate(job: LocalJob, rank: int) -> None:
 
 # --- values of clients on the server --------------------------------------------------------------
 def mean_delta(aggregation: Aggregation, server: ServerView) -> Tensor:
-    """Return the weighted mean of the updates, [layout.trained], bit-identical to FedAvg's."""
+    """Return the weighted mean of the updates, a vector [layout.trained].
+
+    The result is bit-identical to FedAvg's mean.
+    """
     rows = parameters_of(aggregation, server)
     total = linear_combination(rows, aggregation.weights)
     return total.div_(aggregation.divisor)

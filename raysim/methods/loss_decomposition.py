@@ -7,8 +7,9 @@ Source: Zeng, Guo, Wang, Wang, Zhou and Qu, "Tackling Data Heterogeneity in Fede
 Loss Decomposition" (MICCAI 2024), eqs. (1) and (2).
 
 Departures from the paper
-- The last two parts may be negative, so that all parts add up to the loss. The paper uses their
-  absolute values. The result also has these, as "distribution_shift_loss" and "aggregation_loss".
+- "distribution_shift" and "aggregation" may be negative, so that all parts add up to the loss. The
+  paper uses their absolute values. The result also has these, as "distribution_shift_loss" and
+  "aggregation_loss".
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ def loss_decomposition(
 ) -> dict[str, float]:
     """Return the loss of the shared model, and three parts that add up to it.
 
-    With L the loss matrix, g the global losses, and p the weights divided by their sum:
+    The result has six entries. With L the loss matrix, g the global losses, and p the weights
+    divided by their sum, four of them are:
 
         global_loss        = sum_j p_j g_j
         local_loss         = sum_i p_i L_ii
         distribution_shift = sum_ij p_i p_j L_ij - local_loss
         aggregation        = global_loss - sum_ij p_i p_j L_ij
 
-    "distribution_shift_loss" and "aggregation_loss" are the absolute values of the last two.
+    "distribution_shift_loss" and "aggregation_loss" are the absolute values of
+    "distribution_shift" and "aggregation".
 
     loss_matrix: [m, m]; L_ij is the loss of client i's local model on client j's data.
     global_losses: [m]; g_j is the loss of the shared model on client j's data.
