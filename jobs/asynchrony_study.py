@@ -105,9 +105,9 @@ def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) 
 
 # --- what they did --------------------------------------------------------------------------------
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the numbers that the page shows of one finished run.
+    """Return the numbers of one finished run for the page docs/studies/asynchrony.md.
 
-    folder: the run's folder.
+    folder: the folder that the run has written.
     """
     import pyarrow.parquet as pq
 

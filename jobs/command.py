@@ -1,4 +1,4 @@
-"""Run the programs of this folder as the command `raysim` runs: with the same exit codes."""
+"""Run the programs of this folder with the same exit statuses as the command `raysim`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from raysim.primitives.errors import errors_as_refusals
 
 
 def run(program: Callable[[], object]) -> NoReturn:
-    """Run a program and exit.
+    """Run a program, and end this process with an exit status.
 
-    The exit status is 0 after success. If the program refuses its input, it is 2, and one sentence
-    is printed that says why.
+    The exit status is 0 if the program succeeds. The exit status is 2 if the program refuses its
+    input, and a printed sentence says why.
     """
 
     def command() -> int:
@@ -33,12 +33,14 @@ def run_study(
     collect: Callable[[Path], object],
     write_page: Callable[[], object],
 ) -> NoReturn:
-    """Run the command that the first argument of a study's program names, and exit.
+    """Execute a study's command `run`, `collect` or `page`, and exit.
 
-    usage: text that is printed if there is no such command.
-    run_all: function that executes the runs in a folder, with further overrides.
-    collect: function that stores the numbers of the runs in a folder.
-    write_page: function that makes the page from the stored numbers.
+    The first argument of the command line names the command. The second argument of `run` and of
+    `collect` is the folder of the runs.
+    usage: text that is printed if the command line has none of these commands; None prints nothing.
+    run_all: function for `run`. It executes the runs in the folder, with further overrides.
+    collect: function for `collect`. It stores the numbers of the runs in the folder.
+    write_page: function for `page`. It makes the page from the stored numbers.
     """
 
     def program() -> None:

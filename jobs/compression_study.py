@@ -96,9 +96,9 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the numbers that the page shows of one finished run.
+    """Return the numbers of one finished run for the page docs/studies/compression.md.
 
-    folder: the run's folder.
+    folder: the folder that the run has written.
     """
     from raysim.results.history import read_history
 

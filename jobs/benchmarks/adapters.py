@@ -3,14 +3,16 @@
     uv run python -m jobs.benchmarks.adapters steps     a job against the same steps in peft and torch
     uv run python -m jobs.benchmarks.adapters memory    frozen weights of all processes, on local Ray
 
-`steps` trains a GPT of 3.3 million parameters with adapters of rank 8. raysim and a plain loop
-train a job of 20 steps in turn. A line has the median CPU seconds of a job for both. It also has
-the median of raysim's time divided by that of the plain loop, which should be at most 1.05.
+`steps` trains a GPT of 3.3 million parameters with adapters of rank 8. It measures jobs of 20
+steps, alternately in a plain PyTorch loop with peft's adapters and in raysim. It prints the median
+CPU seconds of a job in the plain loop and in raysim, for each number format of raysim's frozen
+weights. The plain loop always has frozen weights in float32. `steps` also prints the median ratio:
+raysim's time divided by that of the plain loop. The ratio should be at most 1.05.
 
-`memory` runs raysim with different numbers of workers and clients. A line has the largest memory
-that all workers together use at one time. It also has the increase over a run with 1 worker and 4
-clients, as a multiple of the size of the frozen weights in float32. A memory page that several
-processes share is counted once.
+`memory` runs raysim with each number format and with different numbers of workers and clients. For
+each run, it prints the largest memory that all workers together use at one time. It also prints
+the increase over the run with 1 worker and 4 clients, as a multiple of the size of the frozen
+weights in float32. A memory page that several processes share is counted once.
 """
 
 from __future__ import annotations
@@ -92,10 +94,11 @@ def plain_job_s(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, jo
 
 
 def measure_steps(blocks: int, jobs: int) -> None:
-    """Print a row for each number format of the frozen weights.
+    """Print the CPU time of a job for each number format of the frozen weights.
 
-    blocks: how often the plain loop and raysim are measured in turn.
-    jobs: the number of jobs in each of these measurements.
+    A printed line has the time in a plain loop, the time in raysim, and the ratio of these times.
+    blocks: the number of pairs of measurements: one of the plain loop, then one of raysim.
+    jobs: the number of jobs in each measurement.
     """
     specs = {}
     for base in BASES:
@@ -163,7 +166,11 @@ def peak_bytes(overrides: list[str]) -> int:
 
 
 def measure_memory() -> None:
-    """Print a row for each number of workers and clients."""
+    """Print the largest memory of all workers for each number format of the frozen weights.
+
+    Each number format is measured in three runs: with 1 worker and 4 clients, with 2 workers and 4
+    clients, and with 2 workers and 64 clients.
+    """
     size_mib = FROZEN_BYTES / 2**20
     print(f"the frozen weights of the model need {size_mib:.0f} MiB in float32", flush=True)
     for base in BASES:
@@ -184,7 +191,7 @@ def measure_memory() -> None:
 
 
 def main() -> None:
-    """Measure the part that the command line names."""
+    """Run the benchmark that the command line names: `steps` or `memory`."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument(

@@ -92,7 +92,7 @@ class SingleUpdates(Method):
 
 
 class IdleWorker(ReadyWorker):
-    """A worker that does not train. It can return single updates."""
+    """A worker that does not train: it returns prepared updates or sums, and no scores."""
 
     def __init__(self, spec: RunSpec, name: str = "worker-0", content: Sequence[Any] = ()):
         super().__init__(spec, name)
@@ -104,10 +104,10 @@ class IdleWorker(ReadyWorker):
 
 # --- counting -------------------------------------------------------------------------------------
 class CountingRuntime:
-    """A runtime that counts calls, received arrays, and the bytes between nodes.
+    """A wrapper of a runtime that counts calls, received arrays, and bytes between nodes.
 
     `counts` has these numbers:
-    calls: calls of methods of workers, and requests to a node to add up its workers' sums.
+    calls: how often the coordinator calls a worker, or asks a node to add up its workers' sums.
     arrays: updates and sums that the coordinator has received.
     down: bytes of versions from the coordinator to other nodes. A large version is sent once to
     each node with workers. A small version is sent with every call.
@@ -206,9 +206,10 @@ class RoundCost:
 
 
 class Stopwatch:
-    """A stopwatch that adds up the wall seconds of calls of watched methods.
+    """A stopwatch that adds up the wall seconds of each part of a round, such as "dispatch".
 
-    `seconds` maps each part of a round to its wall seconds.
+    The method `watch` says which Python method does which part. `seconds` maps each part to the
+    wall seconds of all calls of its Python methods.
     """
 
     def __init__(self) -> None:
@@ -244,7 +245,8 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
     """Execute `rounds` measured rounds and return their median cost.
 
     cohort: the number of clients in a round.
-    way: see `RoundCost`.
+    way: how updates return: "sums" (a sum from each worker), "sums of nodes" (a sum from each node)
+    or "updates" (one by one).
     """
     settings = replace(spec.settings, rounds=rounds + _SKIP + 1)
     counting, stopwatch = CountingRuntime(runtime), Stopwatch()
@@ -276,9 +278,12 @@ def measure(spec: RunSpec, runtime: Any, cohort: int, way: str, rounds: int) -> 
 
 
 def run_of(floats: int, workers: int, way: str) -> RunSpec:
-    """Return a run with a model of about `floats` parameters and eight clients per worker.
+    """Return a run with a model of about `floats` parameters and 16 clients per worker.
 
-    way: see `RoundCost`.
+    Half of the clients train in each round.
+    workers: the number of workers.
+    way: "updates" lets workers return every update by itself. "sums" and "sums of nodes" let them
+    return sums of updates.
     """
     case = Case(workers * CLIENTS, (max(1, (floats - 10) // 75),))
     spec = spec_of(case, RunSettings(evaluate=Evaluation(every=10**9)))
@@ -290,10 +295,11 @@ def costs(
 ) -> Iterator[RoundCost]:
     """Measure a round for each model size and each way of returning updates.
 
-    Sums of nodes are left out if all workers are on the coordinator's node.
+    A way is "sums" (a sum from each worker), "sums of nodes" (a sum from each node) or "updates"
+    (one by one). "sums of nodes" is skipped if all workers are on the coordinator's node.
     size: the number of workers and their resources.
     rounds: the number of measured rounds.
-    say: function that gets a line for each measurement.
+    say: function that gets a text while the benchmark waits for Ray's resources.
     """
     from raysim.runtime import ray as cluster
 

@@ -5,10 +5,10 @@
 W1 trains a CNN on 600 samples of each client. W3 trains an MLP with two hidden layers of 2,700
 units on 32 samples of each client. Both are in `WORKLOADS` in `raysim/commands/bench/loops.py`.
 
-One process measures runs without compression and runs with a compressor in turn. A line has the
-median CPU time of a round without and with the compressor. It also has the increase in percent
-(median), and the number of floats that a client sends as a share of the model's parameters. The
-compressor should add at most 5 % to a round of W1 and 30 % to a round of W3.
+For each compressor, one process alternates runs without compression and runs with the compressor.
+It prints the median CPU times of a round without and with the compressor, and the median increase
+in percent. It also prints how many floats a client sends, in percent of the number of parameters.
+A compressor should add at most 5 % to a round of W1 and 30 % to a round of W3.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ COMPRESSORS = [
 
 
 def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
-    """Return the CPU seconds of a round, without the first two rounds and the last round.
+    """Execute a run; return the mean CPU seconds of a round over `rounds` measured rounds.
 
+    The run has three more rounds, which are not measured: the first two rounds and the last one.
     rounds: the number of measured rounds.
     """
     # The first two rounds allocate the memory that later rounds reuse. A round is reported while
@@ -64,12 +65,12 @@ def round_s(spec: RunSpec, workload: LoopWorkload, rounds: int) -> float:
 
 
 def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: int) -> None:
-    """Measure a workload with each compressor and without one; print a line for each compressor.
+    """Print by how much each compressor increases the CPU time of a round of a workload.
 
     name: the name of the workload, "W1" or "W3".
     compressors: the compressors to measure.
-    blocks: how often a run without and a run with the compressor are measured, in turn.
-    rounds: the number of measured rounds in each of these runs.
+    blocks: the number of pairs of runs for each compressor: one run without it, then one with it.
+    rounds: the number of measured rounds of each run.
     """
     workload = WORKLOADS[name]
     workload = replace(workload, clients=workload.cohort)

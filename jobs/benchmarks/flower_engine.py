@@ -6,10 +6,11 @@
 Flower's engine needs a separate Python environment, because it needs another version of Ray than
 raysim. This version of Ray does not work with pyarrow 20 or later.
 
-The names W1 and W2 stand for workloads of `raysim bench`. raysim and Flower's engine run them in
-turn, both with two processes of one thread. Flower's engine runs the app in `flower_app`. A
-turn gives the median time of a round, without the first round, in which processes start. The result
-is raysim's time divided by the engine's time: the median of this ratio over all turns.
+The names W1 and W2 stand for workloads of `raysim bench`. raysim and Flower's engine both run them
+as the app in `flower_app`, with two processes of one thread. A workload is measured alternately on
+raysim and on Flower's engine. Each measurement is the median time of a round, without the first
+round, in which processes start. A ratio is raysim's time divided by the next measured time of
+Flower's engine. The result is the median ratio.
 
     git clone https://github.com/adap/flower checkout
     uv run --with PACKAGES python -m jobs.benchmarks.flower_engine --engine flower/bin/python \\
@@ -89,11 +90,15 @@ def measure(command: Sequence[str], name: str, rounds: int) -> float:
 
 
 def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, object]:
-    """Run raysim and the engine in turn; return both sides' seconds per round, and the ratio.
+    """Time a workload alternately on raysim and on Flower's engine.
 
-    name: the workload's name.
-    engine: the Python of Flower's environment.
-    blocks: the number of turns.
+    Return a dictionary with "seconds_per_round", "ratio" and "limit". "seconds_per_round" maps
+    "raysim" and "flower" to the measured seconds. "ratio" is the median of raysim's seconds divided
+    by those of Flower's engine, and "limit" is the largest ratio that is accepted.
+    name: the workload's name, "W1" or "W2".
+    engine: the path of the Python interpreter that has Flower's engine.
+    rounds: the number of rounds of each measurement.
+    blocks: the number of pairs of measurements: one on raysim, then one on Flower's engine.
     """
     seconds: dict[str, list[float]] = {"raysim": [], "flower": []}
     ours = ["raysim", "flower", "run", ".", f"clients={CLIENTS[name]}", "runtime=local"]
@@ -117,7 +122,7 @@ def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, objec
 
 
 def main() -> None:
-    """Compare raysim with the engine on the workloads and programs that the command line names."""
+    """Compare raysim with Flower's engine on the chosen workloads and Flower programs."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     names = [*CLIENTS, *PROGRAMS]

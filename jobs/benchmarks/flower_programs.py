@@ -91,12 +91,13 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True)
 class Program:
-    """An example or a baseline of Flower's repository.
+    """A program in Flower's repository: an example or a baseline.
 
+    A program is a Flower app, or it is older than Flower's apps and calls `start_simulation`.
     folder: the path of the program in the repository.
     clients: the number of clients.
-    settings: the values of an app's option --run-config, or an older program's arguments. {seed} in
-    an argument stands for the seed.
+    settings: the values of the option --run-config for an app, or the command-line arguments of an
+    older program. {seed} in an argument of an older program stands for the seed.
     module: the module that starts an older program; "" for an app.
     """
 
@@ -215,10 +216,12 @@ def cut_idx(content: bytes, share: float) -> bytes:
 
 
 def app_commands(program: Program, folder: Path, engine: str, seed: int) -> dict[str, list[str]]:
-    """Return the commands that run an app on raysim and on Flower's engine.
+    """Return the commands that run a Flower app on raysim and on Flower's engine.
 
+    The keys of the result are "raysim" and "flower".
     folder: the app's folder.
-    engine: the Python of Flower's environment.
+    engine: the path of the Python interpreter that has Flower's engine.
+    seed: the seed of the run on raysim. Flower's engine receives no seed.
     """
     ours = ["raysim", "flower", "run", str(folder), f"clients={program.clients}", f"seed={seed}"]
     ours += ["runtime=local", f"runtime.workers={PROCESSES}"]
@@ -238,7 +241,10 @@ def app_commands(program: Program, folder: Path, engine: str, seed: int) -> dict
 def older_commands(program: Program, engine: str, seed: int) -> dict[str, list[str]]:
     """Return the commands that run an older program on raysim and on Flower's engine.
 
-    engine: the Python of Flower's environment.
+    An older program is not a Flower app: it calls Flower's function `start_simulation`. The keys of
+    the result are "raysim" and "flower".
+    engine: the path of the Python interpreter that has Flower's engine.
+    seed: the seed of the simulation on raysim. It also replaces {seed} in the program's arguments.
     """
     words = [str(PROCESSES), program.module]
     words += [word.format(seed=seed) for word in program.settings]
@@ -324,7 +330,7 @@ class CpuClock(threading.Thread):
         self._is_stopped = threading.Event()
 
     def run(self) -> None:
-        """Read the times until `stop` is called."""
+        """Read the CPU times of all descendant processes repeatedly until `stop` is called."""
         while not self._is_stopped.wait(CPU_INTERVAL_S):
             self._read()
 
@@ -337,7 +343,10 @@ class CpuClock(threading.Thread):
                 self._seconds[pid, processes[pid].started] = processes[pid].cpu_seconds
 
     def stop(self) -> float:
-        """Stop reading; return the user and system time of all descendants in seconds."""
+        """Stop the thread; return the total CPU seconds of all descendants of this process.
+
+        The total is the user time and the system time of all descendants together.
+        """
         self._is_stopped.set()
         self.join()
         return sum(self._seconds.values())
@@ -363,10 +372,11 @@ def wait_for_children() -> None:
 
 
 def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measured:
-    """Run a program; return its accuracy and its time.
+    """Execute the command of a Flower program; return the program's accuracy and time.
 
-    folder: the program's folder.
-    work: the folder in which the program runs and looks for its data sets.
+    command: the command, a list of words.
+    folder: the folder that has the program's Python modules.
+    work: the working directory of the command, in which the program looks for its data sets.
     Raise RefusedError if the program fails.
     """
     environment = {
@@ -412,13 +422,14 @@ def compare_program(
     seeds: Sequence[int],
     share: float,
 ) -> dict[str, list[Measured]]:
-    """Run a program on raysim and on Flower's engine in turn; return the results of each side.
+    """Run a program alternately on raysim and on Flower's engine; return the results.
 
+    The result maps "raysim" and "flower" to a list with a measurement for each seed.
     checkout: a copy of Flower's repository.
     data: the folder of the data sets; None if the programs load them from the internet.
-    engine: the Python of Flower's environment.
-    seeds: each side runs once for each of them.
-    share: the share of the rows of the data sets in `data`, between 0 and 1.
+    engine: the path of the Python interpreter that has Flower's engine.
+    seeds: the seeds. The program runs once with each seed on raysim, and once on Flower's engine.
+    share: the fraction of the rows of the data sets in `data` that is used, between 0 and 1.
     """
     program = PROGRAMS[name]
     folder = checkout / program.folder

@@ -2,10 +2,11 @@
 
     uv run python -m jobs.benchmarks.learner
 
-One process alternates two runs. In one run, the `fit` of a `Learner` returns the parameters
-unchanged. In the other run, the `run.train` of a method does nothing. The difference is what raysim
-does for a learner: it gathers the samples as arrays, copies the parameters out of the vector and
-back, and checks them.
+One process alternates two runs. The first run trains with a `Learner` whose `fit` returns the
+parameters unchanged. The second run trains with a function that does nothing, which a method has
+declared with `Setup.train`. The difference of their CPU times is what raysim does for a learner. It
+gathers the samples as arrays, copies the parameters out of the vector and back, and checks the
+parameters that `fit` returns.
 For comparison, the benchmark also prints the time of two plain copies of the parameters. All times
 are CPU times.
 """
@@ -67,7 +68,7 @@ class Idle(Learner):
 
 
 class Nothing(Idle):
-    """A method whose training function does nothing; its model has as many parameters as `Idle`."""
+    """A method with the same model as `Idle` and with a training function that does nothing."""
 
     name = "nothing"
 
@@ -93,7 +94,10 @@ def job_ms(method: Method) -> float:
 
 
 def copies_ms(floats: int) -> float:
-    """Return the CPU time of two copies of `floats` parameters in milliseconds."""
+    """Return the CPU time, in milliseconds, that copying an array twice takes.
+
+    floats: the number of float32 values in the array.
+    """
     values = np.zeros(floats, np.float32)
     times = []
     for _ in range(20):
@@ -105,7 +109,11 @@ def copies_ms(floats: int) -> float:
 
 
 def main() -> None:
-    """Print a line for each size; raise ValueError if a job costs more than the limit."""
+    """Print what a learner costs for each model size; raise ValueError if it costs too much.
+
+    The cost is the CPU time that a learner adds to a job. Without two copies of the parameters, it
+    may be at most `LIMIT_MS` milliseconds.
+    """
     values = read(parser(__doc__))
     results = []
     for arrays, floats in ((2, 650), (20, 100_000), (4, 1_000_000)):

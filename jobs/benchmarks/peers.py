@@ -8,9 +8,10 @@ All three train the workloads of `raysim bench` with FedAvg, from the same param
 raysim and pfl-research have two processes of one thread. FedJAX has one process of two threads. It
 runs with each of its two backends, and its result is that of the faster backend.
 
-The simulators run in turn. Each turn of a simulator gives the median time of a round; the first
-rounds are left out. The result is raysim's time divided by that of pfl-research or FedJAX: the
-median of this ratio over all turns. `jobs.benchmarks.flower_engine` compares raysim with Flower.
+The simulators are measured alternately. A measurement is the time of a round: the mean for raysim,
+the median for pfl-research and FedJAX. The first rounds are left out. A ratio is raysim's time
+divided by that of pfl-research or FedJAX. The result is the median ratio over all measurements.
+`jobs.benchmarks.flower_engine` compares raysim with Flower.
 """
 
 from __future__ import annotations
@@ -87,9 +88,10 @@ def write_workload(folder: Path, spec: RunSpec, workload: LoopWorkload) -> None:
 
 
 def run_processes(command: Sequence[str], environments: Sequence[dict[str, str]]) -> None:
-    """Run a command once in each environment, all at the same time.
+    """Start a process for each entry of `environments`, all at once; wait for all processes.
 
-    environments: the environment variables of each process.
+    command: the command that every process executes.
+    environments: the additional environment variables of each process.
     Raise RefusedError if a process fails.
     """
     limited = ["timeout", str(TIMEOUT_S), *command]
@@ -128,13 +130,14 @@ def free_port() -> int:
 def time_peer(
     app: str, python: str, folder: Path, rounds: int, environments: Sequence[dict[str, str]]
 ) -> float:
-    """Run an app of `peer_apps`; return the median wall seconds of a round.
+    """Run the benchmark app of another simulator; return the median wall seconds of a round.
 
-    app: the name of the app's file.
-    python: the Python of the simulator's environment.
+    app: the name of the app's file in `peer_apps`.
+    python: the path of the Python interpreter that has the simulator.
     folder: the workload's folder.
     rounds: the number of measured rounds. `WARM_UP_ROUNDS` rounds before them are not measured.
-    environments: the environment variables of each process.
+    environments: the additional environment variables of each process. The app is started once for
+    each entry, all at the same time.
     """
     times = folder / "times.json"
     times.unlink(missing_ok=True)
@@ -160,8 +163,9 @@ def pfl_environments() -> list[dict[str, str]]:
 def time_fedjax(python: str, folder: Path, rounds: int) -> float:
     """Return the seconds per round of FedJAX with its faster backend.
 
-    python: the Python of FedJAX's environment.
+    python: the path of the Python interpreter that has FedJAX.
     folder: the workload's folder.
+    rounds: the number of measured rounds.
     """
     devices = f"--xla_force_host_platform_device_count={PROCESSES}"
     jit = {"FEDJAX_BACKEND": "jit", "JAX_PLATFORMS": "cpu"}
@@ -175,12 +179,15 @@ def time_fedjax(python: str, folder: Path, rounds: int) -> float:
 def compare(
     name: str, root: str | None, blocks: int, pfl: str | None, fedjax: str | None
 ) -> dict[str, list[float]]:
-    """Return the seconds per round of each simulator in each turn. Ray must be running.
+    """Measure the simulators alternately; return each simulator's seconds per round.
 
+    The result has a list for each simulator, with the seconds of each measurement. Ray must be
+    running.
     name: the workload's name.
     root: the folder of Fashion-MNIST; None downloads it; "" takes random images.
-    blocks: the number of turns.
-    pfl, fedjax: the Python of each simulator's environment; None leaves this simulator out.
+    blocks: the number of measurements of each simulator.
+    pfl, fedjax: the paths of the Python interpreters that have pfl-research and FedJAX; None leaves
+    the simulator out.
     """
     from raysim.runtime.ray import start_workers
 

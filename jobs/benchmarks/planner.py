@@ -178,9 +178,11 @@ def _resident() -> int:
 
 
 def whole_run(rounds: int) -> tuple[float, float]:
-    """Measure a run without training in this process. An aggregation has 100 updates.
+    """Measure how fast a run is if its worker returns prepared updates instead of training.
 
-    Return the jobs per CPU second, and the CPU seconds to the first aggregation.
+    The coordinator and its only worker are in this process. An aggregation has 100 updates.
+    Return the aggregated jobs per CPU second, and the CPU seconds to the first aggregation.
+    rounds: the number of aggregations.
     """
     settings = RunSettings(rounds=rounds, evaluate=Evaluation(every=10**9))
     began = time.process_time()

@@ -88,10 +88,10 @@ def _median_seconds(work: Callable[[], object]) -> float:
 
 
 def accumulate(deltas: Sequence[np.ndarray], weight: float) -> torch.Tensor:
-    """Multiply vectors by a weight and add them up, in place on one thread; return the sum [d].
+    """Return the sum [d] of vectors, each multiplied by the same weight.
 
-    deltas: the vectors, each float32 [d].
-    weight: the weight, the same for all vectors.
+    deltas: the vectors, each float32 [d]. They are not changed.
+    weight: the weight.
     """
     total = torch.zeros(len(deltas[0]))
     for delta in deltas:
@@ -112,10 +112,10 @@ def seconds_per_loop(updates: Sequence[Update]) -> float:
 
 
 def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
-    """Return the median wall seconds of a server step on single updates.
+    """Return the median wall seconds in which the server aggregates `updates` with a rule.
 
-    The first step, in which the server makes its state, is not measured.
-    updates: the updates that each step aggregates.
+    The first aggregation, in which the server makes its state, is not measured.
+    updates: the updates of each aggregation. The server gets every update by itself, and no sums.
     methods: the aggregation rule; none for FedAvg.
     """
     counts = np.full(COHORT, 100)
@@ -169,7 +169,10 @@ def bench_rules(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
 
 
 def main() -> None:
-    """Measure the rules, print a table and write the results to a file."""
+    """Measure the time of a server step with each aggregation rule; store the results.
+
+    The results are printed as a table, and written to the file of the option `--out`.
+    """
     arguments = read(parser(__doc__))
     make_deterministic(1)
     results = bench_rules(arguments.blocks, print)

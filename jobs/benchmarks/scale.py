@@ -4,7 +4,9 @@
 
 The benchmark measures the planner first (`jobs.benchmarks.planner`). Then it runs the real
 coordinator, dispatcher and server, in one process and on Ray, and prints the time and memory of an
-aggregation. `jobs/README.md` derives from these numbers what limits a large cluster.
+aggregation. `--blocks` is the number of measured aggregations of each case. If an aggregation has
+only one update, 100 times as many are measured. `jobs/README.md` derives from these numbers what
+limits a large cluster.
 """
 
 from __future__ import annotations
@@ -101,7 +103,10 @@ def cases() -> list[Case]:
 
 # --- the simulated workers ------------------------------------------------------------------------
 class ReadyWorker(SeparateSums):
-    """A worker that does not train. It returns vectors filled with 1e-9 at once."""
+    """A worker that immediately returns prepared vectors, without training.
+
+    All values of the vectors are 1e-9.
+    """
 
     def __init__(self, spec: RunSpec, name: str = "worker-0"):
         self.name, self._counts = name, spec.data.partition.train.counts
@@ -111,7 +116,7 @@ class ReadyWorker(SeparateSums):
         self._next = 0
 
     def ready(self) -> str:
-        """Return the worker's name; see `Worker`."""
+        """Return the worker's name, as a sign that the worker has started."""
         return self.name
 
     def train(
@@ -157,7 +162,10 @@ class SlowWorker(ReadyWorker):
         versions: int,
         *published: PublishedVersion,
     ) -> TrainingResult:
-        """Return updates that report one second each; see `Worker`."""
+        """Return prepared updates; report one second of working time for each job.
+
+        The arguments and the prepared updates are those of `ReadyWorker.train`.
+        """
         return replace(super().train(jobs, groups, versions, *published), busy=float(len(jobs)))
 
 
@@ -186,7 +194,15 @@ class ManyWorkers:
         self.arrays = 0
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """Call one of the real workers; see `Runtime`."""
+        """Call a method of the real worker that stands for a worker which the coordinator sees.
+
+        Return references to the values that the method returns.
+        worker: the number of the worker that the coordinator sees. The number of the real worker is
+        the remainder of its division by the number of real workers.
+        method: the name of the worker's Python method.
+        args: the arguments of the method.
+        returns: the number of values that the method returns.
+        """
         return self._inner.call(worker % self._inner.workers, method, *args, returns=returns)
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
@@ -219,11 +235,13 @@ def spec_of(case: Case, settings: RunSettings) -> RunSpec:
 
 
 def measure(case: Case, rounds: int) -> AggregationCost:
-    """Measure a case; return the median cost of an aggregation over `rounds` aggregations.
+    """Run the coordinator for a case; return the median cost of an aggregation.
 
     The time of an aggregation is the time since the previous one. The first and the last
-    aggregation of the run are left out. If `case.alone` is True, the result is instead the mean
-    over 100 * `rounds` aggregations. A case with Ray needs a running Ray.
+    aggregation of the run are left out. If `case.alone` is True, each aggregation has one update.
+    The result is then the mean over 100 * `rounds` aggregations. If `case.ray` is True, Ray must be
+    running.
+    rounds: the number of measured aggregations.
     """
     evaluate = Evaluation(every=10**9)
     rounds *= 100 if case.alone else 1

@@ -4,13 +4,13 @@
 
 The benchmark has three parts:
 
-1. It writes checkpoints of the workload W1 of `raysim bench`. It also writes checkpoints of a run
-   with 10,000 clients. Each client has a state of SCAFFOLD for the model of the workload W2. Before
-   each of these checkpoints, a fixed number of states changes.
-2. It trains 1,000 clients with SCAFFOLD and the model of W2, first with all client states in
-   memory. Then a tenth of the states is in memory, and the others are on disk.
+1. It writes checkpoints of the workload W1 of `raysim bench`. Then it writes checkpoints of a run
+   with 10,000 clients. Each client of this run has a state of SCAFFOLD for the model of the
+   workload W2. A fixed number of these client states changes before each checkpoint of the run.
+2. It trains 1,000 clients with SCAFFOLD and the model of W2 in two ways. First, all client states
+   are in memory. Then a tenth of them is in memory, and nine tenths are on disk.
 3. It trains `--clients` clients with SCAFFOLD and the model of W2, with at most 1 GiB of client
-   states in memory. The other states need disk space: 18 GB for 100,000 clients.
+   states in memory. All further client states are on disk: 18 GB for 100,000 clients.
 """
 
 from __future__ import annotations
@@ -126,9 +126,11 @@ def _marked(events: Iterator[Event]) -> Iterator[tuple[Event, float, float]]:
 def _pairs(
     marks: list[tuple[Event, float, float]], kind: type[Event]
 ) -> list[tuple[tuple[Event, float, float], ...]]:
-    """Return each event of a kind together with the event before it.
+    """Return a pair for each event of a class: the directly preceding event, then the event.
 
-    marks: all events, each with its wall and CPU time.
+    The preceding event may be of any class.
+    marks: all events in order, each with its wall and CPU time.
+    kind: the class of events.
     """
     pairs = itertools.pairwise(marks)
     return [(before, mark) for before, mark in pairs if isinstance(mark[0], kind)]
@@ -139,8 +141,8 @@ def changed_states(clients: int, count: int, blocks: int) -> CheckpointCost:
 
     A client state has the size of the model of the workload W2 of `raysim bench`.
     clients: the number of clients.
-    count: the number of clients whose states changed since the last checkpoint.
-    blocks: the number of checkpoints.
+    count: the number of clients whose states change before each checkpoint.
+    blocks: how many checkpoints are written and measured, after a first one that is not measured.
     """
     state: Arrays = {
         "scaffold.control": np.ones(

@@ -45,7 +45,11 @@ def apply_layer(name: str, values: Any, parameters: list[Any]) -> Any:
 
 
 def main(folder: Path, rounds: int) -> None:
-    """Train the workload in a folder for `rounds` rounds."""
+    """Train a stored workload with FedJAX, and write the times at the ends of the rounds.
+
+    folder: the folder with the workload's files. The times are written to times.json in it.
+    rounds: the number of rounds.
+    """
     settings = json.loads((folder / "settings.json").read_text())
     inputs = np.load(folder / "inputs.npy")
     labels = np.load(folder / "labels.npy")

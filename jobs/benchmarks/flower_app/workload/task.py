@@ -39,9 +39,9 @@ WORKLOAD = WORKLOADS[NAME]
 
 
 def build_model() -> nn.Module:
-    """Return the network of the workload of `raysim bench` that the environment chooses.
+    """Return the model of the workload that the environment variable WORKLOAD names.
 
-    W1 has a CNN of 1.7 million parameters, W2 a small MLP.
+    "W1" has a CNN of 1.7 million parameters, "W2" (the default) a small MLP.
     """
     if NAME == "W2":
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
