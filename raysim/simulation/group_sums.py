@@ -1,11 +1,12 @@
 """The sums of updates that workers and nodes make for an aggregation.
 
 The updates of an aggregation are added up in a binary tree (`tree_sum`). A group is the set of jobs
-in a subtree of this tree. A process that has all updates of a group can replace them by their sum.
+in a subtree of this tree. A process that has all updates of a group can replace them by the sum of
+the group.
 
-A worker sums the updates that it has. A node other than the coordinator's adds up the sums of its
-workers before it sends them. Therefore only a few vectors are sent to the coordinator. The bits of
-the result do not depend on which process made which sum.
+A worker sums the updates that it has. Then the sums of the workers on one node are added up on this
+node, before they are sent to the coordinator's node. Therefore only a few vectors are sent to the
+coordinator. The bits of the result do not depend on which process made which sum.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class _SumTree:
 
 
 class SumTrees:
-    """The summation trees of planned aggregations, one for each replica that aggregates.
+    """The summation trees of the planned aggregations.
 
-    Only aggregations whose updates may be summed by workers have trees.
+    An aggregation has one tree for each replica that gets updates in it; most have one tree. An
+    aggregation has no trees if its updates must not be summed by workers.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class SumTrees:
             self._trees.pop(number, None)
 
     def groups(self, numbers: Iterable[int]) -> list[Group]:
-        """Return the largest groups that consist of these jobs only.
+        """Return the largest groups that consist only of jobs with the given numbers.
 
         numbers: the numbers of the jobs, in any order.
         Jobs that are in no tree are left out.
@@ -72,19 +74,20 @@ class SumTrees:
         return groups
 
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
-        """Return the groups that a worker sums: the largest groups that consist of these jobs only.
+        """Return the groups of jobs whose updates a worker replaces by one sum.
 
-        If an aggregation has a single job, its group is left out: the worker sends the update
-        itself, which is as large as a sum.
+        These are the largest groups that consist only of jobs of this worker. If a summation tree
+        has a single job, there is no group for this job. The worker then sends the update, which is
+        as large as a sum.
         numbers: the numbers of the jobs that the worker trains.
         """
         return [group for group in self.groups(numbers) if len(self._trees[group[0]].jobs) > 1]
 
 
 class RemoteSum(NamedTuple):
-    """The sum of the updates of a group, which is on the node that made it.
+    """A sum of updates that is stored on the node that computed it.
 
-    jobs: the group: the numbers of its jobs.
+    jobs: the numbers of the jobs whose updates are summed, which form a group.
     node: the number of the node.
     ref: a reference to the sum.
     """
@@ -97,13 +100,13 @@ class RemoteSum(NamedTuple):
 def fetch_sums(
     sums: Sequence[RemoteSum], trees: SumTrees, runtime: Runtime
 ) -> tuple[dict[Group, np.ndarray], list[Group]]:
-    """Let nodes add up their sums to the sums of larger groups, and fetch the results.
+    """Let nodes combine small sums into sums of the largest possible groups, and fetch these.
 
     Return the fetched sums by group, and the groups whose sum was lost with a node. A group whose
-    jobs all failed is in neither of the two.
-    sums: references to the sums that are on nodes.
-    trees: the summation trees, which decide the larger groups.
-    runtime: lets nodes add up, and fetches values.
+    jobs all failed is in neither result.
+    sums: references to the small sums, which are on nodes.
+    trees: the summation trees, which decide the largest possible groups.
+    runtime: lets nodes add up sums, and fetches values.
     """
     part_of = {number: part for part in sums for number in part.jobs}
     requested: list[tuple[RemoteSum, list[RemoteSum]]] = []
@@ -129,8 +132,9 @@ def fetch_sums(
 def _add_up(parts: Sequence[RemoteSum], runtime: Runtime) -> RemoteSum:
     """Start to add up the sums of consecutive groups; return a reference to the total.
 
-    Each node adds up the sums that it has. Two halves of the updates may be on different nodes. The
-    sum of one half is then sent to the node of the other half. Such transfers run in parallel.
+    Each node adds up the sums that it has. If a subtree has sums on several nodes, the subtree is
+    divided into its two halves. The sum of one half is then sent to the node of the other half.
+    Such transfers run in parallel.
     parts: the sums, in the order of their groups in the summation tree.
     """
     if len(parts) == 1:

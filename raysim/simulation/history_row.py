@@ -23,10 +23,11 @@ from raysim.training.run_spec import RunSpec
 class RowWriter:
     """The object that makes the history's row of each aggregation.
 
-    It counts events, such as deaths of workers, since the last row.
+    Some columns count events since the last row, such as deaths of workers.
     spec: the run.
     declarations: what the methods of the run declare.
-    calls: the object that makes the calls to workers; it counts deaths of workers.
+    calls: the object that makes the calls to workers; it has the number of deaths of workers so
+    far.
     dispatcher: the object that knows how long workers worked.
     client_states: the client states; the row has their size in bytes.
     network_columns: function that returns the columns of bytes sent between nodes since the last

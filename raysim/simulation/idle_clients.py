@@ -47,7 +47,7 @@ class IdleClients:
     def add_finished(self, client: int) -> None:
         """Record that a client's job ended.
 
-        The next `advance` adds the client to the array, if it is available then.
+        The next `advance` adds the client to the idle clients, if the client is available then.
         """
         self._finished.append(client)
 
@@ -92,7 +92,10 @@ class IdleClients:
         return self._ahead[-1].at
 
     def _read_change(self) -> bool:
-        """Read the next change of availability in advance; return False if there is none."""
+        """Read the next change of availability into `_ahead` if `_ahead` is empty.
+
+        Return False if `_ahead` is still empty, because there are no further changes.
+        """
         if not self._ahead:
             change = next(self._changes, None)
             if change is not None:

@@ -29,7 +29,7 @@ class JobQueue:
         heapq.heappush(self._jobs, (aggregation, job.finish, job.client, job.number, job))
 
     def take_all(self, aggregation: int) -> list[Job]:
-        """Remove and return all jobs whose updates this aggregation or an earlier one needs.
+        """Remove and return all jobs that are needed for this aggregation or for an earlier one.
 
         aggregation: the number of the aggregation. The run's first aggregation has the number 0.
         """

@@ -101,8 +101,8 @@ class JobTable:
     def jobs_of(self, aggregation: PlannedAggregation) -> list[Job]:
         """Return the jobs of an aggregation, in the order in which they are aggregated.
 
-        A dispatched job is complete: it also has the fields that the planner cannot know, such as
-        its weight.
+        A job that was dispatched also has the fields that the planner cannot know, such as its
+        weight.
         """
         return [self._rows[job.number].job for job in aggregation.aggregated]
 
@@ -220,10 +220,10 @@ class JobTable:
     def end(
         self, aggregation: PlannedAggregation, updates: Sequence[Update | Failure]
     ) -> tuple[JobRecord, ...]:
-        """Remove the jobs that end with an aggregation from the table; return their records.
+        """Remove the jobs of an aggregation from the table; return their records.
 
-        updates: an update or a failure for each aggregated job, in the order of
-        `aggregation.aggregated`.
+        These are the jobs that the aggregation ends as aggregated, failed, lost or discarded.
+        updates: an update or a failure for each job in `aggregation.aggregated`, in the same order.
         """
         self._aggregations.popleft()
         for job, update in zip(aggregation.aggregated, updates, strict=True):

@@ -46,13 +46,14 @@ class _Traffic:
 
 @dataclass(frozen=True)
 class VaryingTensors:
-    """The tensors of a method whose sizes change from version to version.
+    """The tensors of one method whose sizes change from version to version.
 
-    The keys are the full names of the tensors, "method.name".
+    The keys of all fields are full names of tensors, "method.name".
     sent: the size in version 0, in floats, of each tensor that clients receive.
     uploaded: the size in version 0, in floats, of each tensor that clients send.
-    planned: for each tensor that clients send, a function that returns its number of floats. Its
-    argument is the number of floats that the client received.
+    planned: a function for each tensor that clients send. It returns the size of the sent tensor in
+    floats. Its argument is the total size, in floats, of the tensors in `sent` that the client
+    received.
     """
 
     sent: Mapping[str, int]
@@ -62,15 +63,16 @@ class VaryingTensors:
     def received_floats(self, floats_of: FloatsOf) -> int:
         """Return the total number of floats of the tensors that a client receives.
 
-        floats_of: function that returns the number of floats of a tensor, given its full name.
+        floats_of: function that returns the size in floats of a tensor. Its argument is the
+        tensor's full name, "method.name".
         """
         return sum(map(floats_of, self.sent))
 
     def growth(self, floats_of: FloatsOf) -> tuple[int, int]:
         """Return by how many floats a client's download and upload are larger than in version 0.
 
-        floats_of: function that returns the number of floats of a tensor in the job's base version.
-        Its argument is the tensor's full name.
+        floats_of: function that returns the size in floats of a tensor that clients receive with
+        the job's base version. Its argument is the tensor's full name, "method.name".
         """
         received = self.received_floats(floats_of)
         down = received - sum(self.sent.values())
@@ -80,8 +82,9 @@ class VaryingTensors:
     def unplanned_floats(self, update: Update, floats_of: FloatsOf) -> int:
         """Return by how many floats an update is larger than planned; negative if it is smaller.
 
-        floats_of: function that returns the number of floats of a tensor in the update's base
-        version. Its argument is the tensor's full name.
+        Only the tensors in `planned` are counted.
+        floats_of: function that returns the size in floats of a tensor that the client received
+        with the update's base version. Its argument is the tensor's full name, "method.name".
         """
         planned = sum(self.uploaded.values())
         if update.version:
@@ -90,7 +93,10 @@ class VaryingTensors:
 
 
 def varying_tensors(declarations: Declarations) -> list[VaryingTensors]:
-    """Return the tensors whose sizes change, as one object for each method with such tensors."""
+    """Return the tensors whose sizes change from version to version.
+
+    The result has one object for each method with such tensors.
+    """
     layout = declarations.layout
     varying = []
     for declared in declarations.methods:
@@ -115,9 +121,9 @@ class Loads:
     spec: the run.
     declarations: what the methods of the run declare.
     counts: int64 [clients], the number of training samples of each client.
-    sent_floats: function of a client and the full name of a tensor. It returns the number of floats
-    of this tensor that the client receives with the current version. None means that the sizes of
-    version 0 are used.
+    sent_floats: function that returns how many floats of a tensor the server sends to a client with
+    the current version. Its arguments are the client and the tensor's full name, "method.name". If
+    `sent_floats` is None, tensors have the same sizes in all versions as in version 0.
     """
 
     def __init__(
@@ -193,13 +199,14 @@ def _is_first(when: Callable[[Participation], bool], job: Participation) -> bool
 
 
 class StepMessages:
-    """The server's compressed steps, which clients receive in place of the whole parameters.
+    """The compressed changes between versions, which clients receive in place of the parameters.
 
-    A step is the change of the parameters from one version to the next; a message contains one
-    step. A client receives the messages of all versions since its last job. If the parameters are
-    smaller than these messages, or if it has had no job, the client receives the parameters.
+    A message contains the change of the parameters from one version to the next. A client receives
+    the messages of all versions since the base version of its last job. A client receives the whole
+    parameters if they are smaller than these messages, or if it has had no job.
     words: the size of one message in 32-bit words.
     parameters: the number of parameters.
+    clients: the number of clients.
 
     Attribute `received`, int32 [clients], is the base version of each client's last job; -1 for a
     client without a job.
@@ -210,9 +217,11 @@ class StepMessages:
         self.received = np.full(clients, -1, np.int32)
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats a client saves if it receives messages in place of the parameters.
+        """Return how many floats smaller a download is with messages than with the parameters.
 
-        Call this once for each job, because it also records that the client now has this version.
+        The messages contain the changes of all versions since the client's last job. The result is
+        0 if the client receives the parameters. Call this once for each job, because it also
+        records that the client now has this version.
         version: the base version of the client's next job.
         """
         previous = self.received.item(client)

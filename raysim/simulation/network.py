@@ -165,10 +165,11 @@ def _check_methods(network: Network, declarations: Declarations) -> None:
 
 
 def server_part(declared: MethodDeclaration) -> str:
-    """Return the first hook or declaration of a method that needs a server; "" if there is none.
+    """Return what makes a method depend on a server: its first such hook or declaration.
 
-    Such a method does not work if each client has its own replica. The result is a name, such as
-    "combine" (a hook) or "run.send" (a declaration).
+    The result is a name, such as "combine" (a hook) or "run.send" (a declaration). It is "" if the
+    method needs no server. A method that needs a server does not work if each client has its own
+    replica.
     """
     for hook in ("weigh", "combine", "step", "absorb"):
         if declared.has_hook(hook):
@@ -233,9 +234,10 @@ def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tupl
 
 
 def _set_clients(spec: RunSpec, replica_of: np.ndarray, server: Server) -> None:
-    """Tell the server of a replica which clients the replica serves from now on.
+    """Pass the clients that a replica now serves to the server of this replica.
 
     replica_of: int [clients], the replica that serves each client.
+    server: the server of the replica.
     """
     server.set_clients(*replica_clients(spec, replica_of, server.replica))
 

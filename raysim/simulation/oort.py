@@ -7,7 +7,8 @@ Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported a
 
 U is the client's number of samples times its mean loss, clipped at a quantile and scaled to [0, 1].
 R is the number of the current round. L is the number of the round in which the client was chosen
-last. D is the duration of the client's last job. T is the preferred duration.
+last. D is the duration of the client's last job. T is the preferred duration, a percentile of the
+known durations of jobs.
 
 A round chooses clients in two ways:
 - Exploitation draws clients that have reported a loss and have a large utility. The probability of
@@ -15,9 +16,9 @@ A round chooses clients in two ways:
 - Exploration draws clients that have not reported a loss. The probability of a client is in
   proportion to its number of samples times min(1, T / D)^penalty. Here D is the expected duration.
 
-If one of the two ways has too few clients, the other way draws more. A rule called the pacer
-increases T if the utility of the chosen clients has fallen. It compares the sums over two
-successive windows of rounds.
+If there are too few clients for exploitation, exploration draws more clients, and vice versa. A
+rule called the pacer compares the utility of the chosen clients in two successive windows of
+rounds. If the sum over the later window is smaller, the pacer uses a higher percentile for T.
 
 Differences from the paper:
 - The paper uses the root mean square of the losses of a client's samples. This module uses their
@@ -46,16 +47,19 @@ class Oort(Selection):
     """Choose clients by statistical and system utility, and explore clients without a known loss.
 
     The loss of a client is known after an update of the client was aggregated.
-    exploration: from 0 to 1, the share of the clients of a round whose loss is not known.
-    exploration_decay: the factor by which this share is multiplied before every round.
-    exploration_min: the smallest value of this share.
+    exploration: a fraction from 0 to 1. A round draws this fraction of its clients from the clients
+    without a known loss.
+    exploration_decay: the factor by which this fraction is multiplied before every round.
+    exploration_min: the smallest value of this fraction.
     cutoff: a factor from 0 to 1. If k clients with a known loss are drawn, let u be the k-th
     largest utility. All clients with a utility of at least `cutoff` * u can be drawn.
     clip: from 0 to 1, the quantile at which statistical utilities (samples times loss) are clipped.
     preferred: a percentile. The preferred duration is this percentile of the known durations of
     jobs. With 100, no client is penalised for its speed.
-    pacer_step: the number of rounds after which the pacer compares utilities.
-    pacer_delta: the percentage points by which the pacer increases `preferred`.
+    pacer_step: the number of rounds in a window of the pacer. The pacer compares the chosen
+    clients' statistical utility in the last window with that in the window before.
+    pacer_delta: the percentage points that the pacer adds to `preferred` if the utility was smaller
+    in the last window.
     penalty: the exponent of the system utility.
     """
 
@@ -81,15 +85,17 @@ class Oort(Selection):
         above("selection.penalty", self.penalty, 0)
 
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
-        """Return the state of this rule before the first round, by name.
+        """Return the initial values of the state of this rule, by name.
 
-        - "round": the number of rounds so far.
+        During the run, the arrays have these meanings:
+        - "round": the number of the current round; 0 before the first round.
         - "exploration", "preferred": the current values of these settings.
-        - "chosen_in" [clients]: the last round that chose each client; 0 for none.
-        - "exploited": the clients that the last round chose by their utility.
-        - "utilities": the mean statistical utility (samples times loss) of the clients that a round
-          chose by their utility. There is a value for each of the last rounds.
-        - "picks": the clients that are chosen and not dispatched yet.
+        - "chosen_in" [clients]: the number of the latest round that chose the client; 0 for none.
+        - "exploited": the clients that the latest round chose by their utility.
+        - "utilities": one value for each earlier round in the current windows of the pacer. It is
+          the mean statistical utility (samples times loss) of the clients that the round chose by
+          utility.
+        - "picks": the clients that the current round has chosen and not dispatched yet.
 
         clients: the number of clients.
         """
@@ -120,9 +126,10 @@ class Oort(Selection):
         return np.array(chosen, np.int64)
 
     def _take_picks(self, view: SelectionView, chosen: list[int]) -> list[int]:
-        """Append this round's clients that are not dispatched yet to `chosen`; return `chosen`.
+        """Move chosen clients of the current round from the state's "picks" to the list `chosen`.
 
-        Busy clients are left out. `chosen` gets at most `view.count` clients.
+        Busy clients are removed from "picks" and not added to `chosen`. Stop when `chosen` has
+        `view.count` clients. Return `chosen`.
         """
         picks = view.state["picks"]
         taken = 0

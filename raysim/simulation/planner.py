@@ -71,8 +71,9 @@ class Load(NamedTuple):
 
 
 class Messages(Protocol):
-    """The messages with compressed steps that clients receive; see `StepMessages`.
+    """The compressed messages that clients receive in place of the whole parameters.
 
+    A message contains the change of the parameters from one version to the next.
     received: int32 [clients], the base version of each client's last job; -1 for a client without a
     job.
     """
@@ -80,9 +81,11 @@ class Messages(Protocol):
     received: np.ndarray
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats a client saves if it receives messages in place of the parameters.
+        """Return how many floats smaller a download is with messages than with the parameters.
 
-        Call this once for each job, because it also records that the client now has this version.
+        The messages contain the changes of all versions since the client's last job. The result is
+        0 if the client receives the parameters. Call this once for each job, because it also
+        records that the client now has this version.
         version: the base version of the client's next job.
         """
         ...
@@ -162,14 +165,14 @@ def _draw_positions(generator: np.random.Generator, clients: int, count: int) ->
 
 
 class Site:
-    """A group of clients for which a schedule decides, with their jobs.
+    """The clients for which one schedule decides, with their jobs.
 
     If each replica has its own schedule, the clients of each replica are a site. Otherwise there is
     one site with all clients of the run.
-    pool: the number of the replica whose clients these are; -1 for the site with all clients.
-    members: the number of this site's clients that have samples.
-    pools: the number of pools into which the schedule divides the clients by their speed; 0 if it
-    does not divide them.
+    pool: the index of the replica whose clients these are; -1 for the site with all clients.
+    members: how many clients of this site have samples.
+    pools: how many pools the schedule makes of the clients, by their speed; 0 means that the
+    schedule makes no pools.
     """
 
     def __init__(self, pool: int, members: int, pools: int):
@@ -201,10 +204,10 @@ class Planner:
     selection: the rule that chooses the clients; None draws at random.
     network: the replicas of the run; None means one replica.
     costs: adds up energy, money and CO2; None if the fleet has no costs.
-    messages: the messages with compressed steps that clients receive; None if clients receive
-    parameters.
-    loads_vary: True if messages change in size from version to version. A job can then be planned
-    only after its base version was made.
+    messages: the compressed changes between versions, which clients receive in place of the
+    parameters. None if the server does not compress what it sends.
+    loads_vary: True if the sizes of what clients receive or send change from version to version. A
+    job can then be planned only after its base version was made.
     """
 
     def __init__(
@@ -298,9 +301,11 @@ class Planner:
             self._selector.report(updates)
 
     def _divide_into_pools(self, counts: np.ndarray) -> list[np.ndarray]:
-        """Divide clients by the duration of their first job; return the clients of each pool.
+        """Divide clients into pools of about equal size by the duration of their first job.
 
-        The pool with the fastest clients comes first; the clients of a pool are ascending.
+        Return the clients of each pool, ascending. The pool with the fastest clients comes first.
+        The schedule decides the number of pools; the result is empty if there are none.
+        counts: [clients], the number of training samples of each client.
         """
         if not self.schedule.pools:
             return []
@@ -313,7 +318,7 @@ class Planner:
         return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
     def count_contributions(self, floats: int) -> None:
-        """Count the arrays that clients sent before round 0 as traffic.
+        """Add the arrays that clients sent before round 0 to the traffic of the first aggregation.
 
         floats: the number of floats that all clients together sent.
         """
@@ -368,10 +373,13 @@ class Planner:
             self._advance(until)
 
     def _decide(self, site: Site) -> PlannedAggregation | float:
-        """Execute the schedule's actions at a site until the site aggregates or waits.
+        """Execute the schedule's actions for the clients of a site until it aggregates or waits.
 
-        If the site aggregates, return the planned aggregation. If it waits, return the virtual time
-        at which the wait ends even without an event. Infinity means that it waits for an event.
+        If the schedule aggregates, return the planned aggregation. If it waits, return the virtual
+        time at which the wait ends at the latest. Infinity means that it waits until a job ends or
+        a client becomes available.
+        site: the clients for which the schedule decides: all clients of the run, or those of a
+        replica.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
         while True:
@@ -491,8 +499,10 @@ class Planner:
         self._next.discarded += [jobs[number] for number in numbers]
 
     def _remove_arrived(self, site: Site, numbers: set[int], purpose: str) -> dict[int, Job]:
-        """Remove arrived jobs from a site; return them by number.
+        """Remove jobs from the arrived jobs of a site; return the removed jobs by number.
 
+        site: the clients of a schedule, with their jobs.
+        numbers: the numbers of the jobs to remove.
         purpose: what the schedule wants to do with the jobs, for errors.
         Raises RuntimeError if a job has not arrived.
         """
@@ -510,8 +520,10 @@ class Planner:
         return removed
 
     def _aggregate(self, site: Site, numbers: Sequence[int]) -> PlannedAggregation:
-        """Return a planned aggregation of these jobs of a site.
+        """Aggregate arrived jobs of a site on virtual time; return the planned aggregation.
 
+        site: the clients of a schedule, with their jobs: all clients of the run, or those of a
+        replica.
         numbers: the numbers of the jobs, in the order in which they are aggregated.
         """
         count = len(numbers)
@@ -570,10 +582,12 @@ class Planner:
             other.since_meeting, other.waits = 0, False
 
     def _take_arrived(self, site: Site, numbers: Sequence[int]) -> list[Job]:
-        """Remove arrived jobs from a site; return them in the order of `numbers`.
+        """Remove jobs from the arrived jobs of a site; return them in the order of `numbers`.
 
+        site: the clients of a schedule, with their jobs.
+        numbers: the numbers of the jobs to remove.
         Raises RuntimeError if a job would be aggregated before an earlier job of the same client.
-        Also raises it if `numbers` is empty or has a number twice.
+        Also raises it if a job has not arrived, or if `numbers` is empty or has a number twice.
         """
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(
@@ -599,9 +613,11 @@ class Planner:
 
     # --- dispatch ---------------------------------------------------------------------------------
     def _dispatch(self, site: Site, count: int, pool: int) -> int:
-        """Dispatch up to `count` idle clients with the current version.
+        """Dispatch up to `count` idle clients with the current version of their site.
 
         Return the number of dispatched clients.
+        site: the clients of a schedule, with their jobs: all clients of the run, or those of a
+        replica.
         pool: the pool from which the clients are drawn; -1 means all clients.
         """
         version, selector = site.version, self._selector
@@ -673,7 +689,7 @@ class Planner:
         """Return up to `count` clients that the selection rule chooses, ascending.
 
         pool: the pool to choose from; -1 means all clients.
-        version: the current version of the clients' site.
+        version: the current version, from which the chosen clients will start.
         """
         selector = self._selector
         assert selector is not None
@@ -802,12 +818,13 @@ class Planner:
         return idle_clients
 
     def _next_arrival(self) -> float:
-        """Return the virtual time at which a dispatch with too few clients can get another client.
+        """Return the virtual time at which another client becomes available for a dispatch.
 
-        At this time a client of the dispatch's pool becomes available. Return infinity if no such
-        client becomes available.
-        Raises ValueError if no client of the run is available in the first `patience` seconds.
-        Raises NoClientsLeftError if no client becomes available and no job is in flight.
+        Call this if a dispatch has got too few clients. The client must be in the pool of this
+        dispatch. Return infinity if no such client becomes available, but jobs are in flight.
+        Raises NoClientsLeftError if no such client becomes available and no job is in flight.
+        Raises ValueError if no job was dispatched yet and no client is available in the first
+        `patience` seconds of the run.
         """
         if self.devices.presence is None:
             return math.inf
@@ -838,7 +855,7 @@ class Planner:
     def received(self) -> np.ndarray | None:
         """The base version of each client's last job, int32 [clients]; -1 before its first job.
 
-        None if the server's steps are not compressed.
+        None if the server sends whole parameters and not compressed changes between versions.
         """
         return None if self._messages is None else self._messages.received
 
@@ -880,12 +897,13 @@ class Planner:
     ) -> None:
         """Continue from a stored state; this planner must not have planned anything yet.
 
-        state: what `state` returned.
-        participations: int32 [clients], the jobs of each client so far.
-        accepted: int32 [clients], the aggregated jobs of each client so far.
+        state: what the method `state` returned.
+        participations: int32 [clients], the number of jobs of each client so far.
+        accepted: int32 [clients], the number of aggregated jobs of each client so far.
         selection: what `selection_arrays` returned.
         received: the base version of each client's last job, which the property `received`
-        returned; None if the server's steps are not compressed.
+        returned. None if the server sends whole parameters and not compressed changes between
+        versions.
         """
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]

@@ -1,4 +1,8 @@
-"""Prepare round 0 of a run: contributions of clients, and constants for workers."""
+"""Prepare a run before its first aggregation.
+
+Clients send the arrays from which methods make server state. Workers get tensors and sample rows
+that do not change during the run.
+"""
 
 from __future__ import annotations
 

@@ -72,10 +72,11 @@ class WatchedRuntime:
 
 
 class Profile:
-    """The profile of a run: how long the coordinator and the workers take for each kind of work.
+    """The profile of a run: how long the coordinator and the workers take for each type of work.
 
-    The run must make its calls through the attribute `runtime`, which measures them.
-    runtime: the runtime that executes the calls.
+    Attribute `runtime` is a wrapper that passes calls to workers on and measures them. The run must
+    use this wrapper.
+    runtime: the runtime that executes the calls, without measurements.
     """
 
     def __init__(self, runtime: Runtime):

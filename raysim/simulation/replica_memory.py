@@ -47,8 +47,9 @@ class ReplicaMemory:
     def note_read(self, replica: int) -> None:
         """Make room in memory for a replica that the caller reads next.
 
-        A replica on disk is loaded into memory when it is read. If loaded replicas would then need
-        too much memory, all of them are first removed from memory.
+        A replica on disk is loaded into memory when its tensors are read. If this replica and the
+        replicas loaded earlier together need too much memory, the earlier ones are removed from
+        memory.
         """
         if self._file is not None and replica not in self._in_memory:
             self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))
@@ -58,11 +59,11 @@ class ReplicaMemory:
     ) -> set[int]:
         """Move idle replicas to disk until the replicas in memory fit the budget.
 
-        Return the numbers of the moved replicas. If all other replicas are busy, the memory may
-        exceed the budget.
+        Return the numbers of the moved replicas. If too few replicas are idle, the replicas in
+        memory still exceed the budget.
         changed: the replicas that have changed since the last call.
-        is_busy: function that returns True for a replica that must stay, because a job in flight
-        started from it.
+        is_busy: function that returns True for a replica that must stay in memory, because a job in
+        flight started from it.
         """
         if self._budget == math.inf:
             return set()

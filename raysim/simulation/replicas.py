@@ -27,9 +27,10 @@ Arrival: TypeAlias = Update | Failure
 
 
 class Replicas:
-    """The models of a run's server (replicas): their servers, their exchanges and their mean.
+    """The replicas (models of the server) of a run, each with a `Server` of its own.
 
-    Each replica has a `Server` of its own. A run without a topology has one replica.
+    This object lets the replicas aggregate and exchange, and computes their mean. A run without a
+    topology has one replica.
 
     Attributes:
     - is_single: True if there is one replica.
@@ -102,10 +103,11 @@ class Replicas:
         return self._memory.bytes_on_disk
 
     def read(self, replica: int) -> Server:
-        """Return the server of a replica, which may be on disk.
+        """Return the server of a replica, whose tensors may be on disk.
 
-        Call this for each replica just before you read its tensors. Reading loads them into memory,
-        which has room for only a few of the replicas on disk.
+        Call this for each replica just before you read the tensors of its server. Tensors on disk
+        are loaded into memory when they are read. Memory has room for only a few of the replicas on
+        disk.
         """
         self._memory.note_read(replica)
         return self.servers[replica]
@@ -124,7 +126,8 @@ class Replicas:
         """Let a method make server state before round 0; all replicas get the same state.
 
         declared: what the method has declared.
-        parts: for each client, the arrays that it sent, by "method.name".
+        parts: for each client, the arrays that it sent. A key is the name of a method, a dot, and
+        the name of an array. Arrays of further methods are ignored.
         """
         first, *other_servers = self.servers
         first.assemble(declared, parts)
@@ -138,7 +141,8 @@ class Replicas:
     def publish(self, versions: Versions) -> None:
         """Store the version of every replica that changed since the last call.
 
-        If the replicas need more memory than the budget, move idle ones to disk.
+        If the replicas in memory exceed the memory budget, idle replicas are moved to disk. A
+        replica is idle if no job in flight started from its current version.
         versions: the object that stores versions.
         """
         moved: set[int] = set()
@@ -190,9 +194,9 @@ class Replicas:
     def _regroup(self, by_replica: Mapping[int, Sequence[Update]]) -> set[int]:
         """Let the topology's cluster rule move clients to replicas that have no clients.
 
-        A replica to which clients are moved first gets a copy of the model that served these
-        clients. Return the replicas to which clients were moved. The result is empty if the
-        topology has no cluster rule.
+        Before clients are moved to a replica, the replica becomes a copy of the replica that served
+        these clients so far. Return the replicas to which clients were moved. The result is empty
+        if the topology has no cluster rule.
         by_replica: the updates of each replica, in the order in which they are aggregated.
         """
         rule = self.network.clusters
@@ -384,8 +388,9 @@ class Replicas:
     def _give_numbers(self) -> None:
         """Give a new version number to each replica that the last aggregation has changed.
 
-        Replicas that share a vector get the same number. If a method sends further tensors with the
-        vector, every replica gets a different number, because these tensors may differ.
+        Changed replicas with the same vector get the same number. If a method sends further tensors
+        with the vector, no two changed replicas get the same number, because these tensors may
+        differ.
         """
         number_of: dict[int, int] = {}
         for replica in self._changed:
@@ -483,7 +488,8 @@ class Replicas:
         """Continue from a checkpoint; the servers must already be restored.
 
         version, numbers: the values of these attributes in the checkpoint.
-        arrays: the arrays in the checkpoint, which `arrays` returned.
+        arrays: the arrays in the checkpoint, which the method `arrays` returned when it was
+        written.
         """
         self.version, self.numbers = version, list(numbers)
         self._last_number = max(numbers)
@@ -496,10 +502,11 @@ class Replicas:
 
 
 class _Bases(Mapping[int, PublishedVersion]):
-    """The published versions of one replica, by the number of this replica's earlier aggregations.
+    """The published versions from which the jobs of one replica started.
 
+    The key of a version is the number of aggregations that the replica had made before it.
     versions: the published versions of all replicas.
-    number_of: maps the number of earlier aggregations to the version's key in `versions`.
+    number_of: maps a key of this mapping to the version's key in `versions`.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):

@@ -40,10 +40,10 @@ class PendingRound:
 class RoundReports:
     """The object that adds scores to the rows of rounds and reports the rounds.
 
-    It also keeps the weights of the best round.
+    It also passes each scored model to `best_model`.
 
     evaluator: makes the columns from the scores.
-    calls: waits for the scores of the workers.
+    calls: the object that makes the calls to workers; it waits until workers have returned scores.
     history: gets the row of each reported round.
     best_model: keeps the model of the round with the best validation score.
     """

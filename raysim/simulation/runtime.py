@@ -48,7 +48,7 @@ class Runtime(Protocol):
     def node_name(self, worker: int) -> str:
         """Return the name and the address of a worker's node.
 
-        Return "" if they are unknown, or if no name is needed.
+        Return "" if the worker has not started, or if all workers are in the coordinator's process.
         """
         ...
 

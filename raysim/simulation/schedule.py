@@ -1,7 +1,7 @@
 """Schedules: when to dispatch, when to aggregate and what to discard, on virtual time.
 
-A schedule stores nothing; its decisions depend only on its argument. A run can therefore plan
-ahead, and a checkpoint need not contain the schedule's state.
+A schedule stores nothing. Its method `decide` returns an action that depends only on the given
+`View`. A run can therefore plan ahead, and a checkpoint need not contain the schedule's state.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from raysim.primitives.checks import above, at_least, one_of
 
 
 class View(NamedTuple):
-    """What a schedule knows when it decides.
+    """The facts from which a schedule decides its next action.
 
-    The schedule must not change the values. A pool is a group of clients with similar speed; only
-    `schedule=tiered` has pools.
+    The schedule must not change the values. A pool in this view is a group of clients with similar
+    speed (`schedule=tiered`).
 
     now: the virtual time of the decision in seconds. Events at this time have already happened.
     version: the number of aggregations so far.
@@ -35,8 +35,9 @@ class View(NamedTuple):
     sent: the number of jobs that were dispatched since the last aggregation.
     since: the virtual time at which the first of these jobs was dispatched. If there are none, it
     is the time of the last aggregation.
-    in_pool: for each pool, the number of its jobs in `running`.
-    short: the pools in which an earlier `Dispatch` at this virtual time found too few clients.
+    in_pool: for each pool, the number of its jobs in `running`; empty without `schedule=tiered`.
+    short: the pools with too few available clients. At this virtual time, the schedule has already
+    returned a `Dispatch` for such a pool, and not all of its clients could be dispatched.
     """
 
     now: float = 0.0
@@ -54,9 +55,9 @@ class View(NamedTuple):
 class Dispatch:
     """The action to draw idle, available clients and to send them the current version.
 
-    If fewer than `count` clients are available, only these are dispatched. Without a pool, the
-    schedule then decides again when a job ends or a client becomes available. With a pool, the
-    schedule decides again at once, and `View.short` contains this pool.
+    If fewer than `count` clients are idle and available, all of them are dispatched. In this case,
+    `pool` says when the schedule decides again. With pool=-1, this is when a job ends or a client
+    becomes available. With a pool, it is at once, and `View.short` contains this pool.
 
     count: the number of clients to draw.
     pool: the number of the pool (group of clients with similar speed) to draw from; -1 draws from
@@ -111,17 +112,18 @@ class Schedule(Protocol):
 
     @property
     def concurrency(self) -> int:
-        """The largest number of jobs in flight.
+        """The largest number of jobs in flight, without late jobs.
 
-        A schedule with a deadline may have late jobs in flight in addition.
+        Only a schedule with a deadline has late jobs; with them, more jobs can be in flight.
         """
         ...
 
     @property
     def size(self) -> int:
-        """The largest number of updates in one aggregation.
+        """The largest number of updates in one aggregation, without late updates.
 
-        A schedule with a deadline may aggregate late updates in addition.
+        Only a schedule with a deadline aggregates late updates; with them, an aggregation can be
+        larger.
         """
         ...
 
@@ -447,10 +449,11 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
 
 
 def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> None:
-    """Raise ValueError if a schedule dispatches more clients at once than have samples.
+    """Raise ValueError if a schedule needs more clients in flight than there are with samples.
 
-    Also raise it if `schedule=buffered` waits for more updates than it keeps jobs in flight.
-    counts: int [clients], the training samples of each client.
+    Also raise it for `schedule=buffered` if an aggregation needs more updates than the largest
+    number of jobs in flight.
+    counts: int [clients], the number of training samples of each client.
     of: text that follows the word "clients" in the error, such as " of edge server 2".
     """
     able = int(np.count_nonzero(counts))

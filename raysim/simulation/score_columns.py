@@ -35,7 +35,7 @@ class ScoredClients(Protocol):
     unseen: the scored clients that never take part in the training.
     version: the number of the scored version.
     client_scores: maps the name of a column to a list of pairs. Each pair is an array of clients
-    and an array of their scores. `ScoreColumns` adds the pairs.
+    and an array of their scores. `ScoreColumns` appends a pair to the list of each column.
     """
 
     clients: np.ndarray
@@ -112,13 +112,16 @@ class ScoreColumns:
         suffix: str,
         scoring: ScoredClients,
     ) -> Row:
-        """Return columns with scores of the clients' own models.
+        """Return columns with scores of personal models, where each client has its own model.
 
+        For models without fine-tuning, there are also columns with validation scores. More columns
+        then have each client's test score in the round with its best validation score.
         tested: for each client the metric's value of each of its test samples.
         validated: for each client the metric's value of each of its validation samples.
         suffix: the end of the columns' names: "_finetuned" for fine-tuned models, "" for models
-        without fine-tuning. Only models without fine-tuning have best rounds.
-        scoring: the scored clients; their scores are added to `scoring.client_scores`.
+        without fine-tuning.
+        scoring: the scored clients; their scores are appended to the lists in
+        `scoring.client_scores`.
         """
         clients = scoring.clients
         row = self._client_columns(suffix, _join(tested, clients), clients, scoring)
@@ -137,13 +140,15 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the scores of replicas on the central test set.
 
-        The mean of all replicas is a model, too. The columns are:
-        - the score of this model, its worst score in a domain, and its score in the best round,
-        - the mean and the worst of the replicas' scores,
-        - the best round, which is the round with the best validation score of the clients' models.
+        The mean of the parameters of all replicas is a model, too: the mean model. The best round
+        is the round with the best validation score of the clients' models. The columns are:
+        - the score of the mean model in this round, its worst score in a domain, and its score in
+          the best round,
+        - the average and the worst of the replicas' scores,
+        - the number of the best round.
 
-        mean: for each sample of the central test set, the metric's value with the mean model.
-        replicas: for each replica, the metric's value of each sample of the central test set.
+        mean: the metric's value of the mean model for each sample of the central test set.
+        replicas: for each replica, the metric's value for each sample of the central test set.
         scoring: the scored clients.
         own: the columns with the scores of the clients' models.
         """
@@ -223,8 +228,9 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with validation scores, and with test scores in each client's best round.
 
-        For a metric that is not the main metric, return only the clients' mean validation score in
-        this round.
+        The best round of a client is the round with its best validation score so far. If the metric
+        of this object is not the main metric, return only one column: the clients' mean validation
+        score in this round. Return {} if there are no scores for these columns.
 
         scoring: the scored clients.
         tested: the metric's value for each test sample of these clients, one client after another.
@@ -246,10 +252,11 @@ class ScoreColumns:
         return row
 
     def _best_shared_columns(self, version: int, row: Row) -> Row:
-        """Return columns with the shared model's best round, and its central score in that round.
+        """Return the columns with the shared model's best round so far and its central score then.
 
-        The best round is the round with the best mean validation score. Return {} if the metric is
-        not the main metric, or if there are no validation samples.
+        The best round is the round with the best mean validation score. The central score is the
+        score on the central test set. Return {} if the metric of this object is not the main
+        metric, or if there are no validation samples.
 
         version: the number of the scored version.
         row: the columns of this round.

@@ -73,10 +73,10 @@ class LossPass:
 
 
 class IdleMask:
-    """A bool mask [clients]: True for the clients that are idle and available.
+    """A bool mask [clients]: True for the clients with samples that are idle and available.
 
     presence: the availability of the clients; None means that all are always available.
-    eligible: the clients that have samples.
+    eligible: the numbers of the clients that have samples.
     busy: bool [clients], True for a busy client; the caller updates this array.
     now: the current virtual time in seconds.
     """

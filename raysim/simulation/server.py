@@ -285,8 +285,10 @@ class Server:
         If all jobs failed, the next version has the same vector as the current one.
 
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.
-        sums: the sums that workers have made of some of these updates. A key has the numbers of the
-        jobs whose updates are summed.
+        If a worker has summed the update, the entry has no change of the parameters (`Update.delta`
+        is None).
+        sums: the sums that workers have made. The key of a sum is the numbers (`Update.job`) of all
+        jobs whose updates are summed in it.
         staleness: the staleness of each entry of `updates`; the value for a failed job is not used.
         bases: the base versions of the updates, by number (`Update.version`).
         Raises AggregationError if the next version cannot be made.
@@ -365,9 +367,11 @@ class Server:
         return direction
 
     def _compress(self, direction: Tensor) -> Tensor:
-        """Return the server's step as clients decode it, [layout.trained].
+        """Compress the change of the parameters; return it as clients decode it, [layout.trained].
 
-        If steps are not compressed, return the direction itself.
+        Return `direction` unchanged if the run does not compress what the server sends. Also return
+        it unchanged if a value is not finite.
+        direction: [layout.trained], the change of the parameters from this version to the next.
         """
         # `_move` raises the error of a step that is not finite.
         if self._compression is None or not is_finite(direction):
@@ -390,8 +394,10 @@ class Server:
 
         aggregation: the updates that did not fail, with their weights.
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.
-        sums: the sums that workers have made of some of these updates. A key has the numbers of the
-        jobs whose updates are summed.
+        If a worker has summed the update, the entry has no change of the parameters (`Update.delta`
+        is None).
+        sums: the sums that workers have made. The key of a sum is the numbers (`Update.job`) of all
+        jobs whose updates are summed in it.
         """
         trained = self.layout.trained
         if self._combiner is None:
@@ -476,8 +482,11 @@ class Server:
         """Return the weighted sum of the updates, added up in a fixed tree over their positions.
 
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.
+        If a worker has summed the update, the entry has no change of the parameters (`Update.delta`
+        is None).
         weights: one for each update that is not None.
-        sums: the sums that workers have made of some updates, by the numbers of the jobs.
+        sums: the sums that workers have made. The key of a sum is the numbers (`Update.job`) of all
+        jobs whose updates are summed in it.
         """
         positions: dict[int, int] = {}  # by number of the job
         remaining_weights = iter(weights)
@@ -498,11 +507,13 @@ class Server:
 def _ranges_of_sums(
     sums: GroupSums, positions: Mapping[int, int]
 ) -> dict[range, np.ndarray | None]:
-    """Return the sums of updates of this aggregation, by the positions of the summed updates.
+    """Return the sums by range of positions instead of job numbers.
 
-    A position is the index of a job in this aggregation. If a sum has no job in `positions`, it is
-    left out.
-    sums: the sums that workers made, by the numbers of the jobs whose updates are summed.
+    A position is the index of a job in this aggregation. A range contains the positions of all jobs
+    whose updates are summed. A sum without any job in `positions` is left out. No value is None;
+    the type is the one that `sum_in_tree` accepts.
+    sums: the sums that workers made. The key of a sum is the numbers of all jobs whose updates are
+    summed in it.
     positions: the position of each job that did not fail, by the number of the job.
     """
     ranges: dict[range, np.ndarray | None] = {}
@@ -550,9 +561,9 @@ def make_server(
     same tensors.
     size: the largest number of updates in one aggregation.
     counts: int64 [clients], the number of training samples of each client; 0 for clients of other
-    replicas. None uses the counts of all clients of the run.
-    unseen: the number of clients that never train this replica; None uses the number of the run's
-    unseen clients.
+    replicas. If `counts` is None, the replica serves all clients of the run.
+    unseen: how many clients of the run never train this replica: unseen clients (`evaluate.unseen`)
+    and clients of other replicas. If it is None, only unseen clients are counted.
     replica: the number of the replica.
     """
     settings, partition = spec.settings, spec.data.partition

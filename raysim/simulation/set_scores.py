@@ -34,7 +34,7 @@ class ScoredSets(Protocol):
     unseen: the scored clients that never take part in the training.
     version: the scored version.
     client_scores: maps the name of a column to a list of pairs. Each pair is an array of clients
-    and an array of their scores. `SetScores` adds the pairs.
+    and an array of their scores. `SetScores` appends a pair to the list of each column.
     """
 
     clients: np.ndarray
@@ -44,10 +44,10 @@ class ScoredSets(Protocol):
 
 
 class SetScores:
-    """The scores of several sets of samples: tasks for workers, and columns of the history.
+    """The object that makes scoring tasks, and columns of the history from the workers' reports.
 
-    `tasks` returns the tasks that score all sets. `columns` returns the columns with the scores
-    that the workers report. The sets are:
+    A task scores one set of samples. `tasks` returns the tasks for all sets. `columns` returns the
+    columns with the scores that the workers report. The sets are:
     - the test samples of each client,
     - the validation samples of each client,
     - the clients' test samples of each domain,
@@ -63,9 +63,11 @@ class SetScores:
         self.domains, self.domain_names = dataset.domains, dataset.domain_names
 
     def tasks(self, client_tasks: Sequence[ScoringTask]) -> list[ScoringTask]:
-        """Return the tasks that score all sets.
+        """Return the tasks with which workers score all sets of samples that the class describes.
 
-        client_tasks: for each scored client the task that scores its test samples.
+        Sets without samples are left out.
+        client_tasks: for each scored client the task that scores its test samples. The result
+        contains these tasks, too.
         """
         tasks = [replace(task, name=CLIENT) for task in client_tasks if len(task.rows)]
         if self.validation is not None:
@@ -103,12 +105,13 @@ class SetScores:
     def columns(
         self, reports: Sequence[SetReport], scoring: ScoredSets, best: BestRounds | None
     ) -> Row:
-        """Return the columns of the history that are computed from the reports.
+        """Return the columns of the history that are computed from the workers' reports.
 
-        reports: the reports of the tasks that `tasks` returned.
-        scoring: the scored clients and the scored version. The clients' scores are added to
-        `scoring.client_scores`.
-        best: the best rounds so far; None without validation samples.
+        reports: a report for each scoring task that the method `tasks` returned.
+        scoring: the scored clients and the scored version. The clients' scores are appended to the
+        lists in `scoring.client_scores`.
+        best: the record of the round with the best mean validation score so far, which is updated.
+        None without validation samples.
         """
         by_name: dict[str, list[SetReport]] = {}
         for report in reports:
@@ -140,9 +143,10 @@ class SetScores:
     ) -> Row:
         """Return columns with each metric's mean and worst value over the clients.
 
+        Also store the clients' values: append them to the lists in `scoring.client_scores`.
         reports: the reports on the clients' test samples.
         suffix: text after the metric in the columns' names: "" or "_unseen".
-        scoring: the scored clients; their values are added to `scoring.client_scores`.
+        scoring: the scored clients and their scores so far.
         """
         row: Row = {}
         for name, values in _by_metric(reports).items():

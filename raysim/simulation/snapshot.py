@@ -1,6 +1,6 @@
 """Store and restore a run's state between two aggregations, and compute its checksums.
 
-The state includes the plan so far and the jobs in flight. When a run is resumed, these jobs are
+The state includes the planner's state and the jobs in flight. When a run is resumed, these jobs are
 trained again from their base versions.
 """
 

@@ -63,10 +63,10 @@ class StateIndex:
     """The index of a checkpoint: it says which file contains each client's committed state.
 
     states: int64 [clients, 4], a row for each client that has a committed state. The columns are:
-    the client, the job that made the state, the number of the file, the bytes of the state. The
-    rows are in the order in which clients had a first committed state.
-    files: int64 [files, 2]. The columns are: the number of the file, the bytes that were written
-    into it.
+    the client, the job that made the state, the number of the file, the size of the state in bytes.
+    The rows are in the order in which clients had a first committed state.
+    files: int64 [files, 2]. The columns are: the number of the file, the total size in bytes of the
+    states that were written into it.
     """
 
     states: np.ndarray = field(default_factory=lambda: _empty_table(4))
@@ -80,8 +80,11 @@ class StateIndex:
     def update(self, jobs: Mapping[int, int]) -> StateIndex:
         """Return the index for the next checkpoint, after more jobs were aggregated.
 
-        States that must be written get the file number `UNWRITTEN`: changed states, and states in
-        abandoned files. If the run continues from an earlier checkpoint, all states are written.
+        States that must be written get the file number `UNWRITTEN`. These are changed states, and
+        states in abandoned files. A file is abandoned if too few of its bytes belong to current
+        states. If the clients with a state are not those of this index, followed by new clients,
+        all states are written. This happens if the run was resumed from a checkpoint before the one
+        of this index.
 
         jobs: for every client with a committed state, the number of the job that made it. The
         clients are in the order in which they had a first committed state.
@@ -101,9 +104,11 @@ class StateIndex:
         return StateIndex(states, self.files)
 
     def _abandoned_files(self, states: np.ndarray) -> np.ndarray:
-        """Return the files that are no longer worth keeping; their states are written again.
+        """Return the files that contain too few bytes of current states to be kept.
 
-        states: rows of `StateIndex.states` that have not changed.
+        The caller marks the current states in these files, so that they are written into new files.
+        states: the rows of `StateIndex.states` of the clients whose state has not changed since
+        this index was made.
         """
         number, written = self.files.T
         size = number.max(initial=-1) + 1
@@ -116,12 +121,13 @@ class StateIndex:
     def write_files(
         self, clients: Mapping[int, Arrays], number: int
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Divide the unwritten states among new files; yield the number and tensors of each file.
+        """Divide the states that are not in a file yet among new files.
 
-        The caller writes the files. The index records the file and the size of each of these
-        states.
+        Yield the number and the tensors of each new file; the caller writes it. The file and the
+        size of each such state are recorded in this index.
 
-        clients: for each client the named tensors of its state.
+        clients: for each client the named tensors of its state. It may contain states that are in a
+        file.
         number: the number of the first new file.
         """
         tensors: dict[str, np.ndarray] = {}

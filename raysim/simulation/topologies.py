@@ -32,13 +32,14 @@ class Hierarchical(Topology):
 
     Source: Liu, Zhang, Song and Letaief, "Client-Edge-Cloud Hierarchical Federated Learning" (ICC
     2020), Algorithm 1 (HierFAVG). An edge server (an edge) that has aggregated `every` times waits
-    for the other edges. When all edges wait, they exchange: each gets the mean of all edges'
-    models. The weight of an edge in this mean is the sum of its clients' weights.
+    until all edges have done so. Then all edges exchange: each gets the mean of all edges' models.
+    The weight of an edge in this mean is the sum of its clients' weights.
 
     edges: the number of edges.
     every: the number of an edge's aggregations between two exchanges, kappa_2 in the paper.
-    seconds: the virtual seconds between two exchanges; None uses `every`. With a number, no edge
-    waits: when the time is over, all edges exchange at the next aggregation of any edge.
+    seconds: the virtual seconds between two exchanges. None means that `every` decides. If it is a
+    number, no edge waits. When this time is over, the next edge that aggregates starts the exchange
+    of all edges.
     assign: how clients are assigned to edges. "random": at random, equally many to each edge.
     "region": neighbouring regions of the fleet to the same edge, equally many clients to each.
     "data": clients with similar shares of classes to the same edge.
@@ -186,7 +187,7 @@ class Clustered(Topology):
         at_least("topology.min_size", self.min_size, 1)
 
     def connect(self, federation: Federation) -> Network:
-        """Return the network of the models; at the start all clients belong to the first model.
+        """Return the description of the replicas; at first all clients belong to the first replica.
 
         Raises ValueError if `clusters` is more than the number of clients with samples.
         """
@@ -218,7 +219,7 @@ class Clustered(Topology):
 
 @dataclass(frozen=True)
 class Gossip(Topology):
-    """A topology in which each client has its own replica, and there is no server.
+    """A topology without a server: each client has its own replica, and clients exchange replicas.
 
     After a local training, a client exchanges its replica with its neighbours. Sources:
     - D-PSGD: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?"
@@ -227,16 +228,22 @@ class Gossip(Topology):
       2018). Set exchange="pairwise" and schedule=immediate.
     In both papers, a local training is one step. Set mix="before" for both.
 
-    Only clients whose updates are aggregated take part in the exchange. For exchanges of all
-    clients, set the schedule's cohort to the number of clients. If a neighbour does not take part,
-    its weight is added to the client's own weight. The time and traffic of the exchange are part of
-    the client's job.
+    The schedule decides which clients train and exchange. Only clients whose jobs end with an
+    update take part in the exchange. For exchanges of all clients, set the schedule's cohort to the
+    number of clients. If a neighbour does not take part, its weight is added to the client's own
+    weight. The time and traffic of the exchange are part of the client's job.
 
-    graph: which clients are neighbours. "ring"; "torus", a grid whose ends are joined;
-    "erdos_renyi", in which each pair is joined with `probability`; "expander", which joins `degree`
-    / 2 random rings; "complete"; or "edges".
+    graph: which clients are neighbours:
+    - "ring": each client has two neighbours.
+    - "torus": the clients form a grid whose opposite sides are connected.
+    - "erdos_renyi": each pair of clients is connected with `probability`.
+    - "expander": `degree` / 2 rings through all clients in random order; clients that are
+      neighbours in one of these rings are neighbours.
+    - "complete": all clients are neighbours.
+    - "edges": the pairs in `edges`.
     edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, weight]. Client i
-    gives the model of client j this weight, and client j gives it to the model of client i.
+    gives the model of client j this weight, and client j gives it to the model of client i. Without
+    a weight in any pair, `weights` decides.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
     "pairwise", a client draws one of its neighbours, and the replicas of both become the mean of
     the two.
@@ -404,9 +411,9 @@ def _ring(gossip: Gossip, clients: int, generator: np.random.Generator) -> Pairs
 
 
 def _cycle(order: Sequence[int]) -> Pairs:
-    """Return the pairs of neighbours in a ring of these clients.
+    """Return the pairs of neighbours in the ring that visits the clients in this order.
 
-    Two clients are joined once; a single client has no neighbour.
+    A ring of one client has no pairs.
     """
     pairs = zip(order, [*order[1:], order[0]], strict=True)
     return [(one, other) for one, other in pairs if one != other]
@@ -497,8 +504,9 @@ def k_means(
 ) -> np.ndarray:
     """Return the group of each point, int64 [n], by Lloyd's algorithm.
 
-    The first centers are drawn as in k-means++ (Arthur and Vassilvitskii 2007). A group that
-    becomes empty gets the counted point that is farthest from its center.
+    The first centers are drawn as in k-means++ (Arthur and Vassilvitskii 2007). If a group becomes
+    empty, a counted point of another group is moved into it. This is the point with the largest
+    distance to the center of its present group.
     points: float [n, features].
     is_counted: bool [n], True for a counted point. The center of a group is the mean of its counted
     points. At least `groups` points must be counted.
