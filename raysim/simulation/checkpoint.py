@@ -475,7 +475,7 @@ def read(address: str | Path) -> Snapshot:
         raise ValueError(f"resume={shown}: the checkpoint is damaged ({damage}). {advice}")
     files = _read_manifest(store, folder)
     numbers = _read_json(store, f"{folder}/{_RUN}")
-    written_format = numbers.pop("format", 1)
+    written_format = numbers.pop("format")
     if written_format != FORMAT:
         raise ValueError(
             f"resume={shown}: the checkpoint has format {written_format}, but raysim {__version__} "

@@ -310,7 +310,7 @@ def test_pickled_partition_is_equal_and_rows_of_a_client_are_not_copied() -> Non
         ),
         (lambda: IID(3, test_fraction=1.0), "partition.test_fraction=1.0"),
         (lambda: IID(3, test_fraction=-0.1), "partition.test_fraction=-0.1"),
-        (lambda: IID(3, validation_fraction=1.0), "partition.validation_fraction=1.0"),
+        (lambda: IID(3, validation_fraction=1.0), "^partition.validation_fraction=1.0"),
         (
             lambda: IID(3, test_fraction=0.6, validation_fraction=0.4),
             r"test_fraction=0\.6 .*validation_fraction=0\.4",

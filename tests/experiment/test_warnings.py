@@ -52,10 +52,14 @@ def test_scaffold_with_ca2fl_or_ace_gets_a_warning(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "local"),
     [
-        *(
-            (name, ())
-            for name in ("fedexp", "fedgh", "fedgh_hierarchical", "fedld_principal", "groupdro")
-        ),
+        ("afl", ()),
+        ("fedexp", ()),
+        ("fedgh", ()),
+        ("fedgh_hierarchical", ()),
+        ("fedld_principal", ()),
+        ("fednova", ()),
+        ("geometric_median", ()),
+        ("groupdro", ()),
         ("fedpac", ("local.epochs=2",)),
     ],
 )

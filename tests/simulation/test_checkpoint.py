@@ -825,6 +825,39 @@ def test_manifest_of_a_checkpoint_is_written_last(
     assert synced[True] == {folder.stat().st_ino for folder in (path, tmp_path)}
 
 
+def test_checkpoint_syncs_its_folder_after_every_file_but_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, synced = tmp_path / "round-000001/manifest.json", list[int]()
+
+    def record(file: int) -> None:
+        if not manifest.exists():
+            synced.append(os.fstat(file).st_ino)
+
+    monkeypatch.setattr(os, "fsync", record)
+    path = write(tmp_path, 1, snapshot())
+    files = {file.stat().st_ino for file in path.iterdir() if file != manifest}
+    after_files = synced[max(synced.index(file) for file in files) :]
+    assert path.stat().st_ino in after_files
+
+
+def test_manifest_of_an_old_checkpoint_is_removed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, remove = list[str](), LocalStore.remove
+
+    def record(self: LocalStore, name: str) -> None:
+        removed.append(name)
+        remove(self, name)
+
+    run = Checkpoints(tmp_path, keep=1)
+    run.write(1, snapshot())
+    monkeypatch.setattr(LocalStore, "remove", record)
+    run.write(2, snapshot(2.0))
+    first, second = (removed.index(f"round-000001{end}") for end in ("/manifest.json", ""))
+    assert first < second
+
+
 def test_error_of_a_full_disk_says_how_many_bytes_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

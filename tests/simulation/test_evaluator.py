@@ -188,6 +188,13 @@ def test_finetuning_can_also_use_samples_left_out_of_training() -> None:
     ]
 
 
+def test_data_without_central_samples_have_no_central_score() -> None:
+    data = replace(data_with_tests(), central=np.empty(0, np.int64))
+    row = run(run_spec(data=data)).rows[-1]
+    assert row["accuracy"] is not None
+    assert row["accuracy_global"] is None and row["loss_global"] is None
+
+
 def test_evaluation_can_fine_tune_in_the_last_round_only() -> None:
     rows = run(
         run_spec(data=data_with_tests()), evaluate=Evaluation(finetune=Finetune(1, last=True))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import FinishedRun, Spy, coordinate, run, run_spec, run_to_end, tiny_data
+from tiny_runs import NORMED, FinishedRun, Spy, coordinate, run, run_spec, run_to_end, tiny_data
 
 from raysim.api.declarations import Evaluation
 from raysim.api.method import Method
@@ -305,6 +305,18 @@ class TestGossip:
         for vector in vectors(result):
             np.testing.assert_allclose(vector, expected, atol=2e-6)
         assert result.rows[-1]["consensus_distance"] == 0
+
+    def test_gossip_on_complete_graph_scores_personal_models_like_fedavg(self) -> None:
+        common: dict[str, Any] = {"model": NORMED, "data": tiny_data(clients=CLIENTS)}
+        settings: dict[str, Any] = {
+            "rounds": 3,
+            "weighting": "uniform",
+            "evaluate": Evaluation(common=True),
+        }
+        expected = run(run_spec(FedBN(), **common), ALL, **settings).rows[-1]
+        result = run(run_spec(FedBN(), topology=Gossip("complete"), **common), ALL, **settings)
+        for column in ("accuracy", "accuracy_common"):
+            assert result.rows[-1][column] == pytest.approx(expected[column], abs=1e-6)
 
     @pytest.mark.parametrize("mix", ["after", "before"])
     def test_gossip_on_a_ring_equals_d_psgd(self, mix: str) -> None:
