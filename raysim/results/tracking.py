@@ -196,12 +196,14 @@ class StoredTracker:
         status: str = "FINISHED",
         model: str | None = None,
     ) -> None:
-        """Store the remaining rows, the summary, and the names of the files.
+        """Record the end of the run, and wait until the tracker has finished its work.
 
-        artifacts: the files to upload.
+        The last rows and the summary are written into the run's folder; `Tracker` also sends them.
+        artifacts: the files to upload to MLflow. This class stores only their paths; `raysim ui`
+        uploads the files later.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
         model: `PENDING` lets `raysim ui` make the model in MLflow's format from the run's folder.
-        None if the folder has this model, or if the run has no shared model.
+        None if the folder has a model in MLflow's format, or if the run has no shared model.
         """
         self.end(summary, artifacts, status, model)
         self.wait()
@@ -213,12 +215,12 @@ class StoredTracker:
         status: str = "FINISHED",
         model: str | None = None,
     ) -> None:
-        """Store the remaining rows, the summary and the names of the files, without waiting.
+        """Record the end of the run: write its last rows and its summary into the run's folder.
 
-        artifacts: the files to upload.
+        artifacts: the files that `raysim ui` uploads to MLflow later; only their paths are stored.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
         model: `PENDING` lets `raysim ui` make the model in MLflow's format from the run's folder.
-        None if the folder has this model, or if the run has no shared model.
+        None if the folder has a model in MLflow's format, or if the run has no shared model.
         """
         self._store()
         self._write_end(summary, artifacts, status, model)
@@ -355,12 +357,13 @@ class Tracker(StoredTracker):
         status: str = "FINISHED",
         model: str | None = None,
     ) -> None:
-        """Tell the thread to send the remaining rows, the summary and the files; do not wait.
+        """Tell the sending thread that the run has ended; do not wait until everything is sent.
 
+        The thread sends the remaining rows, the summary and the files to MLflow.
         artifacts: the files to send.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
         model: `PENDING` lets `raysim ui` make the model in MLflow's format from the run's folder.
-        None if the folder has this model, or if the run has no shared model.
+        None if the folder has a model in MLflow's format, or if the run has no shared model.
         """
         with self._wake:
             self._write_end(summary, artifacts, status, model)
@@ -434,9 +437,9 @@ class Tracker(StoredTracker):
                 write_json(self._record, self._folder / RECORD)
 
     def _store_unsent(self, problem: str) -> None:
-        """Append the rows that are not sent to the backlog file.
+        """Write the rows that MLflow does not have yet to the end of the backlog file.
 
-        problem: why they were not sent. It is printed if it is the first problem of the run.
+        problem: why the rows could not be sent. The first problem of a run is printed.
         """
         with self._wake:
             if self._is_abandoned:
@@ -522,11 +525,12 @@ def replay(
 
 
 def send_stored(folder: Path, record: Record, server: TrackingServer, is_open: bool) -> None:
-    """Send the new rows of a stored run, and its end if the run has ended.
+    """Send a stored run to MLflow: the rows that the server lacks, and the end of an ended run.
 
     The files of a run in progress are only read, because the run's process writes them.
     folder: the run's folder.
-    record: the content of the folder's record.
+    record: what `read_record(folder)` returned: the facts about the run that MLflow needs.
+    server: a connected MLflow server.
     is_open: True if `server.open` was already called for this run.
     Raises whatever error the server raises.
     """

@@ -75,7 +75,10 @@ class InProcess:
         """Do nothing, because a worker in this process ends only with the process."""
 
     def explain_death(self, worker: int, death: WorkerDiedError) -> str:
-        """Return the text of the error, because a worker in this process never dies."""
+        """Return the message of `death`.
+
+        No call leads to this method, because a worker in this process dies only with the process.
+        """
         return str(death)
 
     def silent_node_timeout(self, worker: int) -> float | None:
@@ -83,7 +86,10 @@ class InProcess:
         return None
 
     def stacks(self, worker: int) -> str:
-        """Return "" in place of call stacks, because no call in this process is waited for."""
+        """Return "": call stacks are shown only for a worker that does not answer for long.
+
+        Here `call` runs the method itself, so no answer is ever awaited.
+        """
         return ""
 
     def find_lost_workers(self) -> Mapping[int, LostNode]:

@@ -62,7 +62,11 @@ class RayOptions:
 
     @property
     def combine_from(self) -> float:
-        """The size of the smallest model, in floats, for which nodes add up the sums of workers."""
+        """The smallest model, as a number of floats, for which nodes add up updates.
+
+        For a smaller model, each worker sends its sum of updates to the coordinator. For other
+        models, each node first adds up the sums of its workers. Infinity means that no node does.
+        """
         if self.combine is None:
             return 1 << 18
         return 0 if self.combine else math.inf
@@ -90,8 +94,9 @@ class RayOptions:
 
 
 def listen_on_loopback(options: RayOptions) -> None:
-    """Let a Ray cluster that this process starts listen on the loopback interface only.
+    """Close new Ray clusters to other machines: they listen on the loopback interface only.
 
+    This affects the clusters that this process starts later.
     Call this before Ray is imported; otherwise the cluster listens on all interfaces.
     options: the settings `runtime.*`. Nothing changes if `address` names an existing cluster.
     """

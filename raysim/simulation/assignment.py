@@ -67,8 +67,8 @@ def assign_units(
 
     - If the client's state is still being made by a job, the unit goes to the worker of this job.
     - If a worker has the state, the unit goes to this worker, unless it would be too busy. Too busy
-      means that its load is more than `MAX_SLOWDOWN` times the mean load of all workers, with all
-      units assigned.
+      means: its load would be more than `MAX_SLOWDOWN` times the fair load. The fair load is the
+      mean load of all workers after all units are assigned.
     - Otherwise the unit goes to the least loaded worker of the same node, unless this worker would
       be too busy.
     - Otherwise, or if no worker has the state, the unit goes to the least loaded worker of all.
@@ -109,8 +109,9 @@ def assign_groups(
     """Assign groups of jobs to workers; return the jobs of each worker.
 
     A worker that trains a whole group returns one sum of the group's updates. Therefore groups are
-    split only if a worker would be too busy. Too busy means that its load is more than
-    `MAX_SLOWDOWN` times the largest load that results from assigning single jobs.
+    split only if a worker would be too busy. For comparison, imagine that every job is assigned
+    alone, each to the least loaded worker. A worker is too busy if its load is more than
+    `MAX_SLOWDOWN` times the load of the busiest worker in this comparison.
     groups: sequences of jobs, in the order in which they are aggregated. The updates of a group are
     a subtree of the summation tree.
     loads: for each worker, the number of samples that it must already train.
@@ -136,16 +137,16 @@ def assign_groups(
 def assign_consecutive_jobs(
     jobs: Sequence[Job], loads: Sequence[float], nodes: Sequence[int]
 ) -> list[list[Job]]:
-    """Give each worker consecutive jobs, so that loads become equal; return each worker's jobs.
+    """Divide a list of jobs into consecutive ranges with equal work, one for each worker.
 
-    Use this if workers train in lanes. A worker needs as long as its fullest lane, and consecutive
-    jobs fill all lanes equally. Workers then send more sums of updates than with `assign_groups`.
-    That costs little, because only small models are trained in lanes.
+    Return the jobs of each worker. Use this if workers train in lanes. A range can end after any
+    job, while `assign_groups` keeps groups whole. Therefore loads differ less, but workers send
+    more sums of updates. That costs little, because only small models are trained in lanes.
 
     jobs: the jobs, in the order in which they are aggregated.
     loads: for each worker, the number of samples that it must already train.
-    nodes: for each worker, the number of its node. The jobs of one node's workers are consecutive,
-    too.
+    nodes: for each worker, the number of its node. All jobs of a node's workers also form one
+    consecutive range.
     """
     works = [job.work for job in jobs]
     level = _equal_load(sum(works), loads)
@@ -164,10 +165,11 @@ def assign_consecutive_jobs(
 
 
 def _equal_load(work: float, loads: Sequence[float]) -> float:
-    """Return the load of the least loaded workers after this work is divided among them.
+    """Return the load up to which the least loaded workers can be filled with some work.
 
-    work: a number of samples. They are given to the least loaded workers, until these have equal
-    loads.
+    If all this work is given to workers below the returned load, each of them ends at this load.
+    Workers with a higher load get nothing.
+    work: the number of samples to give to the workers.
     loads: for each worker, the number of samples that it must already train.
     """
     ascending = sorted(loads)
@@ -181,7 +183,10 @@ def _equal_load(work: float, loads: Sequence[float]) -> float:
 
 
 def _nearest(ascending: Sequence[float], value: float) -> int:
-    """Return the index of the number that is nearest to `value`; of two, the larger index."""
+    """Return the index of the number that is nearest to `value`.
+
+    If two numbers are equally near, return the larger index.
+    """
     index = bisect.bisect_left(ascending, value)
     if index == len(ascending):
         return index - 1
@@ -221,11 +226,12 @@ class _Unit(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """A division of jobs among places; a place is a worker or a node.
+    """A division of units among workers, or among nodes.
 
-    units: for each place, the units that it trains.
-    loads: for each place, the number of samples to train, including those of earlier jobs. The
-    number for a node is divided by the number of its workers.
+    A unit is a tuple of jobs that one worker or node trains together.
+    units: for each worker (or node), the units that it trains.
+    loads: for each worker, the number of samples that it must train, with those of earlier jobs.
+    For a node it is the mean of this number over the node's workers.
     """
 
     units: list[list[_Unit]]
@@ -239,12 +245,13 @@ def _jobs_of(units: Sequence[_Unit]) -> list[Job]:
 def _distribute(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int]
 ) -> _Shares:
-    """Distribute units over places; a place is a worker or a node.
+    """Divide units (jobs that are trained together) among workers, or among nodes.
 
-    The unit with the most samples comes first. Each unit goes to the place with the lowest load.
-    loads: for each place, the number of samples of earlier jobs. The number for a node is divided
-    by the number of its workers.
-    capacities: the number of workers of each place; 1 if the place is a worker.
+    The unit with the most samples comes first. Each unit goes to the least loaded worker or node.
+    Return the units of each worker or node, and the loads afterwards.
+    loads: for each worker, the number of samples that it must already train. For each node, the
+    caller gives the mean of this number over the node's workers.
+    capacities: the number of workers of each node; 1 for each worker if units go to workers.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
     heapq.heapify(queue)
@@ -260,14 +267,15 @@ def _distribute(
 def _split_until_balanced(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Split units until the load of every place is at most `limit`; return each place's units.
+    """Divide units among workers, or among nodes; split units until no load is above `limit`.
 
-    A unit is a subtree of the summation tree; a place is a worker or a node. Return None if a load
-    is still above the limit after the largest number of splits.
-    loads: for each place, the number of samples of earlier jobs. The number for a node is divided
-    by the number of its workers.
-    capacities: the number of workers of each place; 1 if the place is a worker.
-    limit: the largest allowed load of a place, in samples for each worker.
+    A unit is jobs whose updates are a subtree of the summation tree. Return the units of each
+    worker or node. Return None if a load is still above the limit after `MAX_SPLITS` splits for
+    each worker or node, or if no further split is possible.
+    loads: for each worker, the number of samples that it must already train. For each node, the
+    caller gives the mean of this number over the node's workers.
+    capacities: the number of workers of each node; 1 for each worker if units go to workers.
+    limit: the largest allowed load, in samples for each worker.
     """
     longest = (limit - min(loads)) * max(capacities)
     remaining = _split_long_units(units, longest)
@@ -286,10 +294,10 @@ def _split_until_balanced(
 
 
 def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
-    """Split units in half repeatedly, until the work of each is at most `longest`.
+    """Split units in half repeatedly, until none has more than `longest` samples.
 
-    A unit of one job is not split.
-    longest: the most work, in samples, that any place can still take.
+    A unit is a tuple of jobs. A unit of one job is not split.
+    longest: the most samples that the least loaded worker (or node) can still take.
     """
     remaining = list(units)
     short: list[_Unit] = []
@@ -303,12 +311,13 @@ def _split_long_units(units: Sequence[_Unit], longest: float) -> list[_Unit]:
 
 
 def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
-    """Choose which unit of an overloaded place is split next; None if no unit has two jobs.
+    """Choose which unit of an overloaded worker or node to split; None if every unit is one job.
 
-    One half of the unit will go to another place. Choose the smallest unit whose half has at least
-    `excess` samples. If no unit is that large, choose the largest one.
-    units: the units of the place, a worker or a node.
-    excess: the number of samples by which the place is above the limit.
+    A unit is a tuple of jobs. A half of the chosen unit will go to another worker or node. Choose
+    the smallest unit whose half has at least `excess` samples. If no unit is that large, choose the
+    largest unit of several jobs.
+    units: the units of the overloaded worker or node.
+    excess: the number of samples by which it is above the limit.
     """
     several = sorted((unit for unit in units if len(unit.jobs) > 1), key=lambda unit: unit.work)
     for unit in several:

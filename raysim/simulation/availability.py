@@ -109,12 +109,13 @@ class Availability(ABC):
     def _take_changes(
         self, clients: np.ndarray, times: np.ndarray, horizon: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the times of changes up to `horizon`, and the clients' positions in `clients`.
+        """Return the changes of availability up to the virtual time `horizon`, in seconds.
 
-        If there are too many changes, return only those up to an earlier time.
-        times: float64 [clients], the time of each client's next change. The array is changed in
-        place: it then has the time of each client's first change that was not returned.
-        horizon: a virtual time in seconds.
+        The first result has the time of each change. The second result has the position in
+        `clients` of the client that changes. A client can change several times.
+        If there are too many changes, return only the earliest of them.
+        times: float64 [clients], the time of each client's next change. This function updates the
+        array to the time of each client's first change that was not returned.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(times <= horizon)
@@ -253,9 +254,10 @@ class MarkovAvailability(Availability):
     """Clients that switch between available and unavailable after random times.
 
     A client is available for `on` seconds on average, and then unavailable for `off` seconds on
-    average. This is a Markov chain of two states. Virtual time is divided into steps of s seconds;
-    s is half of the shorter mean. In each step, an unavailable client becomes available with
-    probability s / `off`, and an available client becomes unavailable with probability s / `on`.
+    average. This is a Markov chain of two states. Virtual time is divided into time steps of s
+    seconds; s is half of the shorter mean. In each time step, an unavailable client becomes
+    available with probability s / `off`, and an available client becomes unavailable with
+    probability s / `on`.
     seed: the seed of the run.
     clients: the number of clients.
     on, off: the mean seconds for which a client is available, and not available.
@@ -288,7 +290,12 @@ class MarkovAvailability(Availability):
         return draw
 
     def _decision(self, client: int, step: int) -> bool | None:
-        """Return True if a step makes a client available, False if unavailable, None if neither."""
+        """Return what a time step of the Markov chain does to a client's availability.
+
+        True makes the client available at the start of the time step; False makes it unavailable.
+        None means that the client's availability does not change.
+        step: the number of the time step.
+        """
         draw = self._draws.get(step) or self._draw(step)
         place = (client - draw.start) * draw.factor % self._prime
         if place < draw.comes:
@@ -308,7 +315,7 @@ class MarkovAvailability(Availability):
         return state
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the virtual time of the next step that changes the client's availability.
+        """Return the virtual time at which the client's availability next changes.
 
         now: the virtual time in seconds after which to look.
         until: the result if there is no change before this time.
@@ -353,11 +360,11 @@ class MarkovAvailability(Availability):
         return np.asarray((clients - draw.start) % self._prime * draw.factor % self._prime)
 
     def _coming_clients(self, clients: np.ndarray, step: int) -> np.ndarray:
-        """Return those of `clients` that a step sets to available, ascending.
+        """Return those of `clients` that a time step sets to available, ascending.
 
-        Some of them may have been available before the step.
+        Some of them may have been available before this time step.
         clients: the clients to consider, ascending.
-        step: the number of the step.
+        step: the number of the time step.
         """
         draw = self._draw(step)
         if draw.comes >= len(clients):
@@ -368,7 +375,9 @@ class MarkovAvailability(Availability):
     def changes(self, clients: np.ndarray, now: float) -> Iterator[Change]:
         """Yield all changes of these clients after the virtual time `now`, the earliest first.
 
-        There is one `Change` for each step in which the availability of a client changes.
+        A `Change` has all clients that change at the same moment. In a Markov chain, clients change
+        only at the starts of its time steps.
+        clients: the numbers of the clients, ascending.
         """
         step = _interval(now, self._step_s)
         present = self.available_clients(clients, now)
@@ -488,9 +497,13 @@ class Intervals(Availability):
         return until
 
     def _find_all(self, clients: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the arrays (row, begin, end, position), each [clients].
+        """Return where the time `now` lies in each client's recording, as four arrays [clients].
 
-        They have the values that `_find` returns for one client after another.
+        Returns (row, begin, end, position):
+        row: the number of the client's recording.
+        begin, end: the virtual seconds at which the current repetition of the recording starts and
+        ends; 0 and infinity if `wrap` is False.
+        position: the index in `bounds` of the first start or end of an interval after `now`.
         now: float64 [clients], the virtual time of each client in seconds.
         """
         rows = self._rows[clients]

@@ -41,7 +41,7 @@ class BestRounds:
         hits: the current scores of these clients' test samples, one entry for each sample. The
         samples of the first client come first, then those of the second one, and so on.
         Return `validation` and `hits` of each client's best round, as arrays of the same shapes.
-        Raises ValueError if `hits` does not have the shape of the scores in the checkpoint.
+        Raises ValueError if a resumed run's checkpoint has scores of another shape than `hits`.
         """
         rows = int(self._offsets[-1])
         stored = self._arrays.setdefault("hits", np.zeros((rows, *hits.shape[1:]), hits.dtype))
@@ -66,11 +66,12 @@ class BestRounds:
     ) -> tuple[int, float | None]:
         """Record the shared model's scores in a round; return its best round so far.
 
-        Return the number of the best round, and the score of this round on the central test set.
-        The score is None without such a set.
-        round: the number of the round.
-        validation: the model's validation score in this round.
-        central: the model's score on the central test set; None without such a set.
+        Return the number of the best round, and the shared model's score on the central test set in
+        the best round. The score is None without such a set.
+        round: the number of the recorded round.
+        validation: the model's validation score in the recorded round.
+        central: the model's score on the central test set in the recorded round; None without such
+        a set.
         """
         best = self._arrays["shared"]
         if validation > best[0]:

@@ -1,10 +1,11 @@
 """Checkpoints: the complete state of a run, written atomically and verified when read.
 
 A checkpoint is a folder such as `round-000050` with these files:
-- `run.json`: numbers
+- `run.json`: what JSON can express, such as the planner's state and the rows of the history
 - `server.safetensors`: named tensors of the server, in several files if they are large
 - `index.safetensors`: which log file contains the state of each client (see `state_log.py`)
-- `manifest.json`: the SHA-256 of every file that the checkpoint needs, and of this list
+- `manifest.json`: the name and the SHA-256 of every file that the checkpoint needs. It also has a
+  SHA-256 of these names and checksums.
 
 A folder `log` next to the checkpoints has files that they share. These are client states
 (`states-00000017.safetensors`) and rows of a long history (`rows-00000009.json`). No file is a
@@ -62,7 +63,7 @@ SERVER_FILE_BYTES = 2**28
 class Snapshot:
     """The state of a run between two aggregations.
 
-    numbers: values for a JSON file.
+    numbers: what JSON can express, such as the planner's state and the rows of the history.
     server: the arrays of the server by name, such as model parameters and server state.
     clients: for each client whose state an aggregated job has changed, the named tensors of this
     state.
@@ -149,8 +150,9 @@ class Checkpoints:
     No other run may write to the same folder or URL.
     where: a folder or a URL.
     keep: the number of checkpoints to keep.
-    resume: the address of the checkpoint that the run continues from, or "". If it is in `where`,
-    new checkpoints share its log files.
+    resume: the address of the checkpoint that the run continues from; "" for a new run. Log files
+    contain client states and old rows of the history. If the resumed checkpoint is in `where`, new
+    checkpoints use its log files, too, and do not write their content again.
     """
 
     def __init__(self, where: str | Path, keep: int = 2, resume: str = ""):
@@ -222,9 +224,10 @@ class Checkpoints:
     def _write_states(
         self, store: Store, index: StateIndex, clients: Mapping[int, Arrays]
     ) -> dict[str, str]:
-        """Write the client states that are not in a log file yet; return the new files' checksums.
+        """Write client states that no earlier checkpoint has written to new log files.
 
-        The result maps the names of the files to their checksums.
+        A log file is a safetensors file that several checkpoints share. The result maps the names
+        of the new files to their checksums.
         index: says which log file contains the state of each client. The new files are added to it.
         clients: the state of each client. States that are in a log file already are not read.
         """
@@ -287,9 +290,11 @@ class Checkpoints:
             )
 
     def _continue_log(self, store: Store) -> None:
-        """Use the log files of the resumed checkpoint for new checkpoints, too.
+        """Let new checkpoints use the log files of the checkpoint from which this run continues.
 
-        Do nothing if the resumed checkpoint is in another folder.
+        Log files contain client states and old rows of the history. Do nothing if the run continues
+        from no checkpoint, or from a checkpoint in another folder.
+        store: the folder or URL to which this run writes checkpoints.
         """
         if not self._resume or not _is_same_place(split_address(self._resume)[0], self.where):
             return

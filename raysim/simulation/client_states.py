@@ -159,13 +159,14 @@ class ClientStates:
 
     # --- sending ----------------------------------------------------------------------------------
     def send(self, worker: int, uses: Sequence[StateUse]) -> tuple[list[Ref], int]:
-        """Return references to the states that a call needs, and the bytes read from disk for them.
+        """Return references to the states that a call to a worker needs.
 
         There is one reference for each of `uses`. It is None if the worker has the state, or if the
-        state is the initial one. When the call is answered, pass the bytes to `release_read`.
+        state is the initial one. Also return how many bytes of states were read from disk. When the
+        worker has answered the call, pass this number to `release_read`.
 
-        If the call makes a client's next state, this worker will have the client's newest state. If
-        another worker had the newest state, it deletes its copy.
+        If the call trains a job, this worker will have the client's newest state. A worker that had
+        the client's newest state until now is told to delete its copy.
         worker: the number of the worker that gets the call.
         uses: the states that the call needs.
         """
@@ -189,10 +190,11 @@ class ClientStates:
         return sent, read_bytes
 
     def release_read(self, read_bytes: int) -> None:
-        """Report that states which `send` has read from disk are no longer in memory.
+        """Subtract the states that one `send` has read from disk from the memory in use.
 
-        Call this when the worker has answered the call, and before the call is repeated.
-        read_bytes: the number of bytes that `send` returned for the call.
+        `send` prepares a call to a worker. Use this method when the worker has answered that call,
+        or before `send` prepares the same call again.
+        read_bytes: the number of bytes that `send` returned for that call.
         """
         self._read_bytes -= read_bytes
 
@@ -238,7 +240,11 @@ class ClientStates:
 
     # --- committing and spilling ------------------------------------------------------------------
     def commit(self, jobs: Sequence[Job]) -> None:
-        """Commit the states that these jobs made; write states that exceed the budget to disk."""
+        """Make the states after these jobs, which were aggregated, the committed states.
+
+        If all committed states in memory together exceed the budget, move some of them to disk.
+        jobs: the aggregated jobs.
+        """
         if not self.stateful:
             return
         for job in jobs:
@@ -290,10 +296,11 @@ class ClientStates:
     # --- what there is ----------------------------------------------------------------------------
     @property
     def bytes(self) -> int:
-        """The bytes of all states in the store, and of states read from disk for calls in flight.
+        """The bytes of all client states in memory.
 
-        The size of a state that a job in flight will make is not known yet. It is estimated as the
-        mean size of the other states in the store.
+        They are in the object store, or were read from disk for calls that no worker has answered
+        yet. The state that a job in flight will make counts, too. Its size is not known yet, and is
+        estimated as the mean size of the states in the object store.
         """
         mean: float = self._last_spilled_bytes
         if self._sizes:
@@ -303,13 +310,14 @@ class ClientStates:
 
     @property
     def spilled_bytes(self) -> int:
-        """The bytes of the committed states on disk."""
+        """The bytes of all client states that were moved to disk, because memory was too small."""
         return sum(self._on_disk.values())
 
     def committed(self) -> Iterator[tuple[int, StoredState]]:
-        """Yield each client's number with its committed state, and wait for the states.
+        """Yield pairs: a client's number, and its committed state (after its last aggregated job).
 
-        Clients in the initial state are left out.
+        Before a pair is yielded, wait until its state is available in this process. Clients in the
+        initial state are left out.
         """
         for client in self._committed:
             yield client, self.committed_state(client)

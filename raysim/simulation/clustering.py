@@ -16,8 +16,8 @@ start from the model of the cluster and may be split again later.
 
 Departures from the paper
 - Not all clients have to take part in each round. If an aggregation has no update of a client, the
-  last update of the client since its cluster began is used. A cluster is split only when every
-  member has an update.
+  conditions (1) to (4) use the client's last update since its cluster began. The aggregation does
+  not use this update again. A cluster is split only when every member has an update.
 - A cluster is split after the aggregation. Both parts start from the aggregated model.
 - There is no split before `start` aggregations, and none when `clusters` models exist. A cluster of
   `min_size` clients or fewer is not split, as in the authors' code.
@@ -82,11 +82,14 @@ def cosine_similarities(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SplitByUpdates(ClusterRule):
-    """The rule of CFL, which splits a cluster by the updates of its clients.
+    """The rule of CFL: split a cluster into two if its clients' updates disagree.
 
+    A cluster is split only if all conditions below are true.
     mean_norm: eps_1 of the paper. The norm of the mean update must be below this value.
     max_norm: eps_2 of the paper. The norm of the longest update must be above this value.
-    gamma: gamma_max of the paper; 0 splits by the norms alone.
+    gamma: gamma_max of the paper. sqrt((1 - a) / 2) must be above this value, where a is the
+    largest cosine similarity between updates of different parts. With 0, only a = 1 prevents a
+    split.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """

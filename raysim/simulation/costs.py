@@ -145,8 +145,8 @@ class Costs:
     def add_pass(self, client: int, work: float, down: int, up: int) -> None:
         """Add the cost of a forward pass, with which a client computes its loss for the selection.
 
-        work: the number of samples to process. A sample counts as `FORWARD` samples (less than
-        one), because it makes only a forward pass.
+        work: the number of samples in the forward pass, multiplied by the caller with `FORWARD`
+        (1/3). This is the number of trained samples that would cost the same.
         down, up: the floats that the client received and sent.
         """
         job = Job(-1, client, 0, 0, work=work, down=down, up=up)
@@ -176,5 +176,8 @@ class Costs:
         return [*self._totals, self._idle_w, self._idle_since]
 
     def restore(self, state: Sequence[float]) -> None:
-        """Continue from the values that `state` returned."""
+        """Continue from the costs in a checkpoint.
+
+        state: what the method `state` returned for the checkpoint.
+        """
         *self._totals, self._idle_w, self._idle_since = state

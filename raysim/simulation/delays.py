@@ -23,11 +23,11 @@ from raysim.simulation.fleet import Devices, Fate, Fleet, Labels, Trip
 
 @dataclass(frozen=True)
 class DelayKind:
-    """A kind of clients whose jobs take a random time between two bounds.
+    """A kind of clients, such as "slow": each of their jobs takes a random time.
 
-    weight: the parameter of this kind in the Dirichlet distribution; a kind with a larger weight
-    has more clients.
-    least, most: the bounds in virtual seconds.
+    weight: decides how many clients belong to this kind; a larger weight means more clients. It is
+    this kind's parameter of a Dirichlet distribution, from which `Delays` draws each client's kind.
+    least, most: the shortest and the longest time of a job, in virtual seconds.
     """
 
     weight: float
@@ -68,14 +68,19 @@ class Delays(Fleet):
             in_range(f"fleet.kinds.{name}.most", kind.most, least=least, why=why)
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """Draw the kind of each client."""
+        """Draw to which kind each client belongs, such as "slow"; the kind decides its delays.
+
+        seed: the seed of the run.
+        clients: the number of clients.
+        """
         weights = [self.scale * kind.weight for kind in self.kinds.values()]
         parts = stream(seed, "fleet.kinds").dirichlet(weights, size=clients)
         return Labels(tuple(self.kinds), parts.argmax(axis=1).astype(np.int16))
 
     def devices(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Devices:
-        """Return devices whose job durations are drawn between the bounds of each client's kind.
+        """Return devices for which every job takes a random time.
 
+        The time is drawn between `least` and `most` of the `DelayKind` to which the client belongs.
         seed: the seed of the run.
         clients: the number of clients.
         sample_flops: has no effect here, because durations do not depend on the model.
@@ -88,9 +93,10 @@ class Delays(Fleet):
 
 
 class RandomDelays:
-    """Devices for which each job takes a random time between the two bounds of its client.
+    """Devices for which each job takes a random time between two bounds.
 
-    least, most: float64 [clients], the bounds in virtual seconds.
+    least, most: float64 [clients], the shortest and the longest time of each client's jobs, in
+    virtual seconds.
     key: the key from which the random numbers are drawn (`stream_key`).
     fate: the rule that decides which jobs are lost.
     """
@@ -103,8 +109,9 @@ class RandomDelays:
     def trip(
         self, client: int, participation: int, start: float, samples: float, down: int, up: int
     ) -> Trip:
-        """Return the end of a job, whose duration depends only on client and participation.
+        """Return when a job ends, and whether its update arrives.
 
+        The duration of the job is random. It depends only on the client and on `participation`.
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
         samples, down, up: have no effect here.

@@ -8,9 +8,10 @@ Training speed, in floating-point operations per second of a whole training step
   are the values in the code of Yang et al., "Characterizing Impacts of Heterogeneity in Federated
   Learning upon Large-Scale Smartphone Data" (WWW 2021), for its CNN on FEMNIST
   (github.com/PKU-Chengxu/FLASH: `femnist_mean` in models/utils/device_util/device_util.py; its
-  default batch size is 10). Derived: a batch is 10 samples of 103 MFLOP (LEAF's CNN has 17.2 M
-  multiplications in the forward pass; the backward pass counts twice as much), hence 5.8, 1.8 and
-  0.63 GFLOP/s. A library that is tuned for phones is faster: Das et al., "Enabling On-Device
+  default batch size is 10). Derived: LEAF's CNN makes 17.2 M multiplications and as many additions
+  in a sample's forward pass. The backward pass needs twice as many operations. So a sample needs
+  6 x 17.2 M = 103 MFLOP, and 10 samples in these times mean 5.8, 1.8 and 0.63 GFLOP/s. A library
+  that is tuned for phones is faster: Das et al., "Enabling On-Device
   Smartphone GPU based Training" (2022), measured 15 to 30 GFLOP/s in the kernels of a fast phone's
   CPU.
 - Tablets. Assumed: the same as medium phones.
@@ -56,7 +57,8 @@ flat; a kilowatt-hour costs 0.15.
 
 CO2. Published: a kilowatt-hour causes 436 g, the mean of the world in 2022 (Ember, "Global
 Electricity Review 2023"). A gigabyte needs 0.12 kWh in mobile networks and 0.05 kWh in fixed
-networks (Finland in 2021; Traficom, 2022). Derived: a gigabyte causes 52.3 or 21.8 g.
+networks (Finland in 2021; Traficom, 2022). Derived: a gigabyte causes 52.3 g in mobile networks and
+21.8 g in fixed networks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Send jobs to workers and collect the updates.
 
 Where and when a job is trained does not change any result; it only decides how busy the workers
-are. The jobs of the next aggregation are sent at once. All other jobs wait in a queue, in the order
-in which they will be aggregated. A worker that has fewer than two calls gets several of these jobs
-in one message.
+are. The jobs of the next aggregation are sent without delay. Jobs of later aggregations wait in a
+queue, in the order in which they will be aggregated. A worker with fewer than two unanswered
+training calls gets several jobs of the queue in one call.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ class TrainCall(Call):
         return tuple(sorted({job.client for job in self.jobs}))
 
     def copy_out_of_store(self) -> None:
-        """Copy the updates and sums that no aggregation has used yet out of the object store.
+        """Copy this call's unused updates and sums from the object store to process memory.
 
-        Afterwards the store can free the result of the call.
+        Unused means that no aggregation has used them yet. Afterwards the object store can free the
+        result of the call.
         """
         for number, update in self.updates.items():
             if not isinstance(update, Update) or update.delta is None:
@@ -143,9 +144,9 @@ class Dispatcher:
         self._trees.plan(group)
 
     def submit(self, jobs: Sequence[Job], aggregation: int) -> None:
-        """Send the jobs of the next aggregation that are still in the queue to workers.
+        """Send all jobs of the next aggregation to workers, if they were not sent earlier.
 
-        Afterwards send other jobs to idle workers.
+        Afterwards workers that have time get jobs of later aggregations from the queue.
         jobs: all jobs of the aggregation, in the order in which they are aggregated.
         aggregation: its number. The run's first aggregation has the number 0.
         """
@@ -157,7 +158,10 @@ class Dispatcher:
         self._fill_workers()
 
     def _active_loads(self) -> list[float]:
-        """Return the load of each active worker: the number of samples still to train."""
+        """Return the number of samples that each worker still has to train.
+
+        Only active workers count: those that get new calls (`WorkerCalls.active`), ascending.
+        """
         return [self._loads[worker] for worker in self._calls.active]
 
     def _active_nodes(self) -> list[int]:
@@ -174,10 +178,11 @@ class Dispatcher:
         return self._floats >= self._runtime.combine_from and any(nodes)
 
     def _assign(self, jobs: Sequence[Job]) -> dict[int, list[Job]]:
-        """Assign jobs to workers; return the jobs of each worker that gets any.
+        """Divide jobs among workers; return the jobs by the worker's number.
 
-        The jobs are in the order in which they are aggregated. If clients have states, the jobs of
-        one client are in the order of their dispatch.
+        A worker without jobs has no entry. If clients have states, the returned jobs of each client
+        are in the order of their dispatch.
+        jobs: the jobs of one aggregation, in the order in which they are aggregated.
         """
         workers, loads, nodes = self._calls.active, self._active_loads(), self._active_nodes()
         groups = self._trees.groups(job.number for job in jobs)
@@ -244,9 +249,9 @@ class Dispatcher:
     def _take_bundle(self, worker: int) -> list[Job]:
         """Remove the jobs of this worker's next call from the queue; return them.
 
-        A worker gets jobs of clients whose state no other worker has. The first job of an idle
-        worker may also belong to a client whose state is on another worker. The job that makes this
-        state must have ended.
+        The rule: a worker gets only jobs of clients whose newest state is on no other worker. The
+        exception is the first job of a worker without unanswered calls. It may belong to a client
+        whose state is on another worker, once the client's earlier job there has ended.
         """
         is_idle = not self._calls.unanswered(worker)
 
@@ -265,8 +270,8 @@ class Dispatcher:
     def _send(self, worker: int, jobs: Sequence[Job]) -> None:
         """Let a worker train these jobs in one call.
 
-        If the worker is on another node than the coordinator, the sums of updates may stay on its
-        node.
+        If the worker is not on the coordinator's node, the sums of updates may stay on the worker's
+        node. `fetch_sums` fetches them later.
         """
         numbers = [job.number for job in jobs]
         groups = self._trees.summed_groups(numbers)

@@ -40,8 +40,9 @@ from raysim.simulation.versions import Versions
 from raysim.training.run_spec import RunSpec, evaluation_of
 
 View: TypeAlias = Literal["shared", "own", "finetuned", "common", "sets", "mean"]
-# A function that returns a published version in the runtime's store. Tasks with one version have
-# the same function. It is called when tasks are sent, so that versions on disk are read one by one.
+# A function that returns a reference to a published version in the runtime's store. Tasks with one
+# version have the same function. It is called when tasks are sent, so that versions on disk are
+# read one by one.
 Source: TypeAlias = Callable[[], Ref]
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -79,7 +80,7 @@ class Scoring:
 
     @property
     def calls(self) -> list[Call]:
-        """All calls of the scoring."""
+        """All calls to workers that this scoring has started, for all views and models."""
         lists = (*self.reports.values(), *self.models, *self.replicas)
         return [call for calls in lists for call in calls]
 
@@ -92,7 +93,7 @@ class Evaluator:
     clients.
     runtime: the workers.
     calls: the object that makes the calls to workers.
-    client_states: the client states, which clients' own models may need.
+    client_states: the client states. A client's own model may contain parameters from its state.
     """
 
     def __init__(
@@ -244,9 +245,11 @@ class Evaluator:
     ) -> list[list[Call]]:
         """Start scoring several versions on the central test set; return the calls of each version.
 
-        A version that is on disk is read only after earlier versions are scored.
+        Replicas may be on disk. Then a worker gets its next version only after it has scored its
+        previous one, so that few versions are in memory.
         central_tasks: the tasks that score one version on the central test set.
-        sources: for each version, a function that returns a reference to it.
+        sources: for each version, a function that returns a reference to this version. The function
+        reads the version from disk if necessary.
         replicas: the replicas of the run.
         """
         calls: list[list[Call]] = []
@@ -312,7 +315,11 @@ class Evaluator:
         return self.runtime.put(published)
 
     def _begin(self, version: int) -> Scoring:
-        """Draw the clients to score with a version; return the new scoring, still without calls."""
+        """Draw the clients to score with a version; return a new scoring of these clients.
+
+        The caller starts the calls to workers, and adds them to the scoring.
+        version: the number of the scored version.
+        """
         clients = self._sample(self._scored, version, "evaluate")
         unseen = self._sample(self._scored_unseen, version, "evaluate.unseen")
         return Scoring(clients, unseen, version=version)
@@ -332,10 +339,13 @@ class Evaluator:
         return np.sort(generator.choice(clients, size=count, replace=False))
 
     def _shared_tasks(self, clients: np.ndarray, unseen: np.ndarray) -> list[ScoringTask]:
-        """Return the tasks that score the shared model, in batches of samples of many clients.
+        """Return the tasks that score the shared model; each task is one batch of samples.
 
+        A batch may have samples of many clients.
         The tasks are in the order in which `_shared_columns` reads the reports: test samples of
         clients, test samples of unseen clients, the central test set, validation samples.
+        clients: the scored clients that take part in the training. Only they have validation tasks.
+        unseen: the scored clients that never take part in the training.
         """
         parts = [
             self._rows(self.tests, clients),
@@ -430,10 +440,9 @@ class Evaluator:
     ) -> list[tuple[int, Sequence[ScoringTask], Source]]:
         """Divide a worker's tasks into calls, so that no call reads too many bytes from disk.
 
-        Return for each call the worker, the tasks, and a function that returns the version to
-        score.
-        parts: for each version, a function that returns a reference to it, and the tasks that score
-        it.
+        Return a tuple for each call: the worker, the tasks, and the `Source` of the scored version.
+        A `Source` is a function that returns a reference to a published version.
+        parts: for each version, its `Source` and the tasks that score this version.
         """
         chunks: list[tuple[int, Sequence[ScoringTask], Source]] = []
         for source, tasks in parts:
@@ -484,7 +493,8 @@ class Evaluator:
         """Start scoring the local model of each participant, and the next shared model.
 
         A participant is a client whose update is in `updates`. Each model is scored on the training
-        samples of every participant, with the personal parameters of this participant.
+        samples of every participant. For the samples of participant j, the personal parameters in
+        the model are those of participant j.
         bases: the versions that updates started from, by number.
         after: the next shared model.
         """
@@ -511,7 +521,10 @@ class Evaluator:
 
     # --- columns ----------------------------------------------------------------------------------
     def columns(self, scoring: Scoring) -> Row:
-        """Return the columns of the history for a scoring; wait for the reports."""
+        """Return the columns that a scoring adds to a row of the history.
+
+        Wait until the workers have answered all calls of the scoring.
+        """
         if self.sets is not None:
             set_reports: list[SetReport] = []
             for call in scoring.reports["sets"]:
@@ -585,12 +598,13 @@ class Evaluator:
         return row
 
     def _replica_columns(self, mean: Sequence[ScoringReport], scoring: Scoring, own: Row) -> Row:
-        """Return columns with scores of replicas and their mean on the central test set.
+        """Return columns with the replicas' scores on the central test set.
 
-        mean: the reports of the workers that scored the mean of all replicas.
-        scoring: the scoring, which has the calls that score single replicas.
-        own: the columns with the scores of the clients' own models. Their validation score
-        decides which round is the best one.
+        They contain the scores of single replicas, and the score of the mean of all replicas.
+        mean: the workers' reports on the mean of all replicas.
+        scoring: the scoring that has started the calls for single replicas (`Scoring.replicas`).
+        own: the columns with the scores of the clients' own models. The validation score in these
+        columns decides which round is the best one.
         """
         losses = np.concatenate([report.losses for report in mean])
         row: Row = {"loss_global": mean_loss(losses)}
@@ -626,9 +640,10 @@ class Evaluator:
         return row
 
     def scores(self, scorings: Sequence[Scoring]) -> ClientScores | None:
-        """Return the scores of single clients, after `columns` has read the reports.
+        """Return the score of each single client in the last scoring that has such scores.
 
-        Return the scores of the last scoring that has any; None if no scoring has any.
+        Return None if no scoring has scores of single clients. Call `columns` with each scoring
+        before this method, because it fills `Scoring.client_scores`.
         """
         scored = [scoring for scoring in scorings if scoring.client_scores]
         if not scored:

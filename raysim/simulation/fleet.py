@@ -43,19 +43,21 @@ class Devices(Protocol):
     def trip(
         self, client: int, participation: int, start: float, samples: float, down: int, up: int
     ) -> Trip:
-        """Return the end of a job that begins at the virtual time `start`.
+        """Return when a job ends, and whether its update arrives.
 
         participation: the number of earlier jobs of the client.
-        samples: the samples that the client trains on.
-        down, up: the floats that the client receives and sends.
+        start: the virtual time in seconds at which the job begins.
+        samples: the number of samples that the client trains on.
+        down, up: the number of floats that the client receives, and that it sends.
         """
         ...
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """Return the duration of a job for each client, without drop-outs, float64 [clients].
+        """Return the duration of one job of each client in virtual seconds, float64 [clients].
 
-        samples: [clients], the samples of each client's job.
-        down, up: the floats that each client receives and sends.
+        The jobs are assumed not to be lost.
+        samples: [clients], the number of samples that each client trains on.
+        down, up: the number of floats that each client receives, and that it sends.
         """
         ...
 
@@ -65,10 +67,11 @@ class DevicesWithPhases(Protocol):
     """Devices that know how long each phase of a job takes."""
 
     def phases(self, client: int, samples: float, down: int, up: int) -> tuple[float, float, float]:
-        """Return the seconds in which a client receives, trains and sends, without drop-outs.
+        """Return how long a client receives, trains and sends in a job, in virtual seconds.
 
-        samples: the samples that the client trains on.
-        down, up: the floats that the client receives and sends.
+        The job is assumed not to be lost.
+        samples: the number of samples that the client trains on.
+        down, up: the number of floats that the client receives, and that it sends.
         """
         ...
 
@@ -178,7 +181,12 @@ class Fleet:
         return None
 
     def costs(self, seed: int, clients: int) -> FleetCosts | None:
-        """Return the costs of all clients; None if all costs are 0."""
+        """Return the power of all clients' devices, and the prices and CO2 of energy and traffic.
+
+        Return None if all values of `self.cost` are 0.
+        seed: the seed of the run.
+        clients: the number of clients.
+        """
         if self.cost.is_zero:
             return None
         kinds = np.zeros(clients, np.int16)
@@ -217,10 +225,11 @@ class Fate:
     lost: int = 0
 
     def trip(self, client: int, participation: int, start: float, seconds: float) -> Trip:
-        """Return the end of a job that takes `seconds` seconds, or less if the job is lost.
+        """Return when a job ends, and whether its update arrives.
 
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
+        seconds: the duration of the job in virtual seconds if it is not lost.
         """
         finish, arrives = start + seconds, True
         if self.dropout and uniform(self.lost, client, participation, 0) < self.dropout:
@@ -251,12 +260,13 @@ class Fixed:
     def trip(
         self, client: int, participation: int, start: float, samples: float, down: int, up: int
     ) -> Trip:
-        """Return the end of a job in which a client receives, then trains, then sends.
+        """Return when a job ends, and whether its update arrives.
 
+        The client first receives the model, then trains, then sends its update.
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
-        samples: the samples that the client trains on.
-        down, up: the floats that the client receives and sends.
+        samples: the number of samples that the client trains on.
+        down, up: the number of floats that the client receives, and that it sends.
         """
         network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
         return self._fate.trip(
@@ -264,10 +274,11 @@ class Fixed:
         )
 
     def phases(self, client: int, samples: float, down: int, up: int) -> tuple[float, float, float]:
-        """Return the seconds in which a client receives, trains and sends, without drop-outs.
+        """Return how long a client receives, trains and sends in a job, in virtual seconds.
 
-        samples: the samples that the client trains on.
-        down, up: the floats that the client receives and sends.
+        The job is assumed not to be lost.
+        samples: the number of samples that the client trains on.
+        down, up: the number of floats that the client receives, and that it sends.
         """
         return (
             down * FLOAT_BYTES / self._down[client],
@@ -276,10 +287,11 @@ class Fixed:
         )
 
     def seconds(self, samples: np.ndarray, down: int, up: int) -> np.ndarray:
-        """Return the duration of a job for each client without drop-outs, float64 [clients].
+        """Return the duration of one job of each client in virtual seconds, float64 [clients].
 
-        samples: [clients], the samples of each client's job.
-        down, up: the floats that each client receives and sends.
+        The jobs are assumed not to be lost.
+        samples: [clients], the number of samples that each client trains on.
+        down, up: the number of floats that each client receives, and that it sends.
         """
         speeds = self._speeds
         training = samples / speeds.samples

@@ -22,13 +22,13 @@ _MIN_JOBS, _MIN_JOBS_PER_CLIENT = 400, 4
 class Forecast:
     """The forecast of a run, from its first planned aggregations.
 
-    The first half of these aggregations is a warm-up. The values up to `discarded` are means over
-    the second half.
-    in_flight: the number of jobs in flight.
-    seconds: the virtual seconds from one aggregation to the next.
-    staleness: the staleness of aggregated updates.
-    lost, discarded: the shares of the ended jobs that are lost or discarded.
-    workers_busy: the share of wall time in which workers work, over all planned aggregations.
+    The first half of these aggregations is a warm-up, and is left out of these five values:
+    in_flight: the mean number of jobs in flight.
+    seconds: the mean time from one aggregation to the next, in virtual seconds.
+    staleness: the mean staleness of aggregated updates.
+    lost, discarded: the fractions of the ended jobs that are lost, and that are discarded.
+    Two values are about all planned aggregations:
+    workers_busy: the fraction of wall time in which workers work.
     workers_busy_ahead: what `workers_busy` would be if all aggregations were planned before the
     training. If the plan does not depend on training results, it is equal to `workers_busy`.
     """
@@ -49,7 +49,8 @@ def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
     rounds: the number of rounds of the run.
     workers: the number of workers of the run.
     Raises ValueError if the run cannot begin with this fleet.
-    Raises RunStoppedError if no aggregation can be planned, or if the selection is not allowed.
+    Raises RunStoppedError if no aggregation can be planned, or if the selection rule chooses
+    clients that cannot be dispatched.
     """
     aggregations: list[PlannedAggregation] = []
     min_jobs = max(_MIN_JOBS, _MIN_JOBS_PER_CLIENT * planner.schedule.concurrency)

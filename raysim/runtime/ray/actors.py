@@ -195,11 +195,11 @@ class NodeAdder:
     """A process that adds up the sums of a node's workers, even while these workers train."""
 
     def add_up(self, parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
-        """Return the total of some sums; None if all sums are None.
+        """Return the total of some sums of updates; None if all sums are None.
 
         parts: for each sum, the positions of its updates in the order of aggregation, as a range.
         The updates of a range are a subtree of the summation tree (`tree_sum`).
-        sums: the sums in the same order; None if all jobs of the range failed.
+        sums: sums[i] is the sum of the updates in parts[i]; None if all these jobs failed.
         """
         return add_up(parts, *sums)
 
@@ -303,8 +303,9 @@ class RayRuntime:
     actors: the running actors of the workers; if it is empty, `start` starts them.
     participants: the identities of the run's processes, with which a new worker is compared. None
     compares nothing.
-    identify: function that returns a reference to the identity of a worker's process, given the
-    worker's number. It is called for a worker that died before it reported its identity.
+    identify: function that starts another process in a worker's bundle, given the worker's number.
+    It returns a reference to the identity of this process, which has the same node and software. It
+    is used for a worker that died before it reported its identity.
     growth: the facts that decide which workers are started during the run; None starts none.
     """
 
@@ -428,9 +429,10 @@ class RayRuntime:
             raise WorkerDiedError(first_line(error)) from None
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
-        """Return the index of the first reference whose value exists or is lost.
+        """Wait until at least one value exists or is lost; return its index in `refs`.
 
-        Return None after `seconds` seconds, or earlier if a node is lost.
+        Return None if this does not happen within `seconds` seconds, or as soon as a node is lost.
+        refs: references to the values.
         """
         end = time.monotonic() + seconds
         while True:
@@ -593,9 +595,10 @@ class RayRuntime:
 
     # --- workers that die -----------------------------------------------------------------------
     def _forget_process(self, worker: int) -> None:
-        """Remove what is stored about a worker's process, because a new process replaces it.
+        """Remove what is stored about a worker's old process, after a new process replaced it.
 
-        Ask the new process for the source of its call stacks and the memory of its node.
+        Ask the new process for its `StackSource`, from which other processes read its call stacks.
+        Also ask it for the state of its node's memory.
         """
         self._methods.clear()
         self._stack_sources[worker] = self.actors[worker].stack_source.remote()
@@ -667,12 +670,13 @@ class RayRuntime:
         self._meet_replacement(worker, ready)
 
     def _wait_in_place(self, worker: int, ref: ray.ObjectRef[Any]) -> bool:
-        """Wait for a result that a process in a worker's bundle computes.
+        """Wait for a result that a process in a worker's bundle computes; True if it exists.
 
-        Return True when the result exists. Return False after `REPLACEMENT_TIMEOUT_S` seconds
-        without a result, or as soon as a bundle of this run is on a lost node.
+        Return False after `REPLACEMENT_TIMEOUT_S` seconds without a result. Return False earlier if
+        Ray says that the node of any bundle of this run is dead.
         ref: a reference to the result.
-        Raises WorkerDiedError if the worker's node is lost.
+        Raises WorkerDiedError if the watch over the nodes (`watch_nodes`) says that this worker's
+        node is lost.
         """
         for second in range(1, REPLACEMENT_TIMEOUT_S + 1):
             if ray.wait([ref], timeout=1)[0]:
@@ -862,10 +866,11 @@ def start_workers_in(
 
 
 def become_all(actors: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None:
-    """Replace the objects that actors hold, all at the same time.
+    """Replace the object in each actor by a new object of the same class, all at the same time.
 
-    arguments: for each actor, the arguments with which its class makes the new object.
-
+    Wait until all new objects exist.
+    actors: actors of an `actor_class`; each of them has one object.
+    arguments: for each actor, the arguments for the constructor of its new object.
     Raises the error of the first actor that fails.
     """
     pairs = zip(actors, arguments, strict=bool(actors))

@@ -33,7 +33,7 @@ def object_workers(
     options: the settings `runtime.*`.
     device: the device of each worker, for example "cuda".
     threads: the threads of each worker.
-    most: the largest number of workers that can have work.
+    most: the most workers to start; more workers would have nothing to do.
     say: function that gets a text if the workers must wait for resources.
     Raises ValueError if Ray does not start or the cluster is too small.
     """

@@ -69,19 +69,19 @@ def is_inside_trial() -> bool:
 
 @dataclass
 class _WaitingProcesses:
-    """The processes that wait for the next run of this process.
+    """The workers and the coordinator of an ended run, which are kept for the driver's next run.
 
     name: the beginning of the names of these processes in Ray.
-    processes: None if no processes wait.
+    processes: the kept processes; None if there are none.
     """
 
     name: str
     processes: RunProcesses | None = None
 
     def take(self, request: Request) -> RunProcesses | None:
-        """Return the waiting processes if they fit a request; otherwise end them and return None.
+        """Return the kept processes if they fit a request; otherwise end them and return None.
 
-        request: the bundles and the strategy that the next run needs. The waiting processes fit if
+        request: the bundles and the strategy that the next run needs. The kept processes fit if
         they were started with an equal request.
         """
         if self.processes is not None and (self.processes.request != request or is_inside_trial()):
@@ -90,7 +90,7 @@ class _WaitingProcesses:
         return processes
 
     def end(self) -> None:
-        """End the processes that wait."""
+        """End the processes that are kept for the next run, if there are any."""
         processes, self.processes = self.processes, None
         if processes is not None:
             processes.end()
@@ -121,13 +121,16 @@ def keep_processes(name: str) -> Iterator[None]:
 
 
 def end_waiting() -> None:
-    """End the processes that wait for the next run, because their resources are needed."""
+    """End the processes that are kept for the next run, because their resources are needed."""
     if _waiting is not None:
         _waiting.end()
 
 
 def waiting_workers(per_worker: Resources) -> int:
-    """Return how many workers with these resources wait for the next run of this process."""
+    """Return how many idle workers with these resources are kept for the driver's next run.
+
+    per_worker: the resources that each worker reserves.
+    """
     if _waiting is None or _waiting.processes is None:
         return 0
     bundles, _ = _waiting.processes.request
@@ -138,7 +141,7 @@ def release_processes(processes: RunProcesses, has_succeeded: bool) -> None:
     """Keep the processes of a run for the next run, or end them.
 
     They are kept only if the run has succeeded and all its workers are idle. Moreover, the context
-    `keep_processes` must be active, and no other processes may wait for the next run.
+    `keep_processes` must be active, and no other processes may be kept already.
     """
     can_wait = _waiting is not None and _waiting.processes is None
     if has_succeeded and can_wait and processes.are_idle:
@@ -159,7 +162,8 @@ def start_processes(
 ) -> RunProcesses:
     """Return the workers and the coordinator of a run.
 
-    Processes that wait for the next run are used if they fit; otherwise new ones are started.
+    Processes that were kept after an earlier run are used if they fit. Otherwise new processes are
+    started.
     spec: the description of the run.
     schedule_and_fleet: when clients are dispatched and updates aggregated, and the rule that draws
     the clients' devices.
@@ -177,7 +181,7 @@ def start_processes(
     def make_runtime(
         group: PlacementGroup, actors: Sequence[Any] = ()
     ) -> tuple[RayRuntime, tuple[Any, ...]]:
-        """Return the runtime of all workers, and the arguments of the coordinator.
+        """Return the runtime of all workers, and the arguments that make a `RayCoordinator`.
 
         actors: running actors that become the workers; () starts new actors.
         """

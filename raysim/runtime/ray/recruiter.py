@@ -103,12 +103,13 @@ class Recruiter:
     def find_places(
         self, free_workers: Sequence[int], active: int
     ) -> list[tuple[int, WorkerPlace]]:
-        """Return the workers that can start now, each as a pair of its number and its place.
+        """Return the workers that can be started now, as pairs (number, `WorkerPlace`).
 
         A lost worker keeps its number, and starts in its bundle of the run's placement group. A new
         worker has the number -1; this function reserves resources for it on a usable node.
         free_workers: the numbers of the lost workers whose bundles may be used again.
-        active: the number of workers in use, plus the number of workers that have ended for good.
+        active: the number of workers that count towards `Growth.most`. These are the workers in use
+        and, although they are not used any more, the workers that are never started again.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
         starting = {recruit.worker for recruit in self._starting}
@@ -171,9 +172,11 @@ class Recruiter:
         return WorkerPlace(node, group, 0)
 
     def start(self, worker: int, place: WorkerPlace) -> Any:
-        """Start a worker at a place; return its actor. `take_ready` returns the worker later.
+        """Start a worker, and return its actor without waiting until it is ready.
 
+        Once the worker is ready, the next `take_ready` returns its number.
         worker: the number of the worker, which may have been the number of a lost worker.
+        place: the node and the bundle in which the worker starts.
         """
         actor = self.restart(worker, place)
         answer = actor.identity.remote()
