@@ -169,7 +169,7 @@ def _equal_load(work: float, loads: Sequence[float]) -> float:
 
     If all this work is given to workers below the returned load, each of them ends at this load.
     Workers with a higher load get nothing.
-    work: the number of samples to give to the workers.
+    work: the number of samples to give to workers.
     loads: for each worker, the number of samples that it must already train.
     """
     ascending = sorted(loads)

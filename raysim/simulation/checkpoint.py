@@ -224,7 +224,7 @@ class Checkpoints:
     def _write_states(
         self, store: Store, index: StateIndex, clients: Mapping[int, Arrays]
     ) -> dict[str, str]:
-        """Write client states that no earlier checkpoint has written to new log files.
+        """Write all client states that `index` marks as unwritten; put them into new log files.
 
         A log file is a safetensors file that several checkpoints share. The result maps the names
         of the new files to their checksums.

@@ -11,9 +11,8 @@ Training speed, in floating-point operations per second of a whole training step
   default batch size is 10). Derived: LEAF's CNN makes 17.2 M multiplications and as many additions
   in a sample's forward pass. The backward pass needs twice as many operations. So a sample needs
   6 x 17.2 M = 103 MFLOP, and 10 samples in these times mean 5.8, 1.8 and 0.63 GFLOP/s. A library
-  that is tuned for phones is faster: Das et al., "Enabling On-Device
-  Smartphone GPU based Training" (2022), measured 15 to 30 GFLOP/s in the kernels of a fast phone's
-  CPU.
+  that is tuned for phones is faster: Das et al., "Enabling On-Device Smartphone GPU based Training"
+  (2022), measured 15 to 30 GFLOP/s in the kernels of a fast phone's CPU.
 - Tablets. Assumed: the same as medium phones.
 - Edge boxes. Published: NVIDIA's Jetson Nano has at most 236 GFLOP/s (32 bit). Assumed: a quarter
   of that in training.

@@ -523,7 +523,8 @@ class Evaluator:
     def columns(self, scoring: Scoring) -> Row:
         """Return the columns that a scoring adds to a row of the history.
 
-        Wait until the workers have answered all calls of the scoring.
+        Wait until the workers have answered all calls of the scoring. The scores of single clients
+        are stored in `scoring.client_scores`.
         """
         if self.sets is not None:
             set_reports: list[SetReport] = []

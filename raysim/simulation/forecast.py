@@ -27,7 +27,8 @@ class Forecast:
     seconds: the mean time from one aggregation to the next, in virtual seconds.
     staleness: the mean staleness of aggregated updates.
     lost, discarded: the fractions of the ended jobs that are lost, and that are discarded.
-    Two values are about all planned aggregations:
+
+    The next two values are about all planned aggregations:
     workers_busy: the fraction of wall time in which workers work.
     workers_busy_ahead: what `workers_busy` would be if all aggregations were planned before the
     training. If the plan does not depend on training results, it is equal to `workers_busy`.
