@@ -56,7 +56,7 @@ class InProcess:
         node: is ignored, because all workers are in this process.
         parts: for each sum, the positions of its updates in the order of aggregation, as a range.
         The updates of a range are a subtree of the summation tree (`tree_sum`).
-        refs: the sums, in the same order; in this process they are the values themselves.
+        refs: refs[i] is the sum of the updates in parts[i]; in this process it is the value itself.
         """
         return add_up(parts, *refs)
 

@@ -269,7 +269,7 @@ def _split_until_balanced(
 ) -> list[list[_Unit]] | None:
     """Divide units among workers, or among nodes; split units until no load is above `limit`.
 
-    A unit is jobs whose updates are a subtree of the summation tree. Return the units of each
+    The updates of a unit's jobs are a subtree of the summation tree. Return the units of each
     worker or node. Return None if a load is still above the limit after `MAX_SPLITS` splits for
     each worker or node, or if no further split is possible.
     loads: for each worker, the number of samples that it must already train. For each node, the

@@ -394,7 +394,7 @@ class RayRuntime:
         node: the number of the node.
         parts: for each sum, the positions of its updates in the order of aggregation, as a range.
         The updates of a range are a subtree of the summation tree (`tree_sum`).
-        refs: references to the sums, in the same order.
+        refs: refs[i] is a reference to the sum of the updates in parts[i].
         """
         return self._adder(node).add_up.remote(parts, *refs)
 
