@@ -221,17 +221,18 @@ class Clustered(Topology):
 class Gossip(Topology):
     """A topology without a server: each client has its own replica, and clients exchange replicas.
 
-    After a local training, a client exchanges its replica with its neighbours. Sources:
+    After a local training, a client exchanges its replica with its neighbours in a graph. Sources:
     - D-PSGD: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?"
       (NeurIPS 2017). Set exchange="neighbours" and schedule=synchronous.
     - AD-PSGD: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent" (ICML
       2018). Set exchange="pairwise" and schedule=immediate.
     In both papers, a local training is one step. Set mix="before" for both.
 
-    The schedule decides which clients train and exchange. Only clients whose jobs end with an
-    update take part in the exchange. For exchanges of all clients, set the schedule's cohort to the
-    number of clients. If a neighbour does not take part, its weight is added to the client's own
-    weight. The time and traffic of the exchange are part of the client's job.
+    An aggregation of the schedule says which clients exchange: those whose updates it contains. For
+    exchanges of all clients, set the schedule's cohort to the number of clients. With
+    exchange="neighbours", the weight of an absent neighbour is added to the client's own weight.
+    With exchange="pairwise", a client can also draw an absent neighbour. The time and traffic of
+    the exchange are counted in the client's job.
 
     graph: which clients are neighbours:
     - "ring": each client has two neighbours.
