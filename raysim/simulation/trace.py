@@ -50,13 +50,16 @@ _BUFFER_BYTES = 1 << 18
 
 
 class RecordedDevices(NamedTuple):
-    """The rows of a trace; each row is a recorded device.
+    """The rows of a trace as arrays; each row is a recorded device.
 
-    bounds: float64, the start and the end of each interval in seconds, row after row.
+    bounds: float64, the start and the end in seconds of each interval in which a device is
+    available, row after row.
     first: int64 [rows + 1], the position in `bounds` at which each row begins; the last entry is
     the length of `bounds`.
-    period, down, up: float64 [rows], the columns with these names.
-    rate: float64 [rows], the column whose name is `rate_name`, "speed" or "flops".
+    period, down, up: float64 [rows], the values of the columns "period", "down" and "up" of the
+    trace.
+    rate: float64 [rows], the values of the column that `rate_name` names.
+    rate_name: the name of the column with the devices' speed, "speed" or "flops".
     """
 
     bounds: np.ndarray
@@ -70,16 +73,18 @@ class RecordedDevices(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Fleet):
-    """A fleet whose clients behave like the devices of a trace.
+    """A fleet whose clients behave like the devices that a trace file has recorded.
 
-    If the run has as many clients as the trace has rows, client 0 follows row 0, client 1 follows
-    row 1, and so on. If it has fewer clients, each client follows a different row, drawn at random
-    at the start. If it has more, several clients follow the same row: each row has equally many
-    clients, or one more.
-    file: the path of the trace.
-    wrap: True repeats a client's trace after its period; False makes the client unavailable then.
-    availability: "trace" uses the intervals of the file. Any other value means the same as in other
-    fleets. The file then decides only the clients' speed and bandwidth.
+    Each client follows one row of the trace, which is a recorded device. With as many clients as
+    rows, client 0 follows row 0, client 1 follows row 1, and so on. With fewer clients, each client
+    follows a different row, drawn at random at the start. With more clients, several clients follow
+    the same row, and all rows have almost equally many clients. The numbers of clients of two rows
+    differ by at most 1.
+    file: the path of the trace file; None raises an error.
+    wrap: True repeats a row after its period; False makes its clients unavailable after its period.
+    availability: "trace" makes a client available in the intervals of its row. With any other
+    value, the client follows the availability rule with this name, which all fleets have. Then only
+    speed and bandwidth come from the file.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("trace", *Fleet.AVAILABILITIES)

@@ -13,10 +13,11 @@ from raysim.simulation.runtime import Ref, Runtime
 
 
 class Versions(Mapping[int, PublishedVersion]):
-    """The published versions of all replicas, by number, in the runtime's store.
+    """The published versions of all replicas, by version number, in the runtime's object store.
 
-    The store has the base version of each job that has not ended. It also has the current version
-    of each replica that is not on disk.
+    The store has the base version of each job that has not ended. For each replica in memory, it
+    also has the replica's current version. A replica can also be on disk. Its current version is
+    then stored only while a job needs it.
     """
 
     def __init__(self, runtime: Runtime):
@@ -40,15 +41,15 @@ class Versions(Mapping[int, PublishedVersion]):
         make: Callable[[], PublishedVersion],
         is_on_disk: bool = False,
     ) -> None:
-        """Store a replica's current version, unless it is stored already.
+        """Store a replica's current version, unless this version is stored already.
 
         The replica's previous version is dropped if no job needs it.
-        replica: the number of the replica; 0 if the run has one.
+        replica: the number of the replica, from 0; always 0 in a run with a single replica.
         version: the number of the current version.
-        make: function that returns this version. It is not called after the replica has a newer
-        version.
-        is_on_disk: True if the replica is on disk. Then its version is not stored now: `make` reads
-        the replica from disk when a job needs the version.
+        make: function that returns the current version. It is not called after the replica has a
+        newer version.
+        is_on_disk: True if the replica is on disk. `publish` then does not store the version. When
+        a job needs the version, `make` reads the replica from disk.
         """
         before = self._current.get(replica, -1)
         self._current[replica] = version
@@ -76,11 +77,15 @@ class Versions(Mapping[int, PublishedVersion]):
         return self._runtime.put(self._make(version))
 
     def _make(self, version: int) -> PublishedVersion:
-        """Return a version that is the current one of a replica, without storing it."""
         return self._makers[min(self._replicas[version])]()
 
     def restore(self, published: Iterable[PublishedVersion]) -> None:
-        """Store the base versions of a checkpoint; afterwards call `hold` for their jobs."""
+        """Store the base versions from a checkpoint.
+
+        After this method, the caller must call `hold` for each job that starts from one of these
+        versions.
+        published: the base versions of the jobs that had not ended when the checkpoint was written.
+        """
         for version in published:
             self._store(version)
 

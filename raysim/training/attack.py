@@ -17,7 +17,7 @@ Choices that the papers leave open:
 - With n honest updates D_i, ALIE takes std = sqrt(sum_i (D_i - mean)^2 / n). In the paper the
   attackers estimate mean and std from their own data. z is computed for each aggregation
   (`largest_z`).
-- `faults.norm` also limits the updates of attackers.
+- If the norm of an attacker's update is above the setting `faults.norm`, the job counts as failed.
 """
 
 from __future__ import annotations
@@ -209,12 +209,13 @@ class Attackers(Method):
     def _common_update(
         self, arrivals: Sequence[Update | Failure], trained: int
     ) -> np.ndarray | None:
-        """Return the update [layout.trained] that all attackers send in the attack ALIE.
+        """Return the vector that all attackers send as their update in the attack ALIE.
 
-        Return None for any other attack. Also return None if no honest client or no attacker has
-        sent an update.
+        The vector has `trained` entries. Return None for any other attack. Also return None if no
+        honest client or no attacker has sent an update.
         arrivals: the updates and failures of the aggregation.
-        trained: layout.trained, the number of shared parameters.
+        trained: the number of shared trainable parameters (`layout.trained`), which come first in
+        an update.
         """
         if self.attack.kind != "alie":
             return None

@@ -67,11 +67,13 @@ def make_plan(
 
 
 def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
-    """Return the number of batches of an epoch, or of a part of the job with `local.steps`.
+    """Return the number of batches of one epoch, or of one interval between selections of samples.
 
-    part: the number of the epoch or part, from 0.
-    parts: the number of epochs or parts in the job.
-    positions: the number of samples that are selected for this epoch or part.
+    With `local.epochs`, each epoch visits all its samples in batches. With `local.steps`, the job's
+    steps are divided into `parts` intervals, as equal as possible.
+    part: the number of the epoch or interval, from 0.
+    parts: the number of epochs or intervals in the job.
+    positions: the number of samples that are selected for this epoch or interval.
     """
     if local.epochs is not None:
         return -(-positions // local.batch)
@@ -160,15 +162,19 @@ class BatchPlanner:
         return make_plan(local, samples, selected, generator, self.drop_single)
 
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
-        """Return the positions of the samples that a method selects for each epoch, ascending.
+        """Return the samples that a method selects for each epoch of a job.
 
-        With `local.steps`, return positions for each of the `local.phases` parts of the job's
-        steps. If the model cannot train on one sample, epochs or parts with one sample are left
-        out. Return [] if the method selects all samples.
+        The result has one array for each epoch: the samples' positions in the client's data,
+        ascending. With `local.steps`, the job's steps are divided into `local.phases` intervals,
+        and the result has one array for each interval. If the model cannot train on one sample,
+        arrays with one sample are left out. An empty list means that the method selects all
+        samples.
 
         selector: the method that selects samples.
         ctx: the context of the job.
-        Raises ValueError if the method selects samples only in some epochs, or too few samples.
+        Raises ValueError if the method returns positions for some epochs and None for a later
+        epoch. Also raises it if all arrays have fewer than two samples and the model cannot train
+        on one.
         """
         assert selector.select is not None, "only methods that select are asked"
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)

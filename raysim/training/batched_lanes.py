@@ -1,8 +1,9 @@
 """Train K clients of a small linear network at once, by batched matrix products.
 
-Each of the K lanes trains one client. Row k of a tensor [K, D] has the D parameters of lane k. This
-is possible if the network is a chain of linear and pointwise layers and no method takes part in the
-step. Batches that are smaller than others are padded with samples of weight 0, so that all products
+Each of the K lanes trains one client. Row k of a tensor [K, D] has the D parameters of lane k.
+
+Two conditions must hold: the network is a chain of linear and elementwise layers, and no method
+takes part in the step. Smaller batches are padded with samples of weight 0, so that all products
 have the same shape.
 """
 
@@ -54,9 +55,14 @@ def step_methods(declarations: Declarations) -> list[str]:
 
 
 def linear_chain(networks: Mapping[str, nn.Module], input_dims: int) -> list[nn.Module] | None:
-    """Return the layers of a chain of linear and pointwise layers; None for other networks.
+    """Return the layers of a chain of linear and elementwise layers; None for other networks.
 
-    input_dims: the number of dimensions of one sample's input: 1 for a vector, 3 for an image.
+    The network must be a chain, where each layer gets the output of the previous layer. Its layers
+    may be linear, elementwise (such as ReLU), or flatten layers. The first linear layer must get
+    one vector for each sample.
+    networks: the run's neural networks by name; the chain must be the only network, "model".
+    input_dims: the number of dimensions of one sample's input: 1 for a vector, 3 for an image. With
+    more than one dimension, the first layer must flatten the input.
     """
     model = networks["model"]
     if isinstance(model, WholeNetwork):
@@ -187,10 +193,12 @@ class BatchedLanes(LaneLoop[Lane]):
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Return the parameters of all lanes, and the tensors that the optimizer changes.
 
-        The keys of the first result are the ids of the network's parameters. Its values are tensors
-        [K, ...] with the parameters of all K lanes. The second result has the trained parameters of
-        all lanes. Without `local.clip` they are one tensor [K, ...] for each parameter. With
-        `local.clip` they are slices [K, n] of the lanes' vectors.
+        The result is a pair:
+        - a dict. Its keys are the ids of the network's parameters. Each value is a tensor [K, ...]
+          with the values of this parameter in all K lanes.
+        - a list of tensors with the trained parameters of all lanes. Without `local.clip`, it has a
+          tensor [K, ...] for each trained parameter. With `local.clip`, it has a tensor [K, n] for
+          each contiguous slice of n trained parameters in the vector.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}
@@ -273,11 +281,11 @@ class BatchedLanes(LaneLoop[Lane]):
         return inputs
 
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Scale down the gradient of each of the K lanes if its norm is above `local.clip`.
+        """Clip the gradient of each of the K lanes to the norm `local.clip`.
 
-        The result fits the tensors that the optimizer changes (`_leaves`). If `local.clip` is 0,
-        return `gradients` unchanged. Otherwise return a tensor [K, n] for each contiguous slice of
-        n trained parameters.
+        If `local.clip` is 0, return `gradients` unchanged. Otherwise return a tensor [K, n] for
+        each contiguous slice of n trained parameters in the vector. In both cases the gradients
+        have the shapes of the tensors that the optimizer changes.
         gradients: one tensor [K, ...] for each trained parameter.
         """
         clip = self.trainer.step.clip
@@ -289,10 +297,11 @@ class BatchedLanes(LaneLoop[Lane]):
         return list(flat.split([run.stop - run.start for run in self.group.runs], dim=1))
 
     def _stack(self, busy: Sequence[Lane]) -> tuple[Tensor, Tensor, Tensor]:
-        """Stack the batches of K lanes; return the inputs, the targets and the samples' weights.
+        """Stack the next batches of all K lanes; return inputs, targets and the samples' weights.
 
-        Inputs and targets are [K, B, ...], the weights [K, B]. B is the number of rows of a lane.
-        busy: the lanes that have a job. The rows of the other lanes have weight 0.
+        Inputs and targets are [K, B, ...], and weights are [K, B]. B is the number of rows for each
+        lane. A smaller batch is padded with rows of weight 0.
+        busy: the lanes that have a job. All rows of a lane without a job have weight 0.
         """
         batches = {lane.row: lane.next_batch for lane in busy}
         is_full = all(len(batch.inputs) == self.batch for batch in batches.values())

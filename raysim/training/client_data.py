@@ -100,9 +100,10 @@ class ClientData:
 
 
 class PreparedBatches:
-    """Batches of small jobs that are planned and gathered together, before the jobs begin.
+    """The batches of many small jobs, which are read with one data access before the jobs begin.
 
-    One call for many jobs is faster: in small jobs a call takes longer than the work on the data.
+    Separate accesses would be slower: the overhead of an access takes longer than copying a small
+    job's data.
     """
 
     def __init__(self, data: ClientData, planner: BatchPlanner):
@@ -118,10 +119,11 @@ class PreparedBatches:
         return self._prepared.pop(job.number, None)
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Prepare the batches of the next jobs in one call, as many as fit into a chunk.
+        """Prepare the batches of the next jobs with one data access.
 
-        A chunk is the largest amount of data that is gathered at once. Nothing is prepared if fewer
-        than two jobs fit, if a method selects samples, or if inputs are augmented.
+        The jobs are prepared in order, until the data of the next job would exceed the largest
+        amount of data for one access (`CHUNK_FLOATS`). Nothing is prepared if fewer than two jobs
+        fit, if a method selects samples, or if inputs are augmented.
 
         jobs: the next jobs, in the order in which they will begin.
         """

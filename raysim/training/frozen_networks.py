@@ -32,12 +32,14 @@ class FrozenNetworks:
         self._owners: dict[str, Context] = {}  # by copy: the job for which it was loaded last
 
     def networks(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return the networks of a copy, by name; their values are loaded once per job.
+        """Return a frozen copy of all neural networks of the run, by network name.
+
+        The values are loaded into the copy once per job.
 
         ctx: the context of the job.
-        name: the name of the copy, which the method chooses.
-        values: [layout.total], the values to load; None loads the model from which training
-        started, with the client's personal part.
+        name: the name that the method has chosen for the copy.
+        values: [layout.total], the values to load. None loads the model from which training
+        started, with the client's personal parameters.
         """
         if self._owners.get(name) is not ctx:
             # Tensors that are made in inference mode cannot be changed outside of it.

@@ -84,7 +84,11 @@ class GpuKernels(TorchFunctionMode):
         self.layout = torch.contiguous_format if has_group_norm else torch.channels_last
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` with aligned tensors; compute a 2D convolution in the fastest way."""
+        """Call `func` with tensors at memory addresses that its GPU kernels accept.
+
+        Compute a 2D convolution with the fastest kernels. PyTorch calls this method for each of its
+        functions.
+        """
         kwargs = kwargs or {}
         if func is F.conv2d and not kwargs and args[0].ndim == 4:
             return self._conv2d(*map(_align_argument, args))

@@ -142,10 +142,13 @@ def code_checksum(package: str) -> str:
 
 
 def _python_files(folders: Iterable[str] | None, origin: str | None) -> Iterable[tuple[str, Path]]:
-    """Yield the Python files of a package, each as its path in the package and its full path.
+    """Yield the path inside the package and the full path of each Python file of a package.
 
-    folders: the package's folders; None for a module, which is a single file.
-    origin: the file of a module; None or a file that does not exist yields nothing.
+    For a module, which is a single file, yield the file's name and its full path. Yield nothing if
+    this file is unknown or does not exist.
+
+    folders: the package's folders; None for a module.
+    origin: the file of a module; None if it is unknown. It is ignored if `folders` is not None.
     """
     if folders is None:
         if origin and Path(origin).is_file():
@@ -172,8 +175,8 @@ class Participants:
     def add(self, *identities: Identity) -> None:
         """Add processes to the run.
 
-        Raises UnequalWorkersError if `mixed` is False and a new process has another value of a fact
-        than an earlier process.
+        Raises UnequalWorkersError if `mixed` is False and an entry of a new process's `facts` has a
+        different value in an earlier process.
         """
         new = [identity for identity in identities if identity not in self.all]
         reference = self._reference(new)
@@ -187,10 +190,11 @@ class Participants:
         return [self.driver, *self.joined]
 
     def _reference(self, new: Sequence[Identity]) -> Mapping[str, tuple[str, Identity]]:
-        """Return for each fact its expected value, and the process that has this value.
+        """Return for each fact a pair: its expected value, and the first process that has the fact.
 
-        The expected value comes from the first process that has the fact: the driver, then the
-        other processes in the order in which they joined, then the new processes.
+        A fact is an entry of `Identity.facts`, such as a library's version. The expected value is
+        the value in this first process. The order is: the driver, then the processes that have
+        joined, then the new processes.
         new: processes that will be added to the run.
         """
         first: dict[str, tuple[str, Identity]] = {}
@@ -203,9 +207,10 @@ class Participants:
 def _check_equal(
     reference: Mapping[str, tuple[str, Identity]], identities: Sequence[Identity]
 ) -> None:
-    """Raise UnequalWorkersError if facts of a process differ from the reference.
+    """Raise UnequalWorkersError if an entry of a process's `facts` differs from the expected value.
 
-    reference: for each fact the expected value, and the process that has it.
+    reference: for each name of a fact, its expected value and a process with this value.
+    identities: the processes to check.
     """
     unequal: dict[str, list[Identity]] = {}  # by the text of their differences
     for identity in identities:
@@ -223,7 +228,11 @@ def _check_equal(
 
 
 def _describe_differences(reference: Mapping[str, tuple[str, Identity]], identity: Identity) -> str:
-    """Describe the facts of a process that differ from the reference; "" if all are equal."""
+    """Describe all facts of a process that differ from the expected values; "" if none differs.
+
+    reference: for each name of a fact, its expected value and a process with this value.
+    identity: the process to describe.
+    """
     texts = []
     for fact, value in identity.facts.items():
         expected, other = reference[fact]

@@ -112,7 +112,12 @@ class InitialWeights:
             )
 
     def _select(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return the arrays of the file that the run uses, by the tensors' full names."""
+        """Return those arrays of the weights file that the run loads, by the tensors' full names.
+
+        targets: the tensors of the run into which arrays can be loaded.
+        Raises ValueError if the file has none of them or lacks some, or if an array does not fit
+        its tensor.
+        """
         in_file = self._rename(targets)
         only = targets.within("only", self.init.only)
         redrawn = targets.within("redraw", self.init.redraw) or set()
@@ -133,11 +138,13 @@ class InitialWeights:
         return chosen
 
     def _rename(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return the arrays of the file under the names that the run's tensors have.
+        """Return the arrays of the weights file by the full names of the run's tensors.
 
-        The file may use other names, such as those of the user's own model. Its names may also
-        lack the prefix with the network's name, such as "model.".
-        Raises ValueError for names that the run does not have.
+        The file may have the full names, or the names from the user's own model. It may also have
+        names without the network's name as prefix, such as "model.".
+        targets: the tensors of the run, with all names that a file may use for them.
+        Raises ValueError if some but not all arrays of the file match no tensor of the run, unless
+        `init.only` or `init.redraw` excludes these arrays.
         """
 
         def known_names(scheme: dict[str, str]) -> int:
@@ -284,7 +291,11 @@ class _Targets:
         return full_names
 
     def _parts(self) -> list[str]:
-        """Return the names that `parts` may have: networks, and modules down to two levels."""
+        """Return the names to suggest for `init.only` and `init.redraw`.
+
+        These are the names of the networks, of their modules, and of the modules directly inside
+        these modules.
+        """
         names = {name.partition(".")[0] for name in self.tensors}
         for scheme in self.schemes[1:]:
             for name in scheme:

@@ -9,9 +9,10 @@ from raysim.training.trainer import RunningJob, Trainer
 
 
 class JobHandler(Protocol):
-    """The interface with which a loop begins and ends the jobs that it trains.
+    """The interface with which a training loop begins and ends jobs.
 
-    The loop names a job by its position in the property `numbers`, from 0.
+    The property `numbers` lists the numbers of all jobs to train. The methods get a job's position
+    in this list, from 0.
     """
 
     @property
@@ -67,9 +68,12 @@ class OneByOne:
         return range(len(numbers))
 
     def train(self, jobs: JobHandler) -> None:
-        """Train the jobs in order. Every job is ready when the earlier jobs have ended.
+        """Train the jobs one after another, in the order of `jobs.numbers`.
 
-        jobs: the object that begins and ends the jobs.
+        Jobs are not checked with `is_ready`: a job waits only for earlier jobs, and these have
+        ended.
+
+        jobs: the handler that begins and ends the jobs.
         """
         for position in range(len(jobs.numbers)):
             try:

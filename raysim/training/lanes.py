@@ -120,10 +120,10 @@ class LaneLoop(ABC, Generic[L]):
         """
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return the positions of jobs in `numbers`, in the order in which the jobs will begin.
+        """Return the order in which jobs will probably begin, as indices into `numbers`.
 
-        The order is an estimate, because jobs may make different numbers of steps.
-        numbers: the numbers of the jobs.
+        The order is an estimate, because jobs may have different numbers of steps.
+        numbers: the job numbers, which identify the jobs in the run.
         """
         order: list[int] = []
         for turn in zip_longest(*self._assign(numbers)):
@@ -156,11 +156,11 @@ class LaneLoop(ABC, Generic[L]):
             self.trainer.vector.use_storage(lane.storage)
 
     def _assign(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Divide jobs among the K lanes; return for each lane the positions in `numbers`.
+        """Divide jobs among the K lanes; return for each lane its jobs, as indices into `numbers`.
 
-        numbers: the numbers of the jobs.
         The lane of a job is (number + number // K) % K, which also spreads numbers that are
         multiples of K.
+        numbers: the job numbers, which identify the jobs in the run.
         """
         # The last bit of a result may depend on the lane, because kernels may compute the last
         # entries of a tensor in another way. Therefore the lane depends only on the job's number.

@@ -18,10 +18,11 @@ PROBE_FEATURES = 200  # the number of rows whose features a probe stores
 
 
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
-    """Score the model that a client has just trained, and the received model, in eval mode.
+    """Measure the model that a client has just trained, and the model that the client received.
 
-    The result has the trained model's accuracy on all of `rows`. For a sample of about
-    `PROBE_FEATURES` rows, it has the features of both models and the outputs of the trained model.
+    Both models are in eval mode. The result has the trained model's accuracy on all of `rows`. It
+    also has the features of both models, and the class probabilities of the trained model. They are
+    computed for about `PROBE_FEATURES` samples, drawn from `rows` with equally many of each class.
 
     trainer: the trainer, whose vector contains the trained model.
     ctx: the context of the job.

@@ -34,9 +34,11 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the global generators of `random`, NumPy and torch.
+    """Seed the global random generators of `random`, NumPy and torch.
 
-    device: the device whose generator of torch is seeded, besides that of the CPU.
+    seed: the seed of all these generators.
+    device: the device on which torch computes. Torch's generators for the CPU and for this device
+    are seeded.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -79,10 +81,14 @@ class OwnTraining:
         self.method, self.function, self.vector = method, function, vector
 
     def train(self, ctx: Context) -> LocalResult:
-        """Train the client whose model is in the vector; the vector then has the trained model.
+        """Run the user's training function for one client.
 
-        Raises LocalTrainingError if the function returns neither a `LocalResult` nor None, or if it
-        changes the shape of a tensor.
+        Before the call, the vector has the model that the client received. Afterwards it has the
+        trained model.
+
+        ctx: the context of the client's job.
+        Raises LocalTrainingError if the user's function returns neither a `LocalResult` nor None,
+        or if it changes the shape of a tensor.
         """
         seed = torch_seed(ctx.seed, "own_training", ctx.client, ctx.participation)
         try:

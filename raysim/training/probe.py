@@ -142,10 +142,12 @@ def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None
 
 
 def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
-    """Return the columns of a history row: means of the measures over all probed clients.
+    """Return columns of a history row: means of the probes' measures over all probed clients.
 
-    All clients are probed on the same rows. A measure on rows of unseen classes is weighted by the
-    client's number of such rows. `local_accuracy_worst` is not a mean, but the lowest accuracy of a
+    All clients are probed on the same samples. A class is unseen if the client has no training
+    sample of it. `unseen_probability` and `seen_share` are weighted by the client's number of
+    probed samples of unseen classes. `feature_likeness` is weighted by this number times the number
+    of samples of seen classes. `local_accuracy_worst` is not a mean, but the lowest accuracy of a
     client. A column is None if no client has a value.
     """
     accuracies = [probe.accuracy for probe in probes]

@@ -41,11 +41,11 @@ FACTS: Mapping[str, Callable[[Lane], Any]] = {
 
 @dataclass
 class Reads:
-    """The tensors and the Python values that steps have read from their clients so far.
+    """The names of the tensors and Python values of clients that steps have read so far.
 
-    entries: the tensors, ordered by their first reads. Each is a pair of the name of a table that
-    `tables_of` returns, such as "state", and a key in this table, such as "scaffold.control".
-    facts: the names of the Python values, such as "client".
+    entries: the read tensors as pairs (table, key), ordered by their first reads. An example is
+    ("state", "scaffold.control"). `tables_of` lists the tables.
+    facts: the names of the read Python values, such as "client".
     """
 
     entries: dict[Entry, None] = field(default_factory=dict)
@@ -95,15 +95,16 @@ class TrackedTable(UserDict[str, Tensor]):
 class RecordedLane(Lane):
     """A lane whose steps are recorded.
 
-    modes: maps the name of a network or module to the mode that a step of the lane's job has set
-    last: True for train mode, False for eval mode. The modes that were set last come last.
+    modes: for each network or module whose mode a step of the lane's job has set, the latest mode.
+    True means train mode, False means eval mode. The entries are in the order in which the modes
+    were set.
     """
 
     modes: dict[str, bool] = field(default_factory=dict)
     _start: Tensor | None = None
 
     def restart(self) -> None:
-        """Forget the modes and the start vector of the lane's previous job."""
+        """Forget the train or eval modes and the start vector of the lane's previous job."""
         self.modes, self._start = {}, None
 
     @property
@@ -129,17 +130,20 @@ def entry_of(lane: RecordedLane, table: str, key: str) -> Tensor | None:
 
 
 def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
-    """Return all tensors of a lane's client that a step may read, by table and key.
+    """Return all tensors of a lane's client that a step may read, by table name and key.
 
     - "state": the client state.
     - "kept": the tensors that methods keep until the end of the job (`LocalJob.scratch`).
     - "download": the tensors that methods on the server sent to the client.
     - "draws": the random tensors of the next step.
-    - `VECTORS`: the vectors of the client before its first step. "received" and "received_counters"
-      are what the client received, and "base" is the shared vector from which training starts.
-      "start" is "base" with the personal parameters; it is missing if there are none.
+    - `VECTORS`: the vectors of the client before its first step:
+      - "received" and "received_counters": the model that the server sent, as parameters and
+        integer buffers.
+      - "base": the shared vector from which training starts. It differs from "received" if a method
+        changes the model before training.
+      - "start": "base" followed by the personal parameters; missing if there are none.
 
-    In all other tables, a key is the name of a method and the name of a tensor: "method.name".
+    In all tables except `VECTORS`, a key is "method.name": the name of a method and of its tensor.
     """
     ctx = lane.ctx
     vectors = {
@@ -185,10 +189,10 @@ class RecordedContext(Context):
     tables: the tensors that the step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
     reads: the object to which the names of read tensors and Python values are added.
-    frozen_vector: function that returns the vector of a set of frozen networks. Its argument is the
-    name of the set.
-    iteration: an exit stack that is closed at the end of the step; it then undoes what `frozen` has
-    changed.
+    frozen_vector: function that returns the vector of a frozen copy of the networks. Its argument
+    is the name of the copy.
+    iteration: an exit stack that the caller closes at the end of the step. Closing it undoes the
+    changes that the method `frozen` of this context has made to frozen copies.
     """
 
     __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")
@@ -261,9 +265,10 @@ class RecordedContext(Context):
         return self._frozen[name]
 
     def changed(self) -> dict[Entry, Tensor]:
-        """Return the tensors of `state` and `kept` that hooks have set in this step.
+        """Return the tensors that hooks have set in this step, in the client state or for the job.
 
-        The keys are pairs: "state" or "kept", and the tensor's name "method.name".
+        Each key is a pair. It starts with "state" for the client state, or with "kept" for tensors
+        that a method keeps until the job's end. Then follows the tensor's name, "method.name".
         """
         changed: dict[Entry, Tensor] = {}
         for name in ("state", "kept"):

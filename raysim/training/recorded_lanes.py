@@ -1,16 +1,16 @@
-"""Record a training step as a CUDA graph, once for each lane and kind of step, and replay it.
+"""Record training steps as CUDA graphs, and replay them.
 
 Two steps are of the same kind if one recording fits both. They have the same stages, batch size and
 train or eval modes. The tensors that they read from their clients have equal shapes and dtypes. The
 Python values that they read are equal.
 
-If the next steps of all lanes are of the same kind, one recording contains a step of each lane. A
-GPU computes these steps in parallel. Otherwise each lane has its own recording. Before a replay,
-changed values are copied into the inputs of the recording. After the replay, the losses and the
-tensors that hooks have changed are copied out.
+If the next steps of all lanes are of the same kind, a single recording contains one step of every
+lane. A GPU computes these steps in parallel. Otherwise each step has a separate recording, for its
+lane and its kind. Before a replay, changed values are copied into the inputs of the recording.
+After the replay, the losses and the tensors that hooks have changed are copied out.
 
 The first step of a kind is computed without a recording, because libraries then choose kernels and
-allocate memory. It also shows which values the step reads from its client.
+allocate memory. This first step also shows which values the step reads from its client.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str,
 class RecordedLanes(LaneLoop[RecordedLane]):
     """A loop that trains K clients at once by replaying recorded steps (CUDA graphs on a GPU).
 
-    The first step of each kind is computed without a recording.
+    Steps are of the same kind if they have the same stages, batch size, train or eval modes, and
+    shapes of inputs. The first step of each kind is computed without a recording.
     """
 
     def __init__(self, trainer: Trainer, count: int):
@@ -105,9 +106,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         lane.restart()
 
     def finish(self, lane: RecordedLane) -> None:
-        """Put the networks into the train or eval modes that the lane's job has set.
+        """Put the networks into the train or eval modes that the finished job's steps have set.
 
-        The job already has its optimizers, from `prepare`.
+        A replayed step does not set these modes itself.
         """
         if self.trainer.declarations.methods:
             self.set_modes(lane.modes)
@@ -132,7 +133,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             ctx.optimizers.put(stage.name, self._optimizers[key], group.shared, stage.rate)
 
     def set_modes(self, modes: Mapping[str, bool]) -> None:
-        """Put networks and modules into these train (True) or eval modes."""
+        """Set the train or eval mode of networks and modules.
+
+        All networks are first put into train mode.
+        modes: for each name of a network or module, True for train mode or False for eval mode.
+        """
         self.trainer.set_training(True)
         set_modes(self.trainer.vector.networks, modes)
 
@@ -158,9 +163,11 @@ class RecordedLanes(LaneLoop[RecordedLane]):
                 self._iterate(keys[lanes[0].row], lanes)
 
     def _is_recorded(self, lane: RecordedLane) -> bool:
-        """Return True if steps are recorded for the size of the lane's next batch.
+        """Return True if the lane's next step shall be recorded and replayed.
 
-        A single lane records steps for all sizes, several lanes only for usual sizes.
+        With a single lane, all steps are recorded. With several lanes, only steps with usual batch
+        sizes are recorded. Usual are the full batch size, and the size of the last batch if most
+        clients have the same.
         """
         return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
 
@@ -201,7 +208,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
             self._advance(lane, loss, changed)
 
     def _compute_unrecorded(self, lane: RecordedLane) -> None:
-        """Make a lane's next step without a recording, on the client's own tensors."""
+        """Compute a lane's next step without a recording, directly on the client's tensors."""
         loss, changed = self.compute(lane, lane.next_batch, tables_of(lane), self.rate(lane))
         self._advance(lane, loss, changed)
 
@@ -210,8 +217,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     ) -> None:
         """Copy the results of a step into the lane's job.
 
-        loss: the task loss; None if no stage has it.
-        changed: the tensors that hooks have set, by table ("state" or "kept") and "method.name".
+        loss: the task loss; None if no stage has the task loss.
+        changed: the tensors that hooks have set. Each key is a pair of a table's name and
+        "method.name". The table is "state" for the client state, and "kept" for tensors that a
+        method keeps until the job's end.
         """
         for (table, key), value in changed.items():
             getattr(lane.ctx, table)[key] = value
@@ -227,11 +236,15 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         tables: Mapping[str, Mapping[str, Tensor]],
         rate: Tensor,
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
-        """Compute a lane's step with `Step`.
+        """Compute one training step of a lane.
 
-        Return the task loss (None if no stage has it), and the tensors that hooks have set in the
-        client state ("state") or keep until the job's end ("kept").
+        Return the task loss, and the tensors that hooks have set. The loss is None if no stage has
+        the task loss. The keys of the tensors are pairs of a table's name and "method.name". The
+        table is "state" for the client state, and "kept" for tensors that a method keeps until the
+        job's end.
 
+        lane: the lane whose model is trained.
+        batch: the samples of the step.
         tables: the tensors that the step may read, as `tables_of` returns them.
         rate: the learning rate, a scalar tensor.
         """
@@ -331,10 +344,11 @@ class Recording:
         return results
 
     def _compute(self) -> Sequence[Tensor]:
-        """Compute the step of each lane in a separate branch.
+        """Compute the step of each lane, on a GPU in a parallel branch of the CUDA graph.
 
-        Return one list of tensors: for each lane its loss, if it has one, and the tensors that its
-        hooks have changed. `_outputs` describes this list.
+        Return one list of tensors with the results of all lanes, lane after lane. The results of a
+        lane are its loss, if it has one, and the tensors that its hooks have changed. `_outputs`
+        describes this list.
         """
         loop, outputs = self.loop, list[Tensor]()
         self._outputs = []
@@ -350,8 +364,9 @@ class Recording:
         return outputs
 
     def _lane_inputs(self, position: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
-        """Return the inputs of a lane: its batch, and its tables as `tables_of` returns them.
+        """Return the batch of a lane, and the tensors that its step may read.
 
+        The tensors are inputs of this recording, by table and key as in the result of `tables_of`.
         position: the position of the lane among the lanes of this recording.
         """
         tables: dict[str, dict[str, Tensor]] = {
@@ -376,7 +391,12 @@ def _form(tensor: Tensor | None) -> object:
 
 @contextmanager
 def _name_method_in_errors() -> Iterator[None]:
-    """Raise an error that names the method and `runtime.graph` if a recorded step fails."""
+    """Convert errors inside the `with` statement, which computes a recorded step.
+
+    If a hook would also fail without a recording, the new error has the hook's error text.
+    Otherwise the new error names the method that failed, and asks the user to set
+    `runtime.graph=false`. A LanesError stays unchanged.
+    """
     try:
         yield
     except LanesError:

@@ -16,11 +16,11 @@ from raysim.training.transfer import MemoryCopies, to_device
 
 @dataclass(eq=False)
 class StateHandle:
-    """A handle to the final client state of a job, which is on the device or in ordinary memory.
+    """A handle to the final client state of a job, which is on the device or in CPU memory.
 
     job: the number of the job.
-    state: the state on the device; None if it was moved to ordinary memory.
-    stored: the state in ordinary memory; None if it was not copied yet.
+    state: the state on the device; None if it was moved to CPU memory.
+    stored: the state in CPU memory; None if it was not copied yet.
     """
 
     job: int
@@ -35,14 +35,17 @@ class StateHandle:
         return num_bytes(current)
 
     def copy_to_memory(self, copies: MemoryCopies) -> StoredState:
-        """Return the state in ordinary memory. Call `copies.wait` before reading it."""
+        """Return the state in CPU memory. Call `copies.wait` before reading it."""
         if self.stored is None:
             assert self.state is not None, "a state is on the device or in ordinary memory"
             self.stored = self.state.each(copies.copy)
         return self.stored
 
     def read(self) -> StoredState:
-        """Return the state in ordinary memory; wait for the copy."""
+        """Return the state in CPU memory; copy it from the device if it has no copy in CPU memory.
+
+        The copy is complete when the method returns.
+        """
         device = torch.device("cpu") if self.state is None else self.state.personal.device
         copies = MemoryCopies(device)
         stored = self.copy_to_memory(copies)
@@ -65,7 +68,7 @@ class ResidentStates:
     aggregated, the state is not committed yet.
 
     budget: the largest number of bytes on the device. If it is exceeded, the states that were not
-    used for the longest time are moved to ordinary memory.
+    used for the longest time are moved to CPU memory.
     """
 
     def __init__(self, device: torch.device, budget: float = math.inf):
@@ -109,7 +112,11 @@ class ResidentStates:
         self._device_bytes.pop(client, None)
 
     def _mark_used(self, client: int, handle: StateHandle) -> None:
-        """Mark a state as used now; move unused states to memory if the budget is exceeded."""
+        """Mark a client's state as used most recently.
+
+        If the states on the device exceed `self.budget` bytes, move states to CPU memory. The least
+        recently used states are moved first.
+        """
         if self.budget == math.inf:
             return
         assert handle.state is not None, "a state in use is on the device"

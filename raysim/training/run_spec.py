@@ -96,13 +96,14 @@ class Faults:
 class StateBudget:
     """The limits of memory for client states and replicas.
 
-    A replica is one model of a topology, with its server state. If a limit is exceeded, the states
-    or replicas that were not used for the longest time are moved. None means no limit.
+    A replica is one model of a topology, with its server state. Only client states of aggregated
+    jobs count for `budget`. If a limit is exceeded, the least recently used states or replicas are
+    moved: from memory to disk, or from the GPU to CPU memory.
 
-    budget: the GiB of committed client states that may be in memory; the others are on disk. The
-    same number limits the GiB of replicas in memory.
-    device: the GiB of client states that may be on the GPU of each worker. The others are in
-    ordinary memory.
+    budget: the GiB of client states that may be in CPU memory; further states are on disk. The same
+    number limits the GiB of replicas in CPU memory. None means no limit.
+    device: the GiB of client states that may be on the GPU of each worker; further states are in
+    CPU memory. None means no limit.
     """
 
     budget: float | None = None
@@ -115,12 +116,12 @@ class StateBudget:
 
     @property
     def bytes(self) -> float:
-        """Return `budget` in bytes; infinite if there is no limit."""
+        """The limit of client states in memory (`budget`) in bytes; infinite without a limit."""
         return math.inf if self.budget is None else self.budget * 2**30
 
     @property
     def device_bytes(self) -> float:
-        """Return `device` in bytes; infinite if there is no limit."""
+        """The limit of client states on a GPU (`device`) in bytes; infinite without a limit."""
         return math.inf if self.device is None else self.device * 2**30
 
 
@@ -135,7 +136,8 @@ class RunSettings:
     local: the settings of local training.
     evaluate: the settings of scores.
     checkpoint: the settings of checkpoints.
-    faults: when a job has failed, and how many failures a run tolerates.
+    faults: the conditions under which a job counts as failed, and the number of failures that a run
+    tolerates.
     attack: the settings of attackers.
     state: the limits of memory for client states and replicas.
     init: the settings of the initial weights.
@@ -171,6 +173,7 @@ class RunSpec:
     model: builds the model of the run.
     methods: the methods of the run, in their order; empty for FedAvg.
     data: the clients' data and the central test set.
+    settings: the seed, the number of rounds, and the settings of training, scores and checkpoints.
     device: the device on which a worker computes: "cpu", "cuda", "cuda:1" or "mps".
     threads: the number of torch's threads in a process.
     lanes: the number of clients that a worker trains at once; results depend on it in the last
@@ -183,13 +186,13 @@ class RunSpec:
     loss: the user's loss, a function that returns the loss of each sample; None uses the usual loss
     of the task, such as cross-entropy.
     own_metrics: the user's metrics, by their name in `evaluate.metrics`.
-    weights: saved initial weights; None draws all weights.
+    weights: saved initial weights; None draws all weights at random.
     size: the largest number of updates in an aggregation.
     stale: True if the schedule aggregates updates whose base version is not the current version.
-    packages: further packages whose code the run uses.
+    packages: the names of Python packages besides raysim whose code the run uses.
     selection: the rule that chooses the clients of a dispatch.
     topology: the models of the server, and how they exchange.
-    devices: the kind of each client's device, such as "phone", for methods that read it; None if
+    devices: the type of each client's device, such as "phone", for methods that read it; None if
     the fleet is not known.
     frozen: the frozen weights that all processes of a node share; None builds them in each process.
     """
@@ -294,11 +297,11 @@ def build_model(spec: RunSpec) -> nn.Module:
 
 
 def declare_run(spec: RunSpec) -> Declarations:
-    """Return what the methods of a run declare, with the run's networks.
+    """Return the declarations of a run's methods, together with the run's networks.
 
     The result is the same in every process. If the model has adapters, its frozen weights are
-    converted to the type `model.lora.base`. If `spec.frozen` is set, the networks use the arrays of
-    `spec.frozen` as frozen weights, without copies.
+    converted to the dtype `model.lora.base`. If `spec.frozen` is set, the networks use the arrays
+    of `spec.frozen` as frozen weights, without copies.
     """
     declarations = declare_as_drawn(spec)
     store_base(declarations.networks["model"], spec.model.lora, spec.dtype)
@@ -334,10 +337,10 @@ def check_base(spec: RunSpec) -> None:
 
 
 def declare_as_drawn(spec: RunSpec) -> Declarations:
-    """Return what the methods of a run declare, with the run's networks and their initial weights.
+    """Return the declarations of a run's methods, with the run's networks before conversion.
 
-    Frozen weights have the type in which they were drawn; `declare_run` also converts them to the
-    type `model.lora.base`.
+    The networks have their initial weights. Frozen weights keep the dtype with which they were
+    initialised or loaded. `declare_run` also converts them to the dtype `model.lora.base`.
     Raises ValueError if settings do not fit the data, the model or the methods.
     """
     settings, task = spec.settings, spec.task
@@ -381,7 +384,7 @@ def evaluation_of(spec: RunSpec, declarations: Declarations) -> Evaluation:
 
 
 def _check_rates(local: Local, declarations: Declarations) -> None:
-    """Raise ValueError if `local.rates` names a part that has no parameters."""
+    """Raise ValueError if `local.rates` names a module of the model without parameters."""
     names = [entry.name for entry in declarations.layout.entries if entry.parameter]
     for part in local.rates:
         if not any(is_in_part(name, part) for name in names):

@@ -116,9 +116,12 @@ class Scorer:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def client_tensors(self, task: ScoringTask, sent: StoredState | None) -> dict[str, np.ndarray]:
-        """Return the tensors of the client state of a task's client, by full name.
+        """Return the tensors of the state of the client that a task scores.
 
-        sent: this state if it is on another worker; else None.
+        The keys are the tensors' full names, such as "model.head.weight" or "method.name".
+
+        task: the task that names the client.
+        sent: the client state, if the task came with a copy from another worker; otherwise None.
         """
         state = self.states.get(task.client, task.state, sent)
         return to_named_arrays(state.each(lambda tensor: tensor.cpu().numpy()), self.layout)
@@ -142,13 +145,15 @@ class Scorer:
         return torch.cat(labels).numpy(), torch.cat(outputs).numpy()
 
     def _load(self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None) -> None:
-        """Load the model that a task scores into the trainer's vector.
+        """Load into the trainer's vector the model that a task scores.
 
-        This is the shared model with the client's personal part, changed by the methods' hooks
-        `load` and `personalise`.
+        If the task scores a client, this is the shared model with the client's personal parameters.
+        Then the methods' hooks `load` may change it. For a client, the methods' hooks `personalise`
+        may also change it, if `task.personalised` is True.
 
+        task: the task that names the client; a negative client number means no client.
         broadcast: the version to score, on the device.
-        sent: the client's state if it is on another worker; else None.
+        sent: the client state, if the task came with a copy from another worker; otherwise None.
         """
         state = self.states.initial
         if task.client >= 0:

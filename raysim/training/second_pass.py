@@ -48,7 +48,11 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 
 class RecordedOutputs(Outputs):
-    """Outputs of the first pass, with the state of torch's generator before each computation."""
+    """The outputs of the model in the first pass through a stage.
+
+    `starts` has the state of torch's random generator before the computation of each output, by the
+    output's name.
+    """
 
     __slots__ = ("starts",)
 
@@ -57,9 +61,10 @@ class RecordedOutputs(Outputs):
         self.starts: dict[str, Tensor] = {}
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the value stored as `name`; compute it at the first use.
+        """Return the output stored as `name`; compute and store it at the first use.
 
-        Before the computation, store the state of torch's generator.
+        Before computing, this method stores the state of torch's random generator in `starts`. With
+        it, a second pass can draw the same random numbers.
         """
         if self._kept.get(name) is None:
             self.starts[name] = generator_state(self.ctx.vector.data.device)
@@ -67,7 +72,7 @@ class RecordedOutputs(Outputs):
 
 
 class RepeatedOutputs(Outputs):
-    """Outputs of the second pass: computed at shifted parameters, with the same random numbers."""
+    """Outputs of the second pass: at shifted parameters, with the first pass's random numbers."""
 
     __slots__ = ("_first",)
 
@@ -76,9 +81,9 @@ class RepeatedOutputs(Outputs):
         self._first = first
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the value stored as `name`; compute it at the first use.
+        """Return the output stored as `name`; compute and store it at the first use.
 
-        The computation draws the same random numbers as in the first pass.
+        If the stage's first pass computed this output, the same random numbers are drawn again.
         """
         start = self._first.starts.get(name)
         if start is None or self._kept.get(name) is not None:
@@ -94,13 +99,13 @@ class RepeatedOutputs(Outputs):
 
 
 class SecondPass:
-    """A second pass of a stage, which begins in the same state as its first pass.
+    """A second pass through a stage, which begins in the same state as the stage's first pass.
 
     Create the object before the first pass, because it stores this state: the client state, the
-    methods' intermediate values and torch's generator.
+    methods' intermediate values and the state of torch's random generator.
 
     vector: the parameters and buffers of the networks.
-    outputs: the outputs of the first pass. They are computed after this object was created.
+    outputs: the object that will record the outputs of the first pass.
     """
 
     def __init__(self, vector: Vector, outputs: RecordedOutputs):
@@ -112,11 +117,12 @@ class SecondPass:
     def at(self, shift: Tensor, runs: Sequence[slice]) -> Iterator[Outputs]:
         """Shift parameters inside `with`; yield outputs of the model for the same batch.
 
-        Afterwards parameters, buffers (BatchNorm's statistics), client state and torch's generator
-        have the same bits as before.
+        After the `with` statement, parameters, buffers (BatchNorm's statistics), client state and
+        torch's random generator have the same bits as before.
 
-        shift: a flat tensor, which is added to the parameters in `runs`, slice after slice.
-        runs: slices of the vector.
+        shift: a flat tensor to add to the parameters. It has the values for all slices, one slice
+        after another.
+        runs: the contiguous slices of the vector that are shifted.
         """
         ctx, vector, device = self.ctx, self.vector, self.vector.data.device
         state, scratch = ctx.state, ctx.kept

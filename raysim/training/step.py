@@ -48,11 +48,12 @@ class OptimizedPart:
 class ParameterGroup:
     """The parameters that a stage trains.
 
-    params: the parameters of the networks, for which gradients are computed.
+    params: the trained parameters of the neural networks, for which gradients are computed.
     views: for each parameter a view of its slice of the vector. The optimizer changes these views.
-    runs: the contiguous slices of the vector that the parameters cover.
-    shared: the slices in `runs` that contain shared parameters.
-    parts: the parameters of each optimizer of the stage; usually there is one.
+    runs: the contiguous slices of the vector that these parameters cover. No slice has both shared
+    and personal parameters.
+    shared: the slices in `runs` with shared parameters.
+    parts: the parameters of each optimizer of the stage; usually there is one optimizer.
     """
 
     params: list[nn.Parameter]
@@ -71,7 +72,13 @@ def _find_module(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
 
 
 def set_modes(networks: Mapping[str, nn.Module], modes: Mapping[str, bool]) -> None:
-    """Put networks or modules into train mode (True) or eval mode, in this order."""
+    """Set the train or eval mode of networks and modules.
+
+    The modes are set in the order of `modes`. A module inside another module can so get a different
+    mode later.
+    networks: the neural networks by name.
+    modes: for each name of a network or module, True for train mode or False for eval mode.
+    """
     for name, training in modes.items():
         _find_module(networks, name).train(training)
 
@@ -90,7 +97,7 @@ NamedHook: TypeAlias = tuple[str, Callable[..., Any]]
 
 
 class _StepHooks:
-    """The hooks that a step calls, each with the name of its method."""
+    """The hook functions that a step calls, each in a pair with the name of its FL method."""
 
     def __init__(self, declarations: Declarations | None):
         self.batches: list[NamedHook] = []
@@ -137,8 +144,8 @@ class Step:
     usual_loss: the task's loss, a mean over the batch, which a method may replace.
     precision: the type of matrix products (autocast); None uses no autocast. Parameters and
     optimizer keep their type.
-    rates: factors by which the learning rate of parts of the model is multiplied (`local.rates`),
-    by the part, such as "head".
+    rates: for each named part of the model, such as "head", a factor for its learning rate
+    (`local.rates`); None means a factor of 1 everywhere.
     """
 
     def __init__(
@@ -312,10 +319,11 @@ class Step:
         return torch.cat([grad.reshape(-1) for grad in grads], out=self._flat_gradients[key])
 
     def optimized_tensors(self, group: ParameterGroup) -> list[Tensor]:
-        """Return the views of the vector that the optimizer of a group changes.
+        """Return the views of the parameter vector that the optimizer changes.
 
         If gradients are flat tensors (`is_flat`), there is a view for each slice in `group.runs`.
         Otherwise there is a view for each parameter.
+        group: the parameters that a stage trains.
         """
         if self.is_flat:
             return [self.vector.data[run] for run in group.runs]

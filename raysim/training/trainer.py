@@ -74,13 +74,20 @@ class RunningJob:
 
     @property
     def step_count(self) -> int:
-        """The number of optimizer steps."""
+        """The number of optimizer steps in the whole job.
+
+        It is the planned number, unless a user's training function has reported another number.
+        """
         if self.result is not None and self.result.steps is not None:
             return self.result.steps
         return self.ctx.plan.steps
 
     def loss_rows(self) -> list[int]:
-        """Return for each loss the number of rows over which it is a mean."""
+        """Return, for each loss in `losses`, the number of samples over which it is a mean.
+
+        There is a loss for each step with a stage that has the task loss. If a user's training
+        function trains, there is at most one loss, for all samples of the job.
+        """
         if self.result is not None:
             return [self.samples] if self.losses else []
         has_task = [any(stage.has_task_loss for stage in stages) for stages in self.cycle]
@@ -89,14 +96,17 @@ class RunningJob:
 
 
 class Trainer:
-    """The networks, the data and the step of one worker, which train one job at a time.
+    """A worker's networks, data and training step, which are used for one job at a time.
 
-    vector: the parameters and buffers of the networks; a job trains in it.
+    task: the task of the run, such as classification.
+    vector: the parameters and buffers of the networks. Each job loads its model into the vector and
+    trains it there.
     declarations: what the run's methods have declared.
     local: the settings of local training.
     inputs, labels: the samples of all clients, as the data set stores them.
     partition: for each client the rows of its training samples.
     pipeline: the augmentation and normalisation of inputs.
+    seed: the seed of the run.
     precision: the type of matrix products in a step (autocast); None uses no autocast.
     """
 
@@ -302,9 +312,10 @@ class Trainer:
             ctx.state |= {f"{OPTIMIZER}{key}": value for key, value in buffers.items()}
 
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
-        """Fine-tune the model in the vector with the task loss alone, on separate random streams.
+        """Fine-tune the model in the trainer's vector with the task loss alone.
 
-        Do nothing if there are no rows, or one row and the model cannot train on one row.
+        The random streams differ from those of training. Do nothing without rows. Also do nothing
+        for a single row if the model cannot train on one row, unless only the head is trained.
         client, version: the client and the scored version; they decide the random numbers.
         rows: the rows of the data set to train on.
         settings: the epochs, and whether only the head is trained (`evaluate.finetune`).
@@ -397,9 +408,9 @@ class Trainer:
         return torch.stack(list(values)).to(device).unbind()
 
     def _cycle(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return the stages of the steps of a job: a list with an entry for each step.
+        """Return a list with the stages of each step of a job; it is repeated for longer jobs.
 
-        If the job has more steps than the list has entries, the entries are used in a cycle.
+        With a list of n entries, step k of the job has the stages in entry k % n.
 
         plan: the batches of the job.
         """

@@ -55,9 +55,10 @@ _dataset_tensors: WeakValueDictionary[tuple[str, torch.device], Tensor] = WeakVa
 
 
 def dataset_on_device(dataset: Dataset, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of a data set on the device; on a CPU they are views.
+    """Return the inputs and labels of a data set as tensors on the device.
 
-    A process makes one copy and returns it in all later calls.
+    On a CPU, the tensors are views of the data set's arrays. For any other device, the first call
+    in a process copies the arrays. Later calls in this process return the same tensors.
     """
     # Other processes have their own copies, because shared GPU memory is lost when the process that
     # allocated it dies.
@@ -82,9 +83,9 @@ def read_scalars(values: Sequence[Tensor]) -> list[float]:
 
 
 class MemoryCopies:
-    """Copies of tensors to ordinary memory, made while the device works.
+    """Copies of tensors from a device to CPU memory.
 
-    They are complete after `wait`.
+    A CUDA device can compute while it copies. All copies are complete after `wait`.
     """
 
     def __init__(self, device: torch.device):
@@ -92,7 +93,11 @@ class MemoryCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, tensor: Tensor) -> np.ndarray:
-        """Start to copy a tensor, which must not change; return the array (on a CPU, a view)."""
+        """Start to copy a tensor to CPU memory, and return the array with the copy.
+
+        The array has all values only after `wait`, and nobody may change the tensor before. For a
+        tensor on the CPU, return a view without a copy; the tensor must then never change.
+        """
         if not has_own_memory(tensor.device):
             return tensor.numpy()
         if self._stream is None:

@@ -30,10 +30,11 @@ _NO_COUNTERS = np.empty(0, np.int64)
 
 
 class NotFiniteError(FloatingPointError):
-    """The error of a client whose update or state has values that are nan or infinite.
+    """The error for a client whose update or client state has values that are nan or infinite.
 
-    entry: the full name of the tensor that is not finite, "method.name". "method." means a value
-    from a method's own training, and "" means parameters, buffers or losses.
+    entry: the full name "method.name" of the tensor that is not finite. If a method's training
+    function made such values, `entry` is only the method's name and a dot. It is "" for parameters,
+    buffers or losses after raysim's training.
     """
 
     def __init__(self, text: str, entry: str = ""):
@@ -58,9 +59,12 @@ def _row_weights(rows: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class UpdateBuilder:
-    """The part of a worker that makes the updates and failures of its jobs.
+    """The object with which a worker makes the updates and failures of its jobs.
 
-    copies: copies values from the device; the caller waits for them.
+    spec: the description of the run.
+    trainer: the trainer whose vector has the trained model.
+    copies: copies tensors from the device to CPU memory. The user of an UpdateBuilder must call
+    `copies.wait()` before reading an update's arrays.
     worker: the worker's name.
     """
 
@@ -161,11 +165,11 @@ class UpdateBuilder:
     ) -> tuple[float, float]:
         """Check that an update is finite; return its mean loss and the norm of its delta.
 
-        The mean is over the trained rows. The vector's buffers and personal part are checked, too.
-        The check waits for the device only once.
+        The mean is over all trained rows. Buffers and personal parameters in the trainer's vector
+        are checked, too. The check waits for the device only once, unless a sum is not finite.
 
-        losses: the task loss of each step that has one.
-        loss_rows: for each of these losses, the number of rows over which it is a mean.
+        losses: the task loss of each step that has a task loss.
+        loss_rows: for each entry of `losses`, the number of rows over which it is a mean.
         delta: [layout.shared], the trained minus the received vector.
         upload: the tensors that methods send, by "method.name".
         Raises NotFiniteError, or ValueError for a norm above `faults.norm`.
