@@ -25,7 +25,7 @@ class StateHandle:
 
     job: int
     state: ClientState[Tensor] | None  # None: it is not on the device any more
-    stored: StoredState | None = None  # None: it was not copied to ordinary memory yet
+    stored: StoredState | None = None  # None: it was not copied to CPU memory yet
 
     @property
     def size(self) -> int:

@@ -1,6 +1,6 @@
-"""Copy tensors between a device and ordinary memory, with few waits for the device.
+"""Copy tensors between a device and CPU memory, with few waits for the device.
 
-On a CPU, device memory is ordinary memory, and nothing is copied.
+If the device is a CPU, nothing is copied.
 """
 
 from __future__ import annotations
