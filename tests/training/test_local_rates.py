@@ -109,6 +109,12 @@ def test_learning_rate_of_a_module_path_overrides_that_of_the_head() -> None:
     assert {rate for _, _, rate in recorder.moves} == {0.1, 0.0}
 
 
+def test_equal_rates_of_all_modules_equal_a_larger_learning_rate() -> None:
+    _, ours = trained(Local(rates={"head": 2.0, "body": 2.0}, **LOCAL))
+    _, larger = trained(Local(**{**LOCAL, "lr": 0.2}))
+    assert same(ours, larger)
+
+
 def test_muon_equals_torch_with_adamw_for_vectors() -> None:
     recorder, ours = trained(Local(optimizer="muon", weight_decay=0.01, **LOCAL))
 

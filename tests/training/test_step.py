@@ -22,7 +22,7 @@ from raysim.api.setup import Setup
 from raysim.training.step import Step, gradients
 from raysim.training.worker import Worker
 from raysim.vectors.layout import Vector, plan_layout
-from raysim.vectors.optimizer import LocalOptimizer, Optimizers, OptimizerSettings
+from raysim.vectors.optimizer import LocalOptimizer, Optimizers, OptimizerSettings, orthogonalized
 
 SHAPES = ((3, 4), (4,), (2, 4), (2,))
 
@@ -108,6 +108,13 @@ def test_muon_equals_pytorch_bit_for_bit() -> None:
         reference.step()
         mine.step(ours, grads, rate)
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_orthogonalized_does_not_change_its_argument() -> None:
+    matrix = torch.randn((4, 3), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    before = matrix.clone()
+    orthogonalized(matrix)
+    assert torch.equal(matrix, before)
 
 
 # --- the step on a small network ------------------------------------------------------------------
