@@ -106,12 +106,12 @@ class Mixup(Method):
         run.draw("permutation", self.draw_partners)
 
     def draw_weights(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw the weight lam of each batch."""
+        """Return the weight lam of each batch: a scalar tensor for each batch."""
         weights = generator.beta(self.alpha, self.alpha, size=job.plan.steps)
         return torch.from_numpy(weights).unbind()
 
     def draw_partners(self, job: LocalJob, generator: np.random.Generator) -> Sequence[Tensor]:
-        """Draw the partner of each sample of each batch."""
+        """Return a random permutation for each batch: int64 [B], each sample's partner."""
         return [torch.from_numpy(generator.permutation(size)) for size in job.plan.sizes]
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:

@@ -105,9 +105,10 @@ class Moon(Method):
         return Classifier(nn.Sequential(base.extractor, *projection), self.out, base.num_classes)
 
     def setup(self, run: Setup) -> None:
-        """Declare the client state: the client's previous models, of which there are none at first.
+        """Declare the client state: the vectors of the client's previous models.
 
-        The state is [models, layout.total], with at most P models.
+        The state is [count, layout.total], where count is at most the setting `previous`. Before
+        the client's first job it has no entries.
         """
         run.needs("features")
         if self.mu:
@@ -137,7 +138,7 @@ class Moon(Method):
         return loss + self.mu * contrast
 
     def end(self, job: LocalJob) -> None:
-        """Store the trained model as a previous model. Keep only the last P models."""
+        """Store the trained model as a previous model. Keep only the last `previous` models."""
         if self.mu:
             previous = job.state["previous"].to(job.params)
             models = torch.cat([previous, job.params.unsqueeze(0)])

@@ -21,8 +21,9 @@ Departures from the paper
   methods add are always loaded.
 - strategy=no_bn keeps on the client all modules whose type is BatchNorm, as FedBN does;
   strategy=no_classifier keeps the head.
-- A client's first job loads the whole shared model. If all clients have their first job in the same
-  round, strategy=none is local training, and strategy=no_bn is FedBN.
+- A client's first job loads the whole shared model; with strategy=none, later jobs load no layer.
+  If all clients have their first job in the same round, strategy=none is local training, and
+  strategy=no_bn is FedBN.
 - The policy is trained on the client's samples without augmentation, with the task loss alone. The
   model is in eval mode, and BatchNorm's running statistics are mixed, too.
 - FedProx, SCAFFOLD and MOON use the mixed model as the received model. But an update is the trained
@@ -100,8 +101,8 @@ def partial_initialize(
 
     global_layers: the received values of each of L layers.
     local_layers: the client's values of each layer.
-    load_global: [L], the share of the received values in the mixture of each layer; or bool, True
-    for the received values and False for the client's values.
+    load_global: [L], from 0 to 1, the weight of the received values in the mixture of each layer;
+    or bool, True for the received values and False for the client's values.
     """
     layers = []
     if load_global.dtype == torch.bool:
@@ -198,7 +199,7 @@ class PartialFed(Method):
             )
 
     def setup(self, run: Setup) -> None:
-        """Keep the trained model on the client, and the logits of a learnt policy."""
+        """Declare the client state: the trained model, and the logits of a learnt policy."""
         run.needs("gradients")
         layers = model_layers(plan_layout({"model": run.model}), run.model)
         run.client_state("model", lambda samples: torch.empty(0))
@@ -217,9 +218,9 @@ class PartialFed(Method):
             )
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of training the policy, as a number of trained samples.
+        """Return the cost of training the policy in a job, as a number of trained samples.
 
-        A client's first job costs nothing, because it has no layers to choose from.
+        It is 0 in a client's first job. This job loads all layers, so it does not train the policy.
         """
         if not job.earlier_jobs:
             return 0.0
@@ -241,7 +242,7 @@ class PartialFed(Method):
             received.copy_(_mix(counters, layers, mask, received, job.state["counters"]))
 
     def end(self, job: LocalJob) -> None:
-        """Keep the trained model."""
+        """Store the trained model and the job's base version as client state."""
         counters = job.vector.counters[: job.layout.shared_counters]
         job.state["model"] = job.vector.shared.clone()
         job.state["counters"] = counters.clone()
@@ -380,9 +381,11 @@ def _mix(
 def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Tensor]:
     """Return the model's shared tensors by path, as mixtures of received and previous values.
 
-    The previous values are those that the client trained last.
+    The previous values are those that the client trained last. The result is differentiable with
+    respect to `shares`.
     layers: the paths of the model's L layers.
-    shares: [L], the share of the received values in the mixture of each layer. Gradients reach it.
+    shares: [L], from 0 to 1: the weight of a layer's received values. The previous values have 1
+    minus this weight.
     """
     entries = [
         entry for entry in job.layout.entries if entry.network == "model" and not entry.personal

@@ -66,7 +66,11 @@ class PFedAvg(Method):
         self.adapt_epochs = int(at_least("method.pfedavg.adapt_epochs", adapt_epochs, 0))
 
     def setup(self, run: Setup) -> None:
-        """Keep the trained model on the client, or let evaluation fine-tune the shared one."""
+        """Declare how clients get the models with which they are scored.
+
+        With mode="after_local", this is the trained model, which the client keeps as client state.
+        With all other modes, the shared model is fine-tuned on the client's data before scoring.
+        """
         if self.mode == "after_local":
             run.client_state("model", lambda samples: torch.empty(0))
             return

@@ -17,8 +17,8 @@ Departures from the paper
   clipping and corrections of other methods also apply.
 - f includes the terms that other methods add to the loss.
 - If local.lr * lam is above 1, w overshoots theta.
-- BatchNorm's running statistics are updated in the forward passes at w only. theta is scored with
-  the running statistics that the client had after its last job.
+- On each batch, only the first forward pass, where theta = w, updates BatchNorm's running
+  statistics. theta is scored with the running statistics that the client had after its last job.
 - beta applies to parameters only; buffers are averaged.
 - A client that never trained is scored with the shared model.
 """
@@ -85,7 +85,10 @@ class PFedMe(Method):
         self.beta = above("method.pfedme.beta", beta, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Keep a personal model [layout.total] on the client, empty at first."""
+        """Declare the client state: the vector of the personal model, [layout.total].
+
+        Before the client's first job the state has no entries.
+        """
         run.client_state("theta", lambda samples: torch.empty(0))
         if self.beta == 1:
             run.skip("step")
@@ -100,7 +103,7 @@ class PFedMe(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start the personal model from the model with which training starts."""
+        """Initialise the personal model with a copy of the parameters that the job starts with."""
         job.scratch["theta"] = job.params.clone()
 
     def perturb(

@@ -133,7 +133,11 @@ class PseudoData:
         )
 
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Return {"pool": means of the client's samples}, which the client sends before round 0."""
+        """Return the means of samples that a client sends before round 0.
+
+        The result is {"pool": means}, with means [means_per_client, ...]. Each mean is over
+        `samples_per_mean` samples of the client.
+        """
         size = self.means_per_client, self.samples_per_mean
         return {"pool": client_means(client, size, self.sources)}
 
@@ -148,7 +152,11 @@ class PseudoData:
             server.state["pool"] = self.draw(server)
 
     def draw(self, server: ServerView) -> Tensor:
-        """Draw B of the stored means without replacement, or make B means of the public set."""
+        """Return the means that the server sends to clients, [rows, ...].
+
+        With kind="rsm", they are drawn without replacement from the stored means of the clients.
+        With kind="mixture", they are computed from samples of the public set.
+        """
         generator = server.stream("pseudo")
         if self.kind == "mixture":
             assert self.proxy is not None
@@ -162,8 +170,9 @@ class PseudoData:
         return pool[generator.choice(len(pool), size=self.rows, replace=False)]
 
     def draw_fresh(self, job: LocalJob) -> Tensor:
-        """Make B means of samples of all clients.
+        """Return means of clients' samples for a job, [rows, ...].
 
+        Each mean is over `samples_per_mean` samples of one client, which is drawn from all clients.
         All jobs with the same base version get equal means.
         """
         return fresh_means(job, (self.rows, self.samples_per_mean), self.sources)
@@ -193,8 +202,8 @@ def client_means(client: Contribution, size: tuple[int, int], sources: str) -> n
     """Return means of the client's own samples, drawn with replacement: [size[0], ...].
 
     size: the number of means, and the number of samples in each mean.
-    sources: "classes" draws each of the client's classes equally often; with other values, each
-    sample is drawn equally often.
+    sources: with "classes", all of the client's classes have the same probability. With "balanced"
+    and "unbalanced", all samples have the same probability.
     """
     if sources == "classes":
         chances = class_chances(client.labels.cpu().numpy())
@@ -252,8 +261,9 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
 
     Each mean is over samples of one client. All jobs with the same base version get equal means.
     size: the number of means, and the number of samples in each mean.
-    sources: "unbalanced" draws clients in proportion to their samples; other values draw clients
-    equally often. "classes" also draws each class of a client equally often.
+    sources: with "unbalanced", a client's probability is in proportion to its samples. With
+    "balanced" and "classes", all clients have the same probability. With "classes", all classes of
+    the drawn client have the same probability, otherwise all of its samples have.
     """
     generator = stream(job.seed, "fedbr.fresh", job.version)
     ends = _interval_ends(job.partition, sources != "unbalanced")
@@ -283,7 +293,10 @@ def _interval_ends(partition: CSR, is_uniform: bool) -> np.ndarray:
 
 
 def check_pseudo_batch(run: Setup, rows: int) -> None:
-    """Raise ValueError if the model cannot train on a pseudo-batch of one row."""
+    """Raise ValueError if `rows` is 1 and the model cannot train on a batch of one row.
+
+    rows: the number of rows in a batch of pseudo-data.
+    """
     if rows > 1:
         return
     layer = refusing_layer(run.model, run.task.example)
@@ -303,13 +316,13 @@ def proxy_means(
     generator: np.random.Generator,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return means [size[0], ...] of training samples of a public set, as `proxy` normalises them.
+    """Return means of normalised training samples of a public set, [size[0], ...].
 
-    proxy: the source of the set, with the mean and the deviation of its channels.
-    dataset: the data set that `proxy` builds.
+    proxy: the source of the public set; its mean and deviation normalise the samples.
+    dataset: the public set, which `proxy` has built.
     size: the number of means, and the number of samples in each mean.
-    sources: "unbalanced" draws each sample equally often; other values draw each class equally
-    often.
+    sources: with "unbalanced", all samples have the same probability. With "balanced" and
+    "classes", all classes have the same probability.
     generator: the generator that draws the samples.
     dtype: the dtype of the means.
     """
@@ -324,10 +337,12 @@ def proxy_means(
 
 
 def check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
-    """Raise ValueError for a public set whose images, mean or deviation do not fit the data.
+    """Raise ValueError if a public set does not fit the data on which the run trains.
 
+    Its images must have the shape of the run's images. The mean and the deviation of `proxy` must
+    have one value, or one value for each channel.
     proxy: the source of the public set, with the mean and the deviation of its channels.
-    dataset: the data set that `proxy` builds.
+    dataset: the public set, which `proxy` has built.
     """
     shape, (channels, *size) = dataset.shape, run.task.shape
     run.require(

@@ -59,7 +59,7 @@ def divisor(
     It is the sum of w (1 + q c / F) over the clients. Each sequence has one number for each client.
     weights: w, the client's weight times F^q.
     losses: F, the loss of the received model on the client's data.
-    curvatures: c, the squared norm of the client's update divided by the learning rate.
+    curvatures: c = |u|^2 / lr, with u the client's update and lr the job's learning rate.
     q: the power of the loss.
     """
     total = 0.0
@@ -89,16 +89,17 @@ class QFedAvg(Method):
         run.upload("curvature", 1)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a forward pass of each sample, as a number of trained samples.
+        """Return the cost of measuring a client's loss, as a number of trained samples.
 
-        A forward pass costs a third of the training of a sample.
+        This is one forward pass over all samples of the client. A forward pass over one sample
+        costs a third of a trained sample.
         """
         return FORWARD * job.samples
 
     def end(self, job: LocalJob) -> None:
         """Upload the loss of the received model, and the curvature.
 
-        The curvature is the squared norm of the update, divided by the learning rate.
+        The curvature is |u|^2 / lr, with u the update and lr the job's learning rate.
         """
         trained = job.layout.trained
         moved = job.params[:trained] - job.broadcast[:trained]

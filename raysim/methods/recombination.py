@@ -1,4 +1,4 @@
-"""Combine updates with matrices of coefficients, or parameter by parameter, for server rules."""
+"""Functions for server rules: mix updates by a matrix, or apply a rule to each parameter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from raysim.vectors.gram import Granularity, gram_matrix, linear_combination, st
 
 
 def parameters_of(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
-    """Return the trainable parameters of each update, [layout.trained], as views."""
+    """Return the changes of the trainable parameters in each update, as views [layout.trained].
+
+    The changes of buffers are left out.
+    """
     return [delta[: server.layout.trained] for delta in aggregation.deltas]
 
 
 def weighted_rows(aggregation: Aggregation, server: ServerView) -> list[Tensor]:
-    """Return the trainable parameters of each update whose weight is not 0, as views.
+    """Return the changes of the trainable parameters in each update whose weight is not 0.
 
-    Each view is [layout.trained]. Raises ValueError if all weights are 0.
+    Each is a view [layout.trained] of an update. Raises ValueError if all weights are 0.
     """
     rows = parameters_of(aggregation, server)
     weighted = [row for row, weight in zip(rows, aggregation.weights, strict=True) if weight]

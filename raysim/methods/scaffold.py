@@ -93,11 +93,11 @@ def updated_control_variate(
 def server_control_variate(
     server_control: Tensor, control_deltas: Tensor, num_clients: int
 ) -> Tensor:
-    """Return the server's next control variate [d].
+    """Return the server's next control variate [d]: server_control + total / num_clients.
 
-    It is server_control plus the sum of the participants' changes, divided by the number of
-    clients.
+    total is the sum of `control_deltas` over the participants.
 
+    server_control: [d], the server's control variate.
     control_deltas: [m, d], the change of each participant's control variate.
     num_clients: the number of all clients, absent clients included.
     """

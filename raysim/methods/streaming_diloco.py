@@ -3,7 +3,8 @@
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
 Free Lunch" (2025), Algorithm 2. It builds on DiLoCo (Douillard et al. 2023): AdamW on the clients,
 and Nesterov's momentum on the server. With P fragments, a job that starts from version v sends
-fragment v mod P. This fragment is *due* in version v. Symbols:
+fragment v mod P. This fragment is *due* in version v. A client whose last job started from version
+u receives the fragments that were due in the versions u to v - 1. Symbols:
 
     x, u        the server's model and its momentum
     beta, eta   the factor of the momentum, and the server's learning rate
@@ -14,22 +15,23 @@ fragment v mod P. This fragment is *due* in version v. Symbols:
 
 Algorithm:
 
-    receive     the fragments that were due since the client's last job: l_p <- x_p,  g_p <- x_p
+    receive     l_p <- x_p,  g_p <- x_p for the fragments p due in the versions u to v - 1
     train       l <- AdamW(l), all fragments
     send        D_p = l_p - g_p for p = v mod P
     aggregate   d_p = sum_i w_i D_i,p / sum_i w_i,   u_p <- beta u_p + d_p
                 x_p <- x_p + eta (d_p + beta u_p)
 
-A client keeps its own values of the fragments that are not due.
+A client keeps its values of all other fragments.
 
 Departures from the paper
 - Training waits while a fragment is exchanged (tau = 0). Clients replace their values by the
   received ones, and do not mix them (alpha = 0).
-- Values travel as floats of 32 bits, not 4.
+- A value travels as a float of 32 bits; the paper's have 4 bits.
 - Updates of one aggregation may be stale and belong to several fragments. Each fragment moves by
   the mean of the updates that belong to it.
-- The traffic is an estimate: it assumes that a client with k earlier jobs trained from the versions
-  0 to k - 1.
+- The number of floats that a client receives is an estimate, because it is computed without the
+  versions of the client's earlier jobs. It assumes that k earlier jobs started from the versions 0
+  to k - 1.
 """
 
 from __future__ import annotations
@@ -65,9 +67,10 @@ WHOLE_MODEL_METHODS = (
 def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[slice, ...], ...]:
     """Return the slices of the vector that belong to each fragment.
 
-    A fragment consists of whole layers. A parameter's name up to the first number is the name of
-    its layer, such as "model.net.blocks.0". If the name has no number, the parameter's module is
-    its layer. If there are fewer layers than fragments, some fragments are empty.
+    A fragment consists of whole layers. The name of a layer is the name of its parameters, up to
+    and including the first number, such as "model.net.blocks.0". If a parameter's name has no
+    number, its module is its layer. If there are fewer layers than fragments, some fragments are
+    empty.
 
     count: the number of fragments.
     pattern: with "strided" layer i belongs to fragment i mod count; with "sequential" each fragment
@@ -88,8 +91,8 @@ def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[sl
 def _layer_name(name: str) -> str:
     """Return the name of the layer to which a parameter belongs.
 
-    It is the parameter's name up to the first number. If there is no number, it is the name of the
-    parameter's module.
+    It is the parameter's name, up to and including the first number. If there is no number, it is
+    the name of the parameter's module.
     """
     numbered = re.match(r".*?\.\d+(?=\.)", name)
     return numbered.group() if numbered else name.rpartition(".")[0]
@@ -162,8 +165,8 @@ class StreamingDiLoCo(Method):
     def _floats_down(self, layout: Layout, job: Participation) -> int:
         """Return how many floats a client receives in a job.
 
-        It receives the whole model in its first job. Later it receives the fragments that were due
-        since its last job.
+        In its first job, it receives the whole model. In a later job it receives the fragments that
+        were due in versions from its last job's base version on, without the current version.
         """
         if not job.earlier_jobs:
             return layout.trained
@@ -175,8 +178,8 @@ class StreamingDiLoCo(Method):
     def begin(self, job: LocalJob) -> None:
         """Start from the client's own model, updated with fragments of the received model.
 
-        These are the fragments that were due since the client's last job. The first job starts from
-        the received model.
+        These are the fragments that were due in versions from the last job's base version on,
+        without the current version. The first job starts from the received model.
         """
         trained = job.layout.trained
         version = int(job.state["version"])
@@ -193,7 +196,11 @@ class StreamingDiLoCo(Method):
         job.scratch["received"] = received
 
     def end(self, job: LocalJob) -> None:
-        """Keep the trained model, and leave only the change of one fragment in the update."""
+        """Store the trained model as client state; reduce the update to one fragment.
+
+        This is fragment v mod P, with v the job's base version and P the number of fragments. For
+        all other parameters, the update is 0.
+        """
         trained, fragment = job.layout.trained, job.version % self.fragments
         received: Tensor = job.scratch["received"]
         params = job.params[:trained]

@@ -23,8 +23,8 @@ Departures from the paper
 - The noise comes from the authors' simple noise generator. They also use an untrained StyleGAN,
   which is left out here. The authors clip the noise to [0, 1]; here each channel of all virtual
   images is standardised.
-- Crops are padded with zeros after the standardisation. A step draws its virtual images without
-  replacement.
+- A step draws its virtual images without replacement, pads them with zeros and crops them. The
+  zeros are added after the standardisation.
 - If another method changes the inputs (Mixup, FedMix), only the changed images are classified. A
   second forward pass computes the features of the unchanged images and the virtual ones, as in
   FedBR's code. This pass updates BatchNorm's statistics, too.
@@ -150,10 +150,13 @@ PADDING = 4
 
 
 class Doubled(Classifier):
-    """A classifier with two outputs for each class; in evaluation the larger one is used."""
+    """A classifier with two outputs for each class: one for real and one for virtual images."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all outputs [B, 2C] in training, and the larger ones [B, C] in evaluation."""
+        """Return all outputs [B, 2C] in training; in evaluation, one output for each class, [B, C].
+
+        Outputs c and C + c belong to class c. In evaluation, the result is the larger of the two.
+        """
         logits = super().forward(x)
         if self.training:
             return logits
@@ -201,7 +204,10 @@ class Vhl(Method):
 
     # --- before the run ------------------------------------------------------------------------
     def model(self, task: Task, model: nn.Module) -> nn.Module:
-        """With label_mode="extra", add an output for the virtual images of each class."""
+        """With label_mode="extra", give each class a second output, for virtual images.
+
+        With label_mode="shared", return the model unchanged.
+        """
         base = cast(Classifier, model)
         if self.label_mode == "shared":
             return base
@@ -244,7 +250,8 @@ class Vhl(Method):
         """Return the cost of training on the virtual samples, as a number of trained samples.
 
         Each batch is assumed to have as many virtual as real samples. If another method changes the
-        inputs, the cost is double, because the real samples also have a second pass.
+        inputs, the result is twice the number of the job's samples. Then the unchanged real samples
+        make a second forward and backward pass, together with the virtual ones.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0
