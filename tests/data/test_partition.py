@@ -334,6 +334,7 @@ def test_pickled_partition_is_equal_and_rows_of_a_client_are_not_copied() -> Non
         (lambda: DomainClass([[0, 1], [1]]), r"partition.groups=\[\[0, 1\], \[1\]\]"),
         (lambda: DomainClass([[-1, 1]]), r"partition.groups=\[\[-1, 1\]\]"),
         (lambda: split(DomainClass([[0], [10]])), r"partition\.groups .*class 10"),
+        (lambda: split(DomainClass([[0, 10], [1]])), r"partition\.groups .*class 10"),
         (
             lambda: split(Shards(1001, 2)),
             r"2002 .* 2000.*partition\.clients=1000",

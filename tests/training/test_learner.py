@@ -15,11 +15,14 @@ from raysim.api.declarations import Local, Task
 from raysim.api.learner import Learner, LearnerNetwork, Parameters
 from raysim.api.local_job import LocalJob
 from raysim.api.local_training import LocalResult
+from raysim.api.method import Method
 from raysim.api.setup import Setup
 from raysim.learners import SklearnLinear
 from raysim.methods.ditto import Ditto
+from raysim.methods.fedala import FedALA
 from raysim.methods.fedbuff import FedBuff
 from raysim.methods.fedprox import FedProx
+from raysim.methods.partialfed import PartialFed
 from raysim.primitives.errors import RefusedError
 from raysim.simulation.schedule import Schedule
 
@@ -96,9 +99,12 @@ def test_learner_gives_the_same_bits_on_two_workers(schedule: Schedule) -> None:
     assert one.rows[0]["centroids.classes"] > 0
 
 
-def test_learner_refuses_methods_that_need_gradients() -> None:
-    with pytest.raises(ValueError, match=r"'ditto'.*'centroids'"):
-        run(run_spec(Centroids(), Ditto()), rounds=1)
+@pytest.mark.parametrize(
+    "method", [Ditto(), FedALA(), PartialFed()], ids=lambda method: method.name
+)
+def test_learner_refuses_methods_that_need_gradients(method: Method) -> None:
+    with pytest.raises(ValueError, match=rf"'{method.name}'.*'centroids'"):
+        run(run_spec(Centroids(), method), rounds=1)
 
 
 @pytest.mark.parametrize(
