@@ -137,9 +137,9 @@ class Worker(SeparateSums):
         self.states.release(clients)
 
     def profile(self) -> WorkerTrack:
-        """Return the times of the calls of this worker since the last call of `profile`.
+        """Return the wall and CPU times of this worker since the last call of `profile`.
 
-        The times are divided by kind of work.
+        The result has separate times for each kind of work.
         """
         assert self.spans is not None, "only a run with profile=true asks for it"
         calls = [(span.start, span.stop) for span in self.spans.calls]
@@ -167,15 +167,16 @@ class Worker(SeparateSums):
         versions: int,
         *values: PublishedVersion | StoredState | None,
     ) -> TrainingResult | tuple[TrainingResult | StateHandle, ...]:
-        """Train jobs, and sum their updates where this is possible.
+        """Train jobs. Add up the updates of each group of jobs.
 
-        Jobs that start from an earlier version are trained first. Return a `TrainingResult`, whose
-        updates are in the order of `jobs`. If clients have states, return a tuple of the
-        `TrainingResult` and the final client state of each job. A failed job ends with the client
-        state from which it started.
+        The jobs are trained in the order of the versions from which they start, the lowest version
+        first. Return a `TrainingResult`, whose updates are in the order of `jobs`. If clients have
+        states, return a tuple of the `TrainingResult` and the final client state of each job. A
+        failed job ends with the client state from which it started.
 
-        groups: each is a tuple with the numbers of some jobs. This worker sums the deltas (changes
-        of the parameters) of these jobs. The result then has the sum in place of the single deltas.
+        groups: each group is a tuple of job numbers (`Job.number`). This worker adds up the deltas
+        (changes of the parameters) of a group's jobs. The result then has the sum in place of the
+        single deltas.
         versions: how many published versions are in `values`.
         values: first the published versions from which the jobs start. If clients have states, an
         entry for each job follows: the client state from which the job starts, or None if this
@@ -247,9 +248,11 @@ class Worker(SeparateSums):
     def client_tensors(
         self, task: ScoringTask, sent: StoredState | None = None
     ) -> dict[str, np.ndarray]:
-        """Return the tensors of the client state of a task's client, by full name.
+        """Return the tensors of the client state of the client that the task scores.
 
-        sent: this state, or None if it is on this worker.
+        The keys of the result are the full names of the tensors in the client state.
+
+        sent: the client state, if it was sent with the call. None means that this worker has it.
         """
         return self.scorer.client_tensors(task, sent)
 
@@ -269,14 +272,15 @@ _JobResult = tuple[Update | Failure, StateHandle | None]
 
 
 class _TrainingCall:
-    """Jobs of one call of `Worker.train` that are trained together.
+    """Some jobs of a call of `Worker.train` that are trained together.
 
-    All jobs start from versions with the same number of earlier aggregations, so they have the same
-    learning rate. If the topology has several replicas, these versions may be different vectors.
+    The versions from which these jobs start come from equally many aggregations, so all jobs have
+    the same learning rate. If the topology has several replicas, these versions may be different
+    vectors.
 
-    published: the versions that the jobs start from, by the number of the version.
-    sent: the client state of each job that was sent with the call; None for a state that is on this
-    worker. The whole argument is None in a run without client states.
+    published: the versions from which the jobs start. The key is the number of the version.
+    sent: for each job, the client state that was sent with the call, or None if this worker has the
+    state. In a run without client states, `sent` itself is None.
     sums: the sums to which the jobs' deltas are added.
     """
 

@@ -1,4 +1,4 @@
-"""Find the client state that a job or an evaluation starts from on a worker."""
+"""Find the client state on this worker from which a job, or the scoring of a client, starts."""
 
 from __future__ import annotations
 
@@ -43,10 +43,13 @@ class WorkerStates:
         ]
 
     def get(self, client: int, job: int, sent: StoredState | None) -> ClientState[Tensor]:
-        """Return the state of a client at the end of one of its jobs, on the device.
+        """Return the state that a client had when one of its jobs ended.
+
+        The tensors of the result are on the worker's torch device.
 
         job: the number of this job; -1 returns the client's initial state.
-        sent: this state, if it was sent with the call; else None.
+        sent: the state, if it was sent with the call of the worker. None means that this worker has
+        it.
         """
         if job < 0:
             return self._initial_of(client)
@@ -76,9 +79,10 @@ class WorkerStates:
         return ClientState(self.initial.personal, self.initial.counters, methods)
 
     def _stored_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype to store a tensor in: the run's dtype for tensors of floats.
+        """Return the dtype in which a tensor of a client state is stored.
 
-        Python numbers, whose names end in "#float", and all other tensors keep their dtype.
+        A tensor of floats is stored in the run's dtype. All other tensors keep their dtype. So do
+        Python floats that a method keeps in the client state; their names end in "#float".
         """
         is_number = name.endswith("#float")
         return self._dtype if tensor.is_floating_point() and not is_number else tensor.dtype

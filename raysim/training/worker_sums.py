@@ -57,10 +57,11 @@ class WorkerSums:
 
 
 class GroupSum:
-    """The sum of one part of the summation tree, whose leaves may be added in any order.
+    """The sum of a subtree of the summation tree. Its leaves may be added in any order.
 
-    count: the number of leaves.
-    total: the sum, after the last leaf; None if all leaves are missing.
+    count: the number of leaves of the subtree.
+    total: the sum of the leaves, which is set when the last leaf was added. It is None before, and
+    if all leaves are missing because their jobs failed.
     """
 
     def __init__(self, count: int):
@@ -108,7 +109,7 @@ class GroupSum:
 def _add_product(delta: Tensor, weight: float, others: Sequence[Tensor], total: Tensor) -> None:
     """Add weight * delta + others[0] + others[1] + ... to `total` [d], in place.
 
-    The product and every sum are rounded one by one.
+    The product is rounded before it is added, and every addition is rounded, too.
     """
     if total.device.type != "cpu" or len(delta) <= BLOCK:
         _add_all(delta * weight, others, total)
@@ -128,9 +129,11 @@ def _add_all(value: Tensor, others: Sequence[Tensor], total: Tensor) -> None:
 
 
 class SeparateSums:
-    """The part of a worker that returns each sum as a separate value.
+    """The functions of a worker that return each sum of updates as a separate value.
 
-    Ray can then keep a sum on the worker's node until the node's sums are added up.
+    Ray can then keep each sum on the worker's node until all sums of the node are added up.
+
+    train: the function `Worker.train`.
     """
 
     train: Callable[..., Any]  # see `Worker.train`
@@ -138,11 +141,13 @@ class SeparateSums:
     def train_apart(
         self, jobs: Sequence[Job], groups: Sequence[tuple[int, ...]], *values: Any
     ) -> tuple[Any, ...]:
-        """Train jobs as `train` does, and return each sum of updates as a value of its own.
+        """Train jobs as `Worker.train` does, and return each sum of updates as a separate value.
 
-        The first values are those of `train`, without the sums. The sum of each group follows. A
-        sum is None if all jobs of the group failed.
-        groups: each is a tuple with the numbers of the jobs whose updates are summed.
+        The result begins with the values that `Worker.train` returns, but its `TrainingResult` has
+        no sums. The sum of each group follows. A sum is None if all jobs of the group failed.
+
+        groups: each group is a tuple with the numbers of the jobs whose updates are added up.
+        values: the other arguments of `Worker.train`.
         """
         trained = self.train(jobs, groups, *values)
         result: TrainingResult

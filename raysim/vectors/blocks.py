@@ -117,9 +117,10 @@ class _RecycledMemory:
 
 
 def new_like(values: Tensor) -> Tensor:
-    """Return a tensor like `values` [d] whose entries are not set.
+    """Return a tensor of the shape and dtype of `values` [d] with arbitrary entries.
 
-    On the CPU a long tensor uses the memory of a deleted one, if there is any of this size.
+    On the CPU, a tensor with many entries uses the memory of a deleted tensor of the same size, if
+    there is one.
     """
     is_short = values.nbytes < LARGE_PAGES_BYTES
     if (

@@ -80,7 +80,10 @@ class Layout:
 
     @property
     def personal_entries(self) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-        """The tensors that stay on a client, by position: floats first, then integer buffers."""
+        """The tensors that stay on a client: a tuple of float tensors and one of integer buffers.
+
+        Each tuple is in the order of the tensors' positions.
+        """
         return tuple(e for e in self.entries if e.personal), tuple(
             e for e in self.counters if e.personal
         )
@@ -97,9 +100,10 @@ class Layout:
         return sum(entry.stop - entry.start for entry in self.entries_in((prefix,)))
 
     def stretches(self, entries: Iterable[Entry]) -> tuple[slice, ...]:
-        """Return contiguous slices of the vector that cover the entries.
+        """Return the slices of the vector that the entries occupy.
 
-        No slice contains both shared and personal tensors.
+        Two entries that follow each other in the vector share a slice, unless one of them is shared
+        and the other is personal.
         """
         merged: list[slice] = []
         for entry in entries:
@@ -218,7 +222,10 @@ class VectorStorage:
 
 
 class Vector:
-    """The state of the networks as two flat tensors, `data` and `counters`.
+    """The state of the networks as two flat tensors.
+
+    data: all parameters and float buffers.
+    counters: all integer buffers.
 
     The constructor copies the values of the modules into the flat tensors and replaces the modules'
     tensors by views of them. Afterwards nothing is copied between a module and the vector.
@@ -258,7 +265,9 @@ class Vector:
         yield from ((entry, counters) for entry in self.layout.counters)
 
     def storage(self, data: Tensor, counters: Tensor) -> VectorStorage:
-        """Return two flat tensors with views for all tensors of the modules, for `use_storage`.
+        """Return the two given flat tensors, with a view of them for each tensor of the networks.
+
+        `use_storage` takes the result.
 
         data: the flat tensor of all parameters and float buffers.
         counters: the flat tensor of all integer buffers.
@@ -356,7 +365,7 @@ class Vector:
         return [self.parameters[entry.name] for entry in entries]
 
     def named(self, flat: Tensor, counters: Tensor) -> dict[str, Tensor]:
-        """Return a view of each tensor in two flat tensors, by the tensor's full name.
+        """Return a dictionary from each tensor's full name to a view of `flat` or of `counters`.
 
         flat: parameters and float buffers, [layout.total] or, without personal ones,
         [layout.shared].

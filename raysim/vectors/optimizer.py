@@ -192,10 +192,10 @@ class LocalOptimizer:
     def _adam_by_counts(
         self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor
     ) -> None:
-        """Make a step of Adam whose number of steps is given as a tensor.
+        """Make one step of Adam with the step count of a tensor.
 
-        counts: the number of steps, including this one. It is a scalar tensor, or a tensor [K] with
-        a number for each row of parameters [K, ...].
+        counts: the number of steps so far, including this step. It is a scalar tensor, or a tensor
+        [K] with the number for each row of parameters [K, ...].
         """
         scales, rates = (1 - 0.999**counts) ** 0.5, rate / (1 - 0.9**counts)
         for param, grad, m, v in zip(params, grads, self.first, self.second, strict=True):
@@ -217,10 +217,12 @@ class LocalOptimizer:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Approximate the matrix [n, m] with orthonormal rows or columns that is nearest to `matrix`.
+    """Return approximately the nearest matrix [n, m] that has orthonormal rows or columns.
 
     The function makes five steps of the quintic Newton-Schulz iteration in bfloat16, as
     torch.optim.Muon does.
+
+    matrix: the matrix [n, m] to which the result is near. It is not changed.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -236,10 +238,12 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 class StackedOptimizer(LocalOptimizer):
-    """The optimizers of K clients: row k of tensors [K, ...] belongs to the optimizer of client k.
+    """The optimizers of K clients, whose parameters and buffers are stacked.
 
-    Each row has its own number of steps.
-    like: the parameters [K, ...], or tensors of the same shapes.
+    Row k of each stacked tensor [K, ...] belongs to client k of the stack. Each row has its own
+    number of steps.
+
+    like: the stacked parameters [K, ...], or tensors of the same shapes.
     """
 
     def __init__(self, settings: OptimizerSettings, like: Sequence[Tensor]):
@@ -250,10 +254,9 @@ class StackedOptimizer(LocalOptimizer):
     def step_rows(
         self, rows: Iterable[int], params: list[Tensor], grads: list[Tensor], rate: float
     ) -> None:
-        """Make a step in all rows, and count it for `rows` only.
+        """Make a step for all K clients, and count the step only for the clients in `rows`.
 
-        The step is computed for all rows at once. The other rows belong to lanes without a job, so
-        their values are never used.
+        The clients in `rows` have a job. The values of all other rows are never used.
         """
         for row in rows:
             self.counts[row] += 1
@@ -266,7 +269,12 @@ class StackedOptimizer(LocalOptimizer):
         self._adam_by_counts(params, grads, rate, counts.clamp(min=1))
 
     def row(self, row: int) -> LocalOptimizer:
-        """Return the optimizer of one client; its buffers are views of a row."""
+        """Return the optimizer of one client.
+
+        Its buffers are views of the stacked buffers.
+
+        row: the index of the client in the stack.
+        """
         single = LocalOptimizer(self.settings)
         single.first, single.second = (
             [part[row] for part in self.first],
@@ -381,11 +389,12 @@ class Optimizers:
         """Return the optimizer of this name; create it if the job does not have it yet.
 
         A new optimizer continues from the buffers that `resume` received for this name, if any.
+
         settings: the settings of a new optimizer.
         like: the parameters. Only their shapes are used, for the buffers.
-        shared: the slices of the shared parameters that the optimizer changes.
-        rate_factor: the factor on the learning rate: the stage's factor times that of
-        `local.rates`.
+        shared: the parts of the run's vector that this optimizer changes and that clients share.
+        rate_factor: the product of two factors on the learning rate: the stage's factor, and the
+        factor from `local.rates`.
         """
         if name not in self._working:
             optimizer = LocalOptimizer(settings)
@@ -411,11 +420,11 @@ class Optimizers:
     def put(
         self, name: str, optimizer: LocalOptimizer, shared: tuple[slice, ...], rate_factor: float
     ) -> None:
-        """Add an optimizer to the job, or replace the one of the same name.
+        """Add an optimizer to the job, or replace the optimizer of the same name.
 
-        shared: the slices of the shared parameters that the optimizer changes.
-        rate_factor: the factor on the learning rate: the stage's factor times that of
-        `local.rates`.
+        shared: the parts of the run's vector that this optimizer changes and that clients share.
+        rate_factor: the product of two factors on the learning rate: the stage's factor, and the
+        factor from `local.rates`.
         """
         self._working[name] = _StageOptimizer(optimizer, shared, rate_factor)
 

@@ -53,10 +53,11 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
 
 
 def extend_rows(rows: Tensor, count: int) -> Tensor:
-    """Return the first `count` rows of the reserved space that contains `rows`.
+    """Return a view of `count` rows that begins with the rows of `rows`.
 
-    The added rows are set to zero, because checksums and checkpoints also read rows that were never
-    written.
+    The new rows are zeros: checksums and checkpoints read them before anything is written there.
+
+    rows: a view of the first rows of a tensor that has space for at least `count` rows.
     """
     extended = rows.as_strided((count, *rows.shape[1:]), rows.stride())
     extended[len(rows) :].zero_()
@@ -107,11 +108,12 @@ def claim_rows(
 ) -> list[int]:
     """Return the index of each client's row in a cache; new clients get a row of zeros.
 
-    state: the method's server state. It has the cache under the name `cache`, and the client of
-    each row under the name "clients". Both entries are replaced by tensors with the new rows.
+    state: the method's server state. Its entry `cache` has the rows, and its entry "clients" has
+    the client of each row. Both entries are replaced by tensors that also have the new rows.
     clients: the numbers of the clients.
-    capacity: the number of rows for which space is reserved.
+    capacity: the number of rows for which space is reserved if the cache has no space yet.
     place: where the rows are stored, "disk" or "memory".
+    cache: the name of the cache in `state`.
     """
     ids = state["clients"]
     known = {client: row for row, client in enumerate(ids.tolist())}

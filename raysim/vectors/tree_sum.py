@@ -34,21 +34,20 @@ _NO_SUMS: RangeSums = MappingProxyType({})
 
 
 def num_levels(count: int) -> int:
-    """Return how many levels a tree with `count` positions has above its leaves.
+    """Return the level of the root of a tree. The leaves have level 0.
 
-    The leaves are level 0, so this is also the level of the root.
+    count: the number of leaves.
     """
     return max(0, count - 1).bit_length()
 
 
 def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
-    """Return the parts of a tree that together have exactly these positions.
+    """Return the fewest parts of a tree that together have exactly the given leaves.
 
-    A part is the range of positions that it covers. The result has as few parts as possible, in
-    ascending order.
+    Each part is the range of its leaves' positions. The parts are in ascending order.
 
-    positions: positions of leaves, in any order.
-    count: the number of positions of the tree.
+    positions: the positions of the leaves, in any order.
+    count: the number of leaves of the tree.
     """
     ranges: list[range] = []
     start = stop = -1  # consecutive positions, from start to stop - 1
@@ -62,9 +61,11 @@ def covered_ranges(positions: Iterable[int], count: int) -> list[range]:
 
 
 def _parts_of(start: int, stop: int, count: int) -> list[range]:
-    """Return as few parts of a tree as possible that together have the positions [start, stop).
+    """Return the fewest parts of a tree that together have the leaves [start, stop).
 
-    count: the number of positions of the tree.
+    Each part is the range of its leaves' positions.
+
+    count: the number of leaves of the tree.
     """
     parts: list[range] = []
     while start < stop:
@@ -89,10 +90,11 @@ def sum_in_tree(
 ) -> Tensor | None:
     """Return the sum of all leaves and of all `sums`, [d], on the CPU; None if there are none.
 
-    leaves: a leaf for each position of the tree. It is None if it is missing, or if `sums` contains
-    its position.
-    sums: the sums of parts of the tree that are already added up, by the positions of the part.
-    into: the tensor for the sum, or None for a new one.
+    leaves: the leaf at each position of the tree. An entry is None if the leaf is missing, or if it
+    is part of one of the `sums`.
+    sums: the parts of the tree that are already added up. Each key is the range of positions of a
+    part, and its value is the sum of the part.
+    into: the tensor for the result, or None for a new one.
     """
     plan = _Plan(leaves, sums)
     root = plan.add(range(len(leaves)), 0)
@@ -120,11 +122,13 @@ def sum_in_tree(
 def weighted_sum(
     arrays: Sequence[np.ndarray], weights: Sequence[float], into: Tensor | None = None
 ) -> Tensor:
-    """Return w_1 a_1 + w_2 a_2 + ... [d], added up in the tree over their positions.
+    """Return w_1 a_1 + w_2 a_2 + ... [d], added up in a summation tree.
+
+    Term i is the leaf at position i of the tree.
 
     arrays: the vectors a_i [d], at least one.
     weights: the weights w_i.
-    into: the tensor for the sum, or None for a new one.
+    into: the tensor for the result, or None for a new one.
     """
     leaves = [TreeLeaf(array, weight) for array, weight in zip(arrays, weights, strict=True)]
     total = sum_in_tree(leaves, into=into)
@@ -133,11 +137,12 @@ def weighted_sum(
 
 
 def add_up(parts: Sequence[range], *sums: np.ndarray | None) -> np.ndarray | None:
-    """Return the sum of parts of a tree that together have all its positions.
+    """Return the sum of a whole tree, from the sums of parts that together have all its leaves.
 
-    parts: the positions of each sum.
-    sums: the vector of each part; None for a part without leaves. The result is None if all sums
-    are None.
+    The result is None if all sums are None.
+
+    parts: for each sum, the range of the positions of its leaves.
+    sums: the sum of each part; None for a part without leaves.
     """
     count = max(part.stop for part in parts)
     total = sum_in_tree([None] * count, dict(zip(parts, sums, strict=True)))
@@ -178,10 +183,10 @@ class _Plan:
     def add(self, part: range, buffer: int) -> int | np.ndarray | None:
         """Add the instructions that sum a part of the tree; return where the sum will be.
 
-        The result is the index of a buffer. If the sum is already known, the result is the sum
-        itself. It is None if the part has no vectors.
+        The result is the index of a buffer. If `sums` of the plan has the sum of this part, the
+        result is this sum. It is None if the part has no leaves.
 
-        part: the positions of the part.
+        part: the range of the positions of the part's leaves.
         buffer: the index of the first buffer that the instructions may change.
         """
         if part in self._sums:
