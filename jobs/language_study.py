@@ -11,7 +11,8 @@ This program makes the page docs/studies/language.md:
 
 `run` continues if it was stopped, and applies further arguments, such as `local.steps=25`, to every
 run. With the first seed, it trains the methods in `RATES` at several learning rates. The runs of
-the other seeds use the best one. `data.root` cannot be set: all runs train on Python's reference.
+the other seeds use the best learning rate. `data.root` cannot be set: all runs train on texts of
+Python's documentation (`pydoc_data.topics`).
 
 `run runs/language only=DiLoCo,FedIT` executes the runs of some methods. `collect` then keeps the
 stored numbers of the other methods, if they started from a base model with the same weights.
@@ -90,11 +91,13 @@ ONLY = "only="  # an argument of `run` that names methods
 
 # --- runs ---------------------------------------------------------------------------------------
 def write_texts(folder: Path) -> tuple[Path, Path]:
-    """Write a file with the text of the base model, and a folder with the clients' texts.
+    """Write the texts that train the base model and the clients.
 
-    The text is Python's reference. Its topics are sorted by name. The base model is trained on
-    every second topic. The remaining topics are divided into 8 successive parts, one for each
-    client. Return the paths of the file and of the folder.
+    The texts are topics of Python's documentation (`pydoc_data.topics`), sorted by name. Every
+    second topic is for the base model. All remaining topics are divided into 8 successive parts,
+    one for each client. Return the path of the base model's file, and that of the folder with the
+    clients' files.
+    folder: the folder in which both are written.
     """
     from pydoc_data.topics import topics
 
@@ -117,7 +120,8 @@ def folder_of(folder: Path, method: str, seed: int, rate: float | None = None) -
     """Return the folder of a run.
 
     folder: the folder of all runs.
-    rate: the rate of a method in `RATES`; None for the other methods.
+    rate: the learning rate of the run; None if the learning rate of the method is fixed, because
+    the method is not in `RATES`.
     """
     name = folder_name(method)
     if rate is not None:
@@ -131,8 +135,9 @@ def is_finished(out: Path) -> bool:
 
 
 def tried_rates(folder: Path, method: str) -> dict[float, float]:
-    """Return the perplexity of the first seed's run at each rate in `RATES` that has finished.
+    """Map each learning rate in `RATES` to the perplexity of the first seed's run with it.
 
+    A learning rate is left out if its run has not finished.
     folder: the folder of all runs.
     """
     outs = {rate: folder_of(folder, method, SEEDS[0], rate) for rate in RATES[method]}
@@ -140,10 +145,11 @@ def tried_rates(folder: Path, method: str) -> dict[float, float]:
 
 
 def best_rate(folder: Path, method: str) -> float | None:
-    """Return the rate in `RATES` with the lowest perplexity of the first seed.
+    """Return the learning rate in `RATES` with the lowest perplexity in the first seed's runs.
 
+    Return None if the method is not in `RATES`, so that its learning rate is fixed. Raise
+    ValueError if a run of the first seed is missing.
     folder: the folder of all runs.
-    Return None if the method has its usual rate. Raise ValueError if a rate has not been tried.
     """
     if method not in RATES:
         return None
@@ -234,12 +240,13 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def collect(folder: Path) -> None:
-    """Write the numbers of the finished runs to the page's JSON file.
+    """Write the numbers of the finished runs to docs/studies/language.json.
 
     folder: the folder of all runs.
 
     A seed is left out unless all of its runs have finished. Methods without runs in the folder keep
-    their stored numbers. Raise ValueError if these belong to another base model than the folder's.
+    their stored numbers. Raise ValueError if the runs of these stored numbers started from a
+    different base model than the runs in the folder.
     """
     present = [method for method in METHODS if [*folder.glob(f"{folder_name(method)}-*")]]
     stored = json.loads(STORE.read_text()) if STORE.exists() else {}

@@ -1,14 +1,14 @@
 """Test the papers' claims on the stored results: supported, contradicted, or undecided.
 
-A claim says that a method has a higher or a lower score than another method. Every setting at which
-both methods ran on the same seeds gives a verdict. The verdict follows from the 95 % interval
+A claim says that a method has a higher or a lower score than a second method. Every setting at
+which both methods ran on the same seeds gives a verdict. The verdict follows from the 95 % interval
 (Student's t) of the differences between the two scores on each seed:
 
     supported      the interval lies on the claimed side of 0
     contradicted   the interval lies on the wrong side of 0
-    undecided      the interval contains 0, or the methods share too few seeds, or our runs of the
-                   other method are not trained enough: their accuracy is less than `TRAINED` times
-                   the accuracy in the paper
+    undecided      the interval contains 0, or the two methods have too few seeds in common, or our
+                   runs of the second method are not trained enough: their accuracy is less than
+                   `TRAINED` times the accuracy in the paper
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Printed:
     column: str
 
     def cells(self) -> tuple[Cell, Cell]:
-        """Return the cells of `row` and of `other_row`."""
+        """Return the number in the row `row`, and then the number in the row `other_row`."""
         return self._cell(self.row), self._cell(self.other_row)
 
     def _cell(self, label: str) -> Cell:
@@ -113,11 +113,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one setting's runs for a claim.
+    """The scores of our runs of a claim's two methods at one setting, and the verdict.
 
     pairs: the scores of `claim.method` and of `claim.other` for each seed that both have.
-    accuracy: the mean accuracy of `claim.other` in percent; None if the paper prints no numbers for
-    the claim.
+    accuracy: the mean accuracy of our runs of `claim.other` in percent. It is compared with the
+    printed accuracy, so it is None if the paper prints no numbers for the claim.
     """
 
     claim: Claim
@@ -127,14 +127,19 @@ class Finding:
 
     @property
     def gain(self) -> Difference:
-        """Return the mean of the paired differences, with its interval."""
+        """Return the mean difference between the two methods' scores, with its 95 % interval.
+
+        A difference is the score of `claim.method` minus the score of `claim.other` on the same
+        seed.
+        """
         first, second = zip(*self.pairs, strict=True)
         return compare_pairs(first, second)
 
     @property
     def is_trained(self) -> bool:
-        """Return True if the accuracy of `other` is at least `TRAINED` times its printed accuracy.
+        """Return True if our runs of `claim.other` are accurate enough to test the claim.
 
+        They are if their accuracy is at least `TRAINED` times the accuracy that the paper prints.
         Return True, too, if the paper prints no accuracy.
         """
         if self.accuracy is None or self.claim.printed is None:
@@ -226,11 +231,12 @@ def _value(run: Run, score: Score) -> float | None:
 
 
 def _accuracy(claim: Claim, run: Run) -> float | None:
-    """Return the accuracy of one of our runs, in percent, to compare it with the paper's.
+    """Return the accuracy of our run in percent, to compare it with the printed accuracy.
 
     The accuracy is computed as in the paper's table, for example as the mean of the last ten
-    rounds. Return None if the paper prints no numbers for the claim.
-    run: a run of the method `claim.other`.
+    rounds.
+    Return None if the paper prints no numbers for the claim, or if the run has no accuracy.
+    run: a run of the method with which the claim compares its own method (`claim.other`).
     """
     if claim.printed is None:
         return None
@@ -296,7 +302,10 @@ def _our_text(finding: Finding) -> str:
 
 
 def settings_table(paper: str) -> str:
-    """Return the settings of a paper's claims as Markdown: name, description, commands."""
+    """Return a Markdown table of the experiments with which a paper's claims are tested.
+
+    A row has an experiment's name and description, the command of one run, and that of all runs.
+    """
     names = dict.fromkeys(name for claim in CLAIMS[paper] for name in claim.settings)
     rows = []
     for setting in map(find_setting, names):
@@ -333,7 +342,12 @@ def mean_of_last(rows: Sequence[Row], name: str) -> float | None:
 
 
 def absolute_mean_of_last(rows: Sequence[Row], name: str) -> float | None:
-    """Return the absolute value of `mean_of_last`."""
+    """Return the absolute value of the mean of a column's last `MEASURED` values.
+
+    Return None if the column has no values.
+    rows: the history of a run.
+    name: the name of the column.
+    """
     value = mean_of_last(rows, name)
     return None if value is None else abs(value)
 

@@ -56,14 +56,14 @@ class Match:
 
 @dataclass
 class Entry:
-    """A printed number of a table, and our runs for it.
+    """A number that a paper's table prints, and our runs that are compared with it.
 
     cell: the printed number.
     command: the command of a run at the paper's setting.
     score: the score of our runs that is compared with the printed number.
     matches: our runs for this number.
-    variant: the variant (see `Match`) that all of `matches` have. It is "" before the method `at`
-    divides the runs by their variants.
+    variant: a text about the differences in the settings of the methods, which all of `matches`
+    share. It is "" if there are none, and for an entry that may have runs with several variants.
     """
 
     cell: Cell
@@ -74,7 +74,7 @@ class Entry:
 
     @property
     def heading(self) -> str:
-        """Return the heading of this number in our tables: the data set and the paper's column."""
+        """Return the heading of our table: the data set and the title of the paper's column."""
         return f"{self.dataset}, {self.cell.column}"
 
     @property
@@ -100,7 +100,7 @@ class Entry:
 
     @property
     def values(self) -> list[float]:
-        """Return our scores, one for each run that has the score."""
+        """Return the values of `self.score`, one for each of our runs that has a value."""
         return self.values_of(self.score.column)
 
     def values_of(self, name: str) -> list[float]:
@@ -121,10 +121,10 @@ class Entry:
         }
 
     def split(self, name: str) -> float | None:
-        """Return the mean over the runs of a number about the split of the data.
+        """Return a statistic of how the data are split among clients: the mean over our runs.
 
-        Return None if no run has the number.
-        name: the key of the number in the part "split" of a run's summary.
+        Return None if no run has the statistic.
+        name: the key of the statistic in the section "split" of a run's summary.
         """
         splits = [run.summary.get("split") for run in self.runs]
         values = [split.get(name) for split in splits if isinstance(split, Mapping)]
@@ -132,14 +132,19 @@ class Entry:
         return statistics.fmean(numbers) if numbers else None
 
     def settings(self) -> set[str]:
-        """Return the settings (see `Match`) of the runs that have the score."""
+        """Return the settings of our runs that have a value of `self.score`.
+
+        A setting is a text about the differences from the paper, except those in the methods'
+        settings. The text is "" for a run at the paper's setting.
+        """
         return {match.setting for match in self.matches if replace(self, matches=[match]).values}
 
     def at(self, setting: str) -> list[Entry]:
-        """Return the runs at one setting, as an entry for each variant (see `Match.variant`).
+        """Divide the runs at one setting into entries whose runs have the same method settings.
 
         If there is no run at the setting, return one entry without runs.
-        setting: a text as in `Match.setting`; "" is the paper's setting.
+        setting: a text about the differences from the paper, except those in the methods' settings.
+        "" is the paper's setting.
         """
         by_variant: dict[str, list[Match]] = {}
         for match in self.matches:
@@ -178,8 +183,9 @@ def compare(
 ) -> str:
     """Return a text with the numbers of a paper's table and our scores next to them.
 
-    Each data set has a table with the runs at one setting. Separate tables for runs at other
-    settings follow. At the end are the commands that would compute the missing scores.
+    For each data set, a table shows the runs at the setting at which the user's runs fill the most
+    cells. Separate tables for runs at other settings follow. At the end are the commands that would
+    compute the missing scores.
     name: the name of the paper's table, such as "fedbr/table1".
     runs: the user's runs.
     width: the longest line in characters; columns that do not fit are printed below.
@@ -215,8 +221,10 @@ def compare(
 
 
 def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
-    """Return the cells of a table with their runs, and a note for each run.
+    """Return the printed numbers of a paper's table with our runs, and texts about the runs.
 
+    The texts say for each run to which rows of the table it belongs, and how it differs from the
+    paper's setting.
     name: the table's name.
     """
     table = find(name)
@@ -232,10 +240,10 @@ def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
     """Choose for each data set of a table the setting whose runs are shown first.
 
     This is the setting at which the user's runs fill the most cells of the table. Settings of runs
-    on other data than the paper's are not considered. Return a dictionary from the name of each
-    data set to its setting, as a text (see `Match`). The text is "" for the paper's setting, and if
-    there are no runs.
-    entries: the numbers of the table, with our runs for each of them.
+    on different data than the paper's are not considered. Return a dictionary from the name of each
+    data set to its setting: a text about the differences from the paper's setting. The text is ""
+    for the paper's setting, and if there are no runs.
+    entries: the numbers of the table, each with the user's runs and the runs stored with raysim.
     """
 
     # Among settings with equally many cells of the user, the order of this tuple decides.
@@ -261,7 +269,10 @@ def _settings(entries: Sequence[Entry]) -> list[str]:
 
 
 def _stored_notes(entries: Sequence[Entry]) -> list[str]:
-    """Return a note that names the table's rows with stored runs."""
+    """Return one line with the labels of all rows that have runs stored with raysim.
+
+    Return no line if there are no such rows.
+    """
     rows = [
         entry.cell.label for entry in entries if any(match.is_stored for match in entry.matches)
     ]
@@ -290,7 +301,13 @@ def _notes(table: Table, entries: Sequence[Entry], paper_runs: PaperRuns) -> lis
 def _match(
     paper_runs: PaperRuns, name: str, entries: Sequence[Entry], runs: Sequence[Run]
 ) -> Iterator[str]:
-    """Add each run to the entries to which it belongs, and yield a note for each run."""
+    """Add each run to the entries with which it is compared; yield texts about each run.
+
+    A run belongs to an entry if it has the preset, the methods and the row's parameters of the
+    entry's command. The texts say to which rows the run belongs, and how it differs from the
+    paper's setting.
+    name: the name of the table.
+    """
     row_keys = _row_keys(paper_runs, name.partition("/")[0])
     presets: dict[tuple[str, ...], dict[str, str]] = {}
     for run in runs:
@@ -321,9 +338,11 @@ def _as_match(run: Run, different: Mapping[str, str]) -> Match:
 
 
 def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
-    """Return the keys whose values differ between the rows of a paper's tables.
+    """Return the configuration keys that tell the rows of a paper's tables apart.
 
-    A run belongs to a row only if it has the row's values of these keys.
+    A run belongs to a row only if it has the row's values of these keys. They are the keys in the
+    commands of the rows that begin with one of `paper_runs.row_prefixes`.
+    paper: the name of the paper, such as "fedbr".
     """
     keys: set[str] = set()
     for table in tables(paper).values():
@@ -341,9 +360,10 @@ def _same_choices(run: Run, command: Command) -> bool:
 
 
 def _with_options(command: Command) -> Command:
-    """Return a command with only the preset, the methods and options such as partition=iid.
+    """Return a command with only its preset, methods and options such as partition=iid.
 
-    Overrides with a dotted key, such as local.lr=0.1, and overrides with paths are left out.
+    Overrides with a dotted key, such as local.lr=0.1, are left out. Overrides whose value is a path
+    are left out, too.
     """
     options = {key: value for key, value in command.overrides.items() if "." not in key}
     return replace(command, overrides=options, path_overrides=())
@@ -364,11 +384,11 @@ def _flat(config: Mapping[str, object]) -> dict[str, str]:
 def _different(
     run: Run, preset: Mapping[str, str], command: Command, row_keys: set[str]
 ) -> dict[str, str]:
-    """Map each key in which a run differs from a command to a text about the difference.
+    """Return the differences of a run's configuration from that of a command, as texts by key.
 
     A key that the run lacks counts as a difference only if it is in `row_keys`.
     preset: the values of the command's preset, methods and options, by key.
-    row_keys: the keys whose values differ between the rows of the paper's tables.
+    row_keys: the keys that tell the rows of the paper's tables apart.
     """
     # A key that only one of the two has follows from the choice of another option, which is a
     # difference itself. A run without a row key does not belong to the row.
@@ -470,7 +490,10 @@ def _digits(number: Decimal) -> int:
 
 
 def _round(run: Run, name: str, threshold: float) -> int | None:
-    """Return the first round in which a column reaches the threshold; None if none does."""
+    """Return the first round in which a score is at least the threshold; None if no round is.
+
+    name: the column of the run's history that has the score.
+    """
     for row in run.rows:
         value = row.get(name) or -math.inf
         if value >= threshold:
@@ -479,13 +502,13 @@ def _round(run: Run, name: str, threshold: float) -> int | None:
 
 
 def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None:
-    """Return the accuracy that a run must reach, between 0 and 1.
+    """Return the accuracy for which `key` stands, between 0 and 1.
 
     Return None if the accuracy of FedAvg is needed, but no run of FedAvg exists.
     key: a key of `Cell.rounds_to`: an accuracy as text, such as "0.80", or a text that begins with
-    `FEDAVG_FINAL`. The latter stands for the mean final accuracy of our FedAvg runs.
-    entry: the cell with this key.
-    entries: the cells among which FedAvg's runs are searched.
+    `FEDAVG_FINAL`. Such a text stands for the mean final accuracy of our FedAvg runs.
+    entry: the printed number whose `rounds_to` has this key.
+    entries: the entries among which FedAvg's runs are searched.
     """
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
@@ -499,9 +522,12 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
 
 
 def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
-    """Return the mean number of rounds to a threshold over the runs of a cell, as text.
+    """Return, as text, the mean number of rounds until the runs of an entry reach an accuracy.
 
-    Return a dash if a run never reached the threshold.
+    Return a dash if there is no run, if a run never reaches the accuracy, or if it is unknown.
+    key: a key of `Cell.rounds_to`, which says the accuracy.
+    entry: the printed number, with our runs.
+    entries: the entries among which FedAvg's runs are searched.
     """
     threshold = _threshold(key, entry, entries)
     if threshold is None:
@@ -519,10 +545,10 @@ def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
 
 
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
-    """Yield a table for each column of the paper, then an explanation of the marks in the tables.
+    """Yield a text table for each column of the paper's table, and then a legend of the marks.
 
-    A mark such as [a] stands for a variant (see `Match`).
-    entries: the cells of one data set, with our runs at one setting.
+    A mark such as [a] stands for differences from the paper in the settings of the methods.
+    entries: the printed numbers of one data set, with our runs at one setting.
     width: the longest line in characters.
     """
     variants = sorted({entry.variant for entry in entries} - {""})
@@ -538,11 +564,12 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
 
 
 def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Column]:
-    """Yield the columns of a table that has a row for each cell.
+    """Yield the columns of a text table that has a row for each entry of `cells`.
 
-    The columns are the printed numbers, our numbers, their differences, other scores, and the
+    The columns are the printed numbers, our numbers, their differences, additional scores, and the
     numbers of rounds to reach an accuracy.
-    entries: the cells of the whole section, among which are those of FedAvg.
+    cells: the entries of one column of the paper's table.
+    entries: all entries of the data set. Among them, FedAvg's runs are searched.
     """
     yield number_column(
         "paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells]
@@ -564,9 +591,9 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
 
 
 def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
-    """Return further columns of a table by title: other scores, and the clients' heterogeneity.
+    """Map the titles of further columns to texts: additional scores, and label statistics.
 
-    A column has a text for each cell.
+    A column has a text for each entry of `cells`.
     """
     columns: dict[str, list[str]] = {}
     for entry in cells:

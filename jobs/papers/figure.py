@@ -4,9 +4,9 @@
     uv run python -m jobs.papers.figure fedbss/5b data.root=~/data      draw one, into figures/
     uv run python -m jobs.papers.figure fedbss/5b data.root=~/data rounds=100 seed=1
 
-Further arguments are overrides of all runs of the figure. A finished run in the folder is not
-repeated. With --store the numbers and the picture are written where the pages of the papers find
-them.
+Further arguments are overrides of all runs of the figure. The runs are stored in figures/, or in
+the folder of the option --out. A run that has finished there is not repeated. With --store the
+numbers and the picture are written where the pages of the papers find them.
 """
 
 from __future__ import annotations

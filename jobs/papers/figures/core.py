@@ -63,8 +63,9 @@ class PaperFigure:
 
 @dataclass
 class Runs:
-    """A factory for the runs of a figure. A finished run in the folder is not repeated.
+    """A factory for the runs of a figure. It does not repeat a run that has finished.
 
+    folder: the folder in which the runs are stored, and in which finished runs are found.
     overrides: overrides of every run. They replace the figure's overrides of the same keys.
     commands: the commands of the runs so far.
     """
@@ -119,10 +120,11 @@ def curve(label: str, result: Result, name: str, factor: float = 1.0) -> dict[st
 
 
 def panel(kind: str, title: str, x: str, y: str, lines: Sequence[Mapping[str, Any]]) -> Panel:
-    """Return a panel that shows series.
+    """Return a panel that shows series as lines, bars or points.
 
     kind: "lines", "bars" or "points".
     x, y: the labels of the axes.
+    lines: the series. Each is a mapping with "label" (a text), and "x" and "y" (lists of numbers).
     """
     return {"kind": kind, "title": title, "x": x, "y": y, "series": list(lines)}
 
