@@ -18,7 +18,7 @@ write = Checkpoints.write
 
 
 def write_and_kill(self: Checkpoints, *arguments: Any) -> str:
-    """Write a checkpoint; kill this process if the checkpoint's path contains the text."""
+    """Write a checkpoint. Kill this process if the checkpoint's path contains `sys.argv[1]`."""
     address = write(self, *arguments)
     if sys.argv[1] in address:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Blocks(ModelRecipe):
-    """The smallest network in which InCo finds pairs."""
+    """A small residual network. It has layers of equal shape, of which InCo forms pairs."""
 
     channels: int = 3
 

@@ -507,7 +507,7 @@ def run_command(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def set_environment(environment: Mapping[str, str]) -> None:
-    """Give this process an environment, and the folder in which commands run."""
+    """Replace the environment variables of this process, and change to the folder `ROOT`."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)

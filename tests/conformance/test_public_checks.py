@@ -510,7 +510,7 @@ class Telepathic(Halves):
 
 
 class Doubled(Halves):
-    """A compressor whose decoded values are three times the encoded values."""
+    """A wrong compressor: decoding triples the values that it should return."""
 
     def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
         super().decode(message, layout, out)

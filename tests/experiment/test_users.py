@@ -144,7 +144,7 @@ def trained(*words: str, **parts: Any) -> raysim.Result:
 
 
 class Failing(Method):
-    """A method that fails for one user."""
+    """A method that raises an error in the training of client 3."""
 
     name = "failing"
     paper = "none"

@@ -354,9 +354,11 @@ class Rule(Protocol):
 
 
 class OneByOne:
-    """A server that receives one update at a time, and aggregates by the rule of a method.
+    """A server with a model of five numbers, which receives one update at a time.
 
-    `distance` can test it.
+    It aggregates when it has `size` updates.
+
+    method: the method whose rule aggregates the updates.
     size: the number of updates in each aggregation.
     """
 

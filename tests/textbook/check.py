@@ -38,11 +38,14 @@ class Row:
 
     By default, a run has four clients of different sizes and three rounds, and three clients train
     in each round.
+
     book: the textbook.
     methods: a function that returns new methods for the run.
     study: arguments of `tiny_runs.run_spec`.
     run: arguments of `tiny_runs.coordinate`.
-    drawn: `World.drawn`, or a function that returns it for the run's worker.
+    schedule: the schedule of the run.
+    drawn: random values that raysim drew and that the textbook needs, by name; see `World.drawn`.
+    It may also be a function that returns these values for the run's worker.
     skips: names of state tensors and columns that the textbook lacks, each with the reason.
     """
 
@@ -232,7 +235,12 @@ def client_state(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]
 def scored_model(
     coordinator: Coordinator, worker: Worker, client: int, names: Iterable[str]
 ) -> dict[str, np.ndarray]:
-    """Return the model that a client is scored with at the end, fine-tuned if the run does so."""
+    """Return the tensors with which a client is scored at the end of a run, by full name.
+
+    If the run fine-tunes models before it scores them, the tensors are those after the fine-tuning.
+
+    names: the full names of the tensors to return.
+    """
     states = coordinator.client_states
     finetune = coordinator.evaluator.evaluation.finetune
     task = ScoringTask(

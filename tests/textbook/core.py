@@ -30,7 +30,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def core(world: World) -> Book:
-    """Add the weighted mean of the updates to the model in each aggregation."""
+    """Compute a run of FedAvg, and return its results.
+
+    Each aggregation adds the weighted mean of the updates to the model.
+    """
     versions, losses = [dict(world.start)], list[float]()
     for jobs in world.rounds:
         trained = [client(world, job, versions[job.version]) for job in jobs]

@@ -69,18 +69,22 @@ def fedgh(
 
 
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
-    """Run rounds in which the server adds up updates in pairs, until at most two remain.
+    """Compute a run in which the server adds up updates in pairs, until at most two remain.
 
-    Each tensor of the parameters is treated separately.
-    The updates are sorted by <g_i, r>. The largest and the smallest form a pair, then the next
-    largest and the next smallest, and so on. If their number is odd, one update is left over. Each
-    pair is replaced by the sum of its two updates a and b. If a and b conflict, the projection onto
-    b is first subtracted from a, and the projection onto a from b. This is repeated with the sums.
-    The step is the sum of the last one or two updates, divided by the number of all updates. If the
-    last two conflict, projections are subtracted here, too. In that of b, the squared norm is that
-    of the new a, but the dot product is that of the old a.
-    In the first round, the step and r are the mean update. Later, r <- 0.99 r + 0.01 times the
-    step.
+    Each tensor of the parameters is treated separately. g_i is the update of client i, and r is the
+    reference direction.
+
+    1. The updates are sorted by <g_i, r>. The largest and the smallest form a pair, then the next
+    largest and the next smallest, and so on. If their number is odd, one update is left over.
+    2. Each pair is replaced by the sum of its two updates a and b. If a and b conflict, the
+    projection onto b is first subtracted from a, and the projection onto a from b.
+    3. Both steps are repeated with the sums until at most two are left. The server's step is their
+    sum, divided by the number of all updates. If these two conflict, projections are subtracted
+    first: a' = a - <a, b> / (|b|^2 + eps) b, and b' = b - <a, b> / (|a'|^2 + eps) a'.
+
+    In the first round, the server's step and r are the mean update. Later, r <- 0.99 r + 0.01 times
+    the step.
+
     eps: the number that is added to squared norms.
     """
     r: Tensor | None = None

@@ -73,9 +73,10 @@ def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
 
 
 def first_reference(world: World) -> Params:
-    """Return the initial references of all classes, and the initial scale 1 of z in KL.
+    """Return the initial reference Gaussians, one for each class.
 
-    The means are 0. The standard deviations are softplus(1).
+    The means are 0 and the standard deviations are softplus(1). The factor "scale", by which the
+    Kullback-Leibler term multiplies the features, is 1.
     """
     size = world.classes, world.start["model.head.weight"].shape[1]
     values = {"mean": torch.zeros(size), "std": torch.ones(size), "scale": torch.ones(())}

@@ -149,10 +149,12 @@ def mean_of(numbers: list[float]) -> float:
 
 
 def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
-    """Run FedAvg with three steps on each batch: for the classifier, the generator and RTNet.
+    """Compute a run of FRAug. Each batch has three steps: for classifier, generator and RTNet.
 
     All tensors that do not stay on clients are averaged.
-    rounds: the argument `last` of `ramp`.
+
+    rounds: the round from which the losses' weights rho stay constant. None: rho changes in every
+    round.
     settings: settings of the method FRAug, by name.
     """
     get = {

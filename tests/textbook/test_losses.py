@@ -31,9 +31,11 @@ from textbook.moon import moon
 
 
 def lacking(*classes: set[int]) -> Any:
-    """Return data in which client k has all training samples of the classes classes[k].
+    """Return data in which each client has the training samples of its own set of classes.
 
     The last client also has one sample of class 0. No client has test samples.
+
+    classes: for each client, the classes of which it gets all samples. No class may be in two sets.
     """
     data = tiny_data(clients=4, samples=70)
     rows, labels = np.sort(data.partition.train.indices), data.open().labels

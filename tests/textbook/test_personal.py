@@ -70,9 +70,12 @@ def adapting(how: Finetune) -> dict[str, Any]:
 
 
 def pooling(settings: Local, **study: Any) -> Row:
-    """Return a row of centralized training, which replaces federated rounds of three clients.
+    """Return the settings of a comparison of centralized training with its textbook.
 
-    settings: the local settings of the federated run.
+    Centralized training pools the data of all clients. It replaces a federated run in which three
+    clients train in each round.
+
+    settings: the local settings of this federated run.
     study: further arguments of `tiny_runs.run_spec`.
     """
     train = DATA.partition.train
@@ -129,9 +132,9 @@ def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
 
 
 def mixing(*, drawn: dict[str, Any] | None = None, **study: Any) -> Row:
-    """Return a row of FedPAC.
+    """Return the settings of a comparison of FedPAC with its textbook.
 
-    drawn: changed settings, by the names that the textbook's arguments have.
+    drawn: settings of FedPAC that differ from the usual ones: lam, head_epochs, factor or least.
     study: further arguments of `tiny_runs.run_spec`.
     """
     settings = {"lam": 0.7, "head_epochs": 1, "factor": 3.0, "least": 1e-3} | (drawn or {})

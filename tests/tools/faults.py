@@ -144,7 +144,11 @@ DATABASE = {"lock": _lock, "delete": _delete, "overwrite": _overwrite}
 
 
 def cases(count: int, seed: int, runtime: str) -> Iterator[Case]:
-    """Return `count` cases that depend only on the seed."""
+    """Yield `count` random cases: runs with a fault. Equal arguments give equal cases.
+
+    runtime: the runtime of the runs. Faults hit any process with "local", else only the main
+    process.
+    """
     rng = random.Random(seed)
     faults = [*SIGNALS, *SIGNALS, "disk", "disk", *DATABASE]
     victims = list(VICTIMS) if runtime == "local" else ["driver"]
@@ -351,10 +355,10 @@ UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
 
 
 def undisturbed(case: Case) -> Undisturbed:
-    """Return the results of a case's undisturbed run, which is made once for each command line.
+    """Return the results of a case's run without the fault. Each command line runs only once.
 
-    If the case has the moment 0, the run uses runtime=inprocess, which gives the same results as
-    Ray.
+    If the fault happens at moment 0, the run uses runtime=inprocess, which gives the same results
+    as Ray.
     """
     if not case.moment:
         case = replace(case, runtime="inprocess")

@@ -90,7 +90,13 @@ class Measurement:
 def measure(
     cluster: NetworkCluster, turn: int, schedule: str, kind: str, overrides: Sequence[str]
 ) -> Measurement:
-    """Make a run and measure its rounds from `FIRST_ROUND` to the one before the last."""
+    """Make a run and measure its rounds from `FIRST_ROUND` to the one before the last.
+
+    turn: the index of the repetition, from 0. It is stored with the results.
+    schedule: the run's schedule, a key of `SCHEDULES`. It is stored with the results.
+    kind: the kind of links, a key of `KINDS` or `UNDISTURBED`. It is stored with the results.
+    overrides: the overrides of the run, those of the schedule included.
+    """
     words = ["python", "-c", PROGRAM, *STUDY, *overrides]
     words.append(f"out={cluster.shared}/{schedule}-{time.monotonic_ns()}")
     process = cluster.machines[0].popen(words, stdout=-1)

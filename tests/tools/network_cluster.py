@@ -195,7 +195,10 @@ class Machine:
                 call(*root, "tbf", *bucket)
 
     def _start_relay(self, link: Link) -> None:
-        """Connect the machine's side of the switch to the switch by a relay."""
+        """Start a relay process that connects this machine with the switch.
+
+        The relay delays and loses packets as `link` says.
+        """
         switch, taps = self._cluster.switch, (f"near{self.number}", f"far{self.number}")
         words = [sys.executable, __file__, "--relay", switch, *taps]
         words += [str(link.delay), str(link.loss), str(self.number)]

@@ -35,7 +35,7 @@ ENDS = (12, 30, 47, 59)  # 12, 18, 17 and 12 rows: with batches of 11 the last o
 
 
 class Recording(Method):
-    """A method that records the plan of each job."""
+    """A method that records the plan of the batches of each job (`job.plan`)."""
 
     name = "recording"
     paper = "a test"

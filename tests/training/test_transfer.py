@@ -33,7 +33,7 @@ JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range
 
 
 class CallCounter(TorchFunctionMode):
-    """A mode that counts two things: calls that wait for a device, and copies to memory."""
+    """A mode of PyTorch that counts calls: those that wait for a device, and copies to the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,9 @@ class CallCounter(TorchFunctionMode):
 
 
 def count_calls(*methods: Method, is_summed: bool = True) -> tuple[Counter[str], Any]:
-    """Train four clients; return the counted calls and what the worker returned.
+    """Train four clients; return the counts of `CallCounter` and what the worker returned.
 
+    methods: the methods of the run.
     is_summed: True: the worker returns sums of two updates; False: single updates.
     """
     spec = run_spec(*methods, model=MLP, data=equal_clients(), local=Local(batch=8))

@@ -1,4 +1,7 @@
-"""Test the names, numbers and pictures of the papers' figures, and the methods that they need."""
+"""Test the programs that draw the figures of the papers: their names, values and pictures.
+
+Also test the methods that these figures need.
+"""
 
 from __future__ import annotations
 
