@@ -1,4 +1,4 @@
-"""Replace each picture of a run by a picture of one point, because drawing takes too long."""
+"""Replace the plots that a run draws by plots of one data point, because drawing takes long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONE_POINT: dict[str, Any] = {
 
 
 def replace_pictures(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Replace the functions that draw pictures by functions that write a picture of one point.
+    """Replace the functions that draw plots by functions that draw one data point.
 
     set_attribute: `setattr` or a function with the same arguments, such as `monkeypatch.setattr`.
     """

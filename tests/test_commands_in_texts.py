@@ -160,9 +160,10 @@ def here(shell: str) -> str:
 
 
 def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
-    """Run all commands in a shell, and map each command to the arguments that raysim gets from it.
+    """Run each command of the texts in a shell; return the arguments that raysim receives for it.
 
-    The arguments are an empty list for a command that does not call raysim.
+    The keys are the commands. A command that does not call raysim has an empty list.
+
     shell: "bash" or "zsh".
     folder: the working folder of the shell.
     """

@@ -33,7 +33,7 @@ def strict(encoding: str) -> io.TextIOWrapper:
 
 
 def written(stream: io.TextIOWrapper) -> str:
-    """Return the text that was written to a stream of `strict`."""
+    """Return the text that was written to a stream that the function `strict` returned."""
     assert isinstance(stream.buffer, io.BytesIO)
     return stream.buffer.getvalue().decode(stream.encoding)
 

@@ -1,4 +1,7 @@
-"""Test that the programs of docs/own_training.md run; only their longest runs are made shorter."""
+"""Test that the programs of docs/own_training.md work.
+
+The programs are unchanged, but runs with many rounds are made shorter.
+"""
 
 from __future__ import annotations
 

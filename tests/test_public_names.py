@@ -101,9 +101,10 @@ def is_private_module(name: str) -> bool:
 
 
 def uses_private_part(names: Mapping[str, str], path: str) -> bool:
-    """Return whether a path that starts with an imported name has a private part.
+    """Return whether one of the names in a path is private, so that it begins with an underscore.
 
-    path: the name and its attributes, such as "ray.util.get".
+    names: maps each imported name to its dotted path.
+    path: an imported name and the attributes behind it, such as "ray.util.get".
     """
     first, _, rest = path.partition(".")
     if names[first].partition(".")[0] in STRICT:
@@ -112,9 +113,9 @@ def uses_private_part(names: Mapping[str, str], path: str) -> bool:
 
 
 def names_private_module(value: object) -> bool:
-    """Return whether a value is the dotted path of a private part of a library in `STRICT`.
+    """Return whether a value is the dotted path of a private module of a library in `STRICT`.
 
-    A value that is not a text or not a dotted path gives False.
+    Values that are no strings, and strings that are no dotted paths, give False.
     """
     if not isinstance(value, str) or not all(part.isidentifier() for part in value.split(".")):
         return False
@@ -158,9 +159,9 @@ class Scopes:
             self._enter(child, scopes)
 
     def origin(self, node: ast.AST) -> str:
-        """Return the dotted path of an object in another package, such as "numpy.linalg.norm".
+        """Return the dotted path of an imported object, such as "numpy.linalg.norm".
 
-        node: the expression that names the object. The result is "" for other expressions.
+        node: an expression. The result is "" if it does not name an imported object.
         """
         name, _, rest = dotted(node).partition(".")
         if not name:
@@ -204,9 +205,9 @@ class Scopes:
 
 
 def is_own(node: ast.AST, tree: ast.AST) -> bool:
-    """Return whether a variable certainly holds an object of the file's own classes.
+    """Return whether a variable certainly belongs to the file's own classes.
 
-    It is `self`, `cls`, or the result of a class that the file defines.
+    True for `self`, for `cls`, and for an instance of a class that the file defines.
     """
     if not isinstance(node, ast.Name):
         return isinstance(node, ast.Attribute) and is_own(node.value, tree)
@@ -227,7 +228,7 @@ def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
     """Yield the source text of each assignment that may change an object of another package.
 
     tree: the syntax tree of the file.
-    names: for each name that the file imports, its dotted path in the other package.
+    names: maps each imported name to its dotted path, such as "numpy.linalg".
     """
     scopes = Scopes(tree, names)
     functions = {*scopes.functions}
@@ -257,9 +258,10 @@ def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
-    """Return whether an expression is the attribute dictionary of an object from another package.
+    """Return whether an expression is a dictionary of names that belongs to another package.
 
-    Examples are `vars(x)`, `x.__dict__` and `sys.modules`.
+    Examples are the attributes `vars(x)` and `x.__dict__` of such an object, and `sys.modules`.
+
     tree: the syntax tree of the file, which shows whether x is an object of the file's own classes.
     """
     if isinstance(node, ast.Call) and dotted(node.func) == "vars" and node.args:

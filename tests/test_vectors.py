@@ -1,4 +1,4 @@
-"""Test functions of raysim with the arguments and results in the shared test vectors."""
+"""Test that raysim's functions have the results that are stored with their arguments in files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ SCRIPT = Path(os.environ.get("RAYSIM_SHARED") or "missing") / "check_vectors.py"
 
 
 def rules() -> ModuleType:
-    """Load the shared script, which decodes test vectors and compares values; return its module."""
+    """Load the script that reads these files and compares values; return its module.
+
+    The script is in the folder RAYSIM_SHARED.
+    """
     spec = importlib.util.spec_from_file_location("check_vectors", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,9 +30,9 @@ RULES = rules() if SCRIPT.is_file() else None
 
 
 def every_block() -> list[dict[str, Any]]:
-    """Return the blocks of test vectors, each with a function's name and its cases.
+    """Return the contents of the files: for each function its name and its cases.
 
-    Without the shared folder there are none.
+    The list is empty if RAYSIM_SHARED is not set.
     """
     return (
         [] if RULES is None else [block for _, block in RULES.blocks([SCRIPT.parent / "vectors"])]
@@ -47,7 +50,7 @@ def functions_with_vectors() -> set[str]:
 
 
 def every_case() -> list[Any]:
-    """Return a pytest parameter for each case of each function."""
+    """Return a pytest parameter for each pair of stored arguments and result."""
     if RULES is None:
         return [
             pytest.param(

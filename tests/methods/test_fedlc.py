@@ -1,4 +1,4 @@
-"""Test FedLC's losses in extreme cases, clients with one class, and what it refuses."""
+"""Test FedLC's losses for extreme class counts and for clients with one class, and its errors."""
 
 from __future__ import annotations
 

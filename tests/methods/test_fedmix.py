@@ -78,7 +78,7 @@ def cases(shared: Path, name: str) -> list[dict[str, Any]]:
 def read_case(args: dict[str, Any]) -> tuple[Net, dict[str, Tensor]]:
     """Return the network and the tensors of a test case.
 
-    args: the arguments of the case in the file of test vectors. Its numbers are nested lists.
+    args: the arguments of the case in the file of test vectors, in which arrays are nested lists.
     """
     net = Net(
         [tensor(entry) for entry in args["weights"]], [tensor(entry) for entry in args["biases"]]

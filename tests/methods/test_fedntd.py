@@ -1,4 +1,4 @@
-"""Test FedNTD with a single local step, its cost, and settings that it refuses."""
+"""Test FedNTD: a run with one local step, the cost of a job, and the settings that it refuses."""
 
 from __future__ import annotations
 

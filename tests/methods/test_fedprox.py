@@ -13,9 +13,9 @@ from raysim.methods.fedprox import FedProx
 
 
 def added_gradient(mu: float, stage: Stage) -> list[float]:
-    """Return the three numbers that FedProx adds to entries 1 to 3 of the gradient.
+    """Return what FedProx adds to the gradient of three parameters.
 
-    Each parameter is 2 larger than at the start of the job.
+    Each of these parameters is 2 larger than at the start of the job.
     """
     grad, base = torch.zeros(3), torch.arange(6.0)
     ctx: Any = SimpleNamespace(stage=stage, params=base + 2, start=base)

@@ -1,6 +1,6 @@
-"""Test FedSpeed against FedProx, and the errors of FedSpeed.
+"""Test FedSpeed against FedProx, and that FedSpeed refuses wrong settings.
 
-The first job of FedSpeed without its second pass trains like FedProx.
+Without its second pass, FedSpeed trains a client's first job as FedProx does.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_fraug_networks_have_the_sizes_of_the_paper() -> None:
 
 
 def model_tensors(result: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the tensors of the model that are shared and those that stay on clients, by name.
+    """Return the model's shared tensors and its personal tensors, each as arrays by name.
 
     result: a finished run.
     """
@@ -318,7 +318,7 @@ def test_fraug_key_rounds_defaults_to_the_number_of_rounds_of_the_run(first: str
 
 
 def lonely() -> FederatedData:
-    """Return `tiny_data` without all samples of client 0 but one."""
+    """Return `tiny_data` in which client 0 has only one sample."""
     rows = [tiny_data().partition.train.rows(client) for client in range(6)]
     rows[0] = rows[0][:1]
     train_rows = CSR(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))

@@ -191,7 +191,10 @@ class Watch(Method):
 
 
 class After(Watch):
-    """A second class, because `Watch` stores its name in the class, and names must differ."""
+    """The same method as `Watch`, in a class of its own.
+
+    A run refuses two methods of the same name, and the name is an attribute of the class.
+    """
 
 
 def watched(*methods: Method, **others: Any) -> tuple[FinishedRun, Watch, Watch]:

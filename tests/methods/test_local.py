@@ -62,7 +62,7 @@ class Watch(Method):
         self.ended[job.client, job.participation] = ended
 
     def results_of(self, client: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the client's parameters and counters at the end of each of its jobs."""
+        """Return the client's parameters and integer buffers at the end of each of its jobs."""
         return [
             ended
             for (who, _), ended in sorted(self.ended.items(), key=lambda item: item[0])

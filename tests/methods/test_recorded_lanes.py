@@ -103,9 +103,12 @@ def assert_near(ended: FinishedRun, expected: FinishedRun, near: float = NEAR) -
 
 
 def assert_as_in_loop(spec: RunSpec, **settings: Any) -> FinishedRun:
-    """Assert that the recorded run ends with the same numbers and history as an unrecorded one.
+    """Assert that a run with recorded steps has the numbers and history of a run without.
 
-    The unrecorded run trains one client after another.
+    The run without recorded steps trains one client after another. Return the run with recorded
+    steps.
+
+    settings: further arguments of both runs.
     """
     spec = replace(spec, dtype=float64)
     ended, expected = run(spec, **settings), run(replace(spec, lanes=1, graph=False), **settings)

@@ -68,7 +68,11 @@ class Grouped(nn.Module):
 
 
 def adapted(network: Callable[[int], nn.Module], layer: str) -> CustomModel:
-    """Return a recipe for a network in which one layer has an adapter."""
+    """Return the recipe of a network in which one layer has a LoRA adapter.
+
+    network: a function that returns the network for a number of classes.
+    layer: the name of the layer.
+    """
     return CustomModel(network, head="head", lora=Lora(rank=2, layers=[layer]))
 
 
@@ -129,9 +133,9 @@ def test_methods_that_shift_or_mix_gradients_are_the_expected_ones() -> None:
 
 
 def options_of_methods() -> list[tuple[type[Method], str, tuple[str, ...]]]:
-    """Return each argument of a method that accepts only a few texts, with these texts.
+    """Return every argument of a method whose annotation is a `Literal` of allowed strings.
 
-    An item is the method, the name of the argument, and the texts in its annotation (`Literal`).
+    Each item has the method, the name of the argument and the allowed strings.
     """
     options = []
     for method in every_method().values():

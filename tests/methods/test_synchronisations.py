@@ -50,7 +50,10 @@ class Counter(TorchDispatchMode):
 
 
 def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets the operations of later recorded steps that wait for the device."""
+    """Return an empty list, to which later recorded steps add the names of some operations.
+
+    These are the operations of the steps that wait for the device.
+    """
     operations: list[str] = []
     compute = RecordedLanes.compute
 
@@ -65,7 +68,10 @@ def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def most_waits(name: str) -> int:
-    """Run two rounds; return the largest number of waiting operations in the steps of one job."""
+    """Run two rounds of a method. Return how often the steps of a job wait for the device, at most.
+
+    name: the name of the method.
+    """
     methods = [TABLE[name].make()] if name in TABLE else []
     model = TABLE[name].model if name in ("inco", *LORA_METHODS) else MLP
     local = Local(batch=8, epochs=2)

@@ -1,6 +1,6 @@
-"""Test that TensorBoard and Weights & Biases have the values of the history.
+"""Test that TensorBoard and Weights & Biases receive the values of the history.
 
-If the package of one of them is not installed, an error names the package.
+Also test that an error names the package if it is not installed.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_resumed_offline_run_of_wandb_has_the_same_id(
 
 
 class Standing:
-    """A stand-in for the package wandb, which stores the arguments of all calls."""
+    """A stand-in for the package wandb. It stores the arguments of all calls."""
 
     def __init__(self) -> None:
         self.begun: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""Test comparisons of settings for a paper: tables, marks, costs and figures."""
+"""Test comparisons of settings for papers: tables, marks of the best value, costs and figures."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def save(folder: Path, method: str, seed: int, final: float, floats: int = 1000)
     """Write the folder of a run with three rounds, and return the folder.
 
     final: the accuracy after the last round; it is lower in earlier rounds.
+    floats: the numbers that a client sends and receives in a round.
     """
     folder.mkdir(parents=True)
     rows: list[dict[str, int | float | None]] = [

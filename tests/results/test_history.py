@@ -19,7 +19,7 @@ from raysim.results import history as metrics
 def row(
     index: int, accuracy: float | None = None, **more: float | None
 ) -> dict[str, int | float | None]:
-    """Return one row of a history, whose costs are multiples of the round `index`.
+    """Return one row of a history. Its columns of costs are multiples of the round `index`.
 
     more: columns that are added or replaced.
     """

@@ -60,7 +60,10 @@ def all_of(rounds: range) -> list[JobRecord]:
 
 @pytest.fixture(params=[1 << 18, 3, 2, 1])
 def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Limit the number of rows in each file of jobs.parquet, and return this limit."""
+    """Limit how many rows a part of jobs.parquet has, and return this limit.
+
+    More rows are written to further parts.
+    """
     monkeypatch.setattr(jobs_file, "_FILE_ROWS", request.param)
     return int(request.param)
 

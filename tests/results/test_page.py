@@ -1,4 +1,7 @@
-"""Test that a report is one file, also if names contain markup or files of runs are missing."""
+"""Test that a report is one file.
+
+This also holds if names contain markup, or if files of the reported runs are missing.
+"""
 
 from __future__ import annotations
 
@@ -237,7 +240,7 @@ def test_page_shows_notes_below_results(tmp_path: Path) -> None:
 
 @pytest.mark.pictures
 def test_style_of_a_page_colours_the_picture_of_classes_per_client(tmp_path: Path) -> None:
-    """Check that the page's style colours the picture with the class map.
+    """The style sheet of the page sets the colours of the picture.
 
     A picture with fixed colours for a light page would be hard to see on a dark page.
     """

@@ -225,10 +225,7 @@ def test_settings_listed_as_different_do_not_include_runtime_defaults(tmp_path: 
 
 
 def test_table_marks_no_best_value_of_incomparable_runs(tmp_path: Path) -> None:
-    """The table marks no best value if the runs have different data.
-
-    It marks the lowest virtual time of two runs that differ only in their number of workers.
-    """
+    """Runs on different data have no best value. Runs on different workers have one."""
     scores: list[float | None] = [0.2, 0.5]
     alike = [
         make(tmp_path / name, scores[: len(scores)], config)

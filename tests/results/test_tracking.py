@@ -373,9 +373,10 @@ def test_tracker_import_does_not_import_mlflow() -> None:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make two runs in one SQLite file of MLflow; return their parent folder.
+    """Make two runs that MLflow stores in one SQLite file; return their parent folder.
 
-    The run `online` had a server; the run `offline` had none and was sent to MLflow later.
+    The run `online` wrote to an MLflow server. The run `offline` was sent to MLflow when it had
+    ended.
     """
     root = tmp_path_factory.mktemp("runs")
     config = {"local": {"lr": 0.1}, "long": "x" * 7000, **{f"key{n}": n for n in range(150)}}

@@ -1,4 +1,7 @@
-"""Test that errors of Ray's start and of joining a cluster name the cause and what to set."""
+"""Test the errors if Ray does not start, or if a cluster cannot be joined.
+
+They say why, and which setting to change.
+"""
 
 from __future__ import annotations
 

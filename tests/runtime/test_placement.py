@@ -247,7 +247,7 @@ def test_memory_of_client_states_reduces_workers_per_gpu() -> None:
 
 
 class Seen(Method):
-    """A method that notes which clients train."""
+    """A method that notes the client of each job that trains."""
 
     name = "seen"
     clients: list[tuple[int, int]] = []  # noqa: RUF012
@@ -726,12 +726,14 @@ def _huge_job(_: Any) -> MemoryNeed:
 def _fits(
     options: RayOptions, job: Any, most: int, device: str = "cuda", remotely: bool = False
 ) -> tuple[Size | str, list[str]]:
-    """Plan the workers of a run.
+    """Plan the workers of a run. Return the plan or the error, and the messages for the user.
 
-    Return the planned size, or the text of the error, and the texts for the user.
+    The first item is the `Size` that raysim plans, or the text of the error that it raises.
+
     job: a function that returns the memory of a job.
     most: the number of clients in flight.
-    remotely: True: call `job` in a new process on the cluster, as a run does; False: in this one.
+    remotely: True: call `job` in a new process on the cluster, as a run does; False: in this
+    process.
     """
     from raysim.runtime import ray as on_ray
     from raysim.runtime.ray import driver
@@ -802,12 +804,14 @@ WHOLE = Mlp((20,))
 
 
 def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
-    """Make four runs one after another, whose actors are reused if possible; the last run fails.
+    """Make four runs, each of which reuses the actors of the run before; the last run fails.
 
     The first two runs have two workers, the last two have one.
+
     Return two lists. The first has the sha256 pairs (model, state) of the first three runs. The
-    second has, for each run, the living actors after it: a dictionary from names to ids. At its end
-    is one more dictionary, which is empty if no actor and no placement group remains.
+    second has a dictionary for each run, which maps the names of the actors that live after the run
+    to their ids. The last dictionary of the second list is made at the end. It is empty if no actor
+    and no placement group remains.
     """
     from raysim.runtime import ray as on_ray
 

@@ -326,8 +326,8 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
 def test_markov_availability_of_many_clients_equals_that_of_each_client() -> None:
     """A query for many clients gives the same answers as a query for each client.
 
-    Each step of the Markov chain draws a range of clients that become available, and a range of
-    clients that leave. The test uses the clients at the ends of these ranges.
+    Each step of the Markov chain draws a range of client numbers that become available, and a range
+    that become unavailable. The test uses the clients at the ends of these ranges.
     """
     clients = 1 << 16
     presence = MarkovAvailability(5, clients, 100.0, 300.0)
@@ -506,10 +506,10 @@ def test_run_continues_in_the_next_repetition_of_a_trace() -> None:
 
 
 def test_every_availability_change_of_a_fast_client_is_reported() -> None:
-    """A fast client changes every second; its first 250 changes are all reported.
+    """A client that comes or leaves every second has 250 changes, which are all reported.
 
-    From second 150 on, another client leaves in each second, too. raysim sorts at most 32 changes
-    of a client at once, so it must sort the fast client's changes several times.
+    From second 150 on, each second one more of the other clients leaves for good. raysim sorts at
+    most 32 changes of a client at once, so it must sort the first client's changes several times.
     """
     others = 1500
     bounds = np.array(

@@ -53,7 +53,7 @@ def study(*methods: Method, validation: float = 0.2) -> RunSpec:
 def weights_by_round(
     spec: RunSpec, schedule: Schedule, folder: Path, **settings: Any
 ) -> tuple[FinishedRun, dict[int, Any]]:
-    """Run eight rounds; return the finished run, and the scored model of each version.
+    """Run eight rounds. Return the finished run, and for each version the weights that were scored.
 
     settings: further arguments of `tiny_runs.coordinate`.
     """

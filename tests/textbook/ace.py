@@ -1,7 +1,8 @@
 """ACE and ACED: Chang et al. 2025, with the choices that raysim's specification makes.
 
-Symbols: u_i, the last update of client i that arrived; tau_i, the version that this update started
-from; eta, the server's rate. Each aggregation makes a new version, even if it does not change x.
+Symbols: x, the server's model; u_i, the last update of client i that arrived; tau_i, the version
+from which this update started; eta, the server's rate. Each aggregation makes a new version, even
+if it does not change x.
 """
 
 from __future__ import annotations

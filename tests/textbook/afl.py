@@ -1,7 +1,8 @@
 """AFL: Mohri et al. 2019, with several local steps in a round.
 
 Symbol: lambda_i, the weight of client i. All lambda_i are at least 0, and their sum is 1.
-`nearest_on_simplex` projects onto such weights: it searches the threshold t by bisection.
+`nearest_on_simplex` projects onto such weights: it finds by bisection the t for which all
+max(lambda_i - t, 0) add up to 1.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ def nearest_on_simplex(values: Tensor) -> Tensor:
 
 
 def afl(world: World, gamma: float) -> Book:
-    """Run FedAvg with weights lambda_i, which grow for clients with large losses.
+    """Compute a run of FedAvg with weights lambda_i, which grow for clients with large losses.
 
-    A round has m clients. After it, lambda_i of each of them grows by gamma N / m times the
-    client's loss. This is the loss of x on the client's samples before training. Then
-    `nearest_on_simplex` projects all lambda_i.
-    If the run weighs clients by samples, models are averaged with the weights n_i lambda_i. If
-    lambda_i is 0 for all clients of the round, it is left out of the average.
+    A round has m of the N clients. After it, lambda_i of each of these grows by gamma N / m times
+    the client's loss. This is the loss of the server's model on the client's samples before
+    training. Then `nearest_on_simplex` projects all lambda_i.
+
+    If the run weighs clients by samples n_i, models are averaged with the weights n_i lambda_i. If
+    lambda_i is 0 for all clients of the round, the weights are n_i alone.
     """
     x, lam = (
         detach(world.start),

@@ -1,8 +1,8 @@
 """CA2FL: Wang et al. 2024, Algorithm 2.
 
-Symbols: Delta_i, the update of client i that arrives; h_i, its last update in an earlier
-aggregation (0 if there was none); h, the mean of the h_i; v, the calibrated update; eta, the
-server's rate. Network buffers are averaged.
+Symbols: Delta_i, the update of client i that arrives; h_i, client i's update in the last
+aggregation that had one (0 if there was none); h, the mean of the h_i; v, the calibrated update;
+eta, the server's rate. Network buffers are averaged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from textbook.world import Book, World
 class Calibration:
     """The calibrated update v = h + mean of (Delta_i - h_i) over the clients that arrive.
 
-    h and h_i have their values from before this aggregation.
+    h_i is the update that client i sent before, and h is the mean of the h_i. Both have their
+    values from before this aggregation.
+
     seen_only: True: h is the mean over the clients that have sent an update; False: over all
     clients.
     """

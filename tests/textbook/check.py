@@ -103,7 +103,7 @@ class Recorded:
 
 
 def run_recorded(row: Row) -> Recorded:
-    """Run raysim at the settings of a row, and record batches and draws."""
+    """Run raysim with the settings of a comparison, and record its batches and random draws."""
     data = row.study.get("data", tiny_data(clients=4, samples=70))
     settings = {"model": Mlp((6,)), "local": LOCAL, "dtype": torch.float64, "data": data}
     study = with_settings(
@@ -131,13 +131,13 @@ def run_recorded(row: Row) -> Recorded:
 
 
 def replica_tensors(coordinator: Coordinator, server: Server) -> dict[str, Tensor]:
-    """Return a copy of the tensors of a replica, by full name."""
+    """Return a copy of all tensors of a replica, by full names such as "model.head.weight"."""
     named = coordinator.initial.named(server.vector, server.counters)
     return {name: tensor.clone() for name, tensor in named.items()}
 
 
 def check(row: Row) -> None:
-    """Assert that raysim and the textbook of a row end with the same values.
+    """Assert that raysim and the textbook of a comparison end with the same values.
 
     These are the tensors of models, client states and server state, and the columns of the history.
     """
@@ -204,9 +204,10 @@ def _personal_names(coordinator: Coordinator) -> frozenset[str]:
 
 
 def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
-    """Return a list that the run fills with the jobs of each aggregation, in their order.
+    """Return a list to which the run adds, for each aggregation, the list of its jobs.
 
-    A job is a tuple (client, turn, version, samples), the first fields of `Job`.
+    Jobs have the order in which they are aggregated. A job is a tuple (client, turn, version,
+    samples), the first fields of `Job`.
     """
     accepted: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
@@ -224,9 +225,10 @@ def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, 
 
 
 def client_state(coordinator: Coordinator, client: int) -> dict[str, np.ndarray]:
-    """Return a client's committed state as arrays by name; personal tensors have their full names.
+    """Return the client state after the client's last aggregated job, as arrays by name.
 
-    The result is empty for a client without a state.
+    Personal tensors have full names, such as "model.head.weight". The result is empty for a client
+    without a state.
     """
     state = dict(coordinator.client_states.committed()).get(client)
     return {} if state is None else to_named_arrays(state, coordinator.layout)
@@ -287,7 +289,7 @@ def assert_equal(
     where: what is compared, for error messages.
     tensors: raysim's tensors by name.
     expected: the textbook's tensors by name.
-    skips: the names of tensors of raysim that the textbook lacks.
+    skips: the names of tensors that only raysim has, each with the reason.
     """
     tensors = {name: value for name, value in tensors.items() if name not in (skips or {})}
     assert tensors.keys() == expected.keys(), (

@@ -16,11 +16,11 @@ from raysim.primitives.streams import stream
 
 @dataclass
 class FlyingJob:
-    """A job with its finish time on the virtual clock.
+    """A job in flight on the virtual clock.
 
     number: the number of the job in the run.
-    turn: the number of the client's job, from 0.
-    finish: in seconds.
+    turn: how many jobs the client had before.
+    finish: the virtual time in seconds at which the job ends.
     """
 
     number: int
@@ -125,12 +125,14 @@ def draw(
 ) -> list[int]:
     """Return `count` of the idle clients, in ascending order.
 
+    If all clients are idle, `count` clients are drawn at once. Otherwise, random positions in
+    `able` are drawn in blocks: first 2 `count` positions, then 4 `count`, and so on. A position is
+    accepted if its client is idle and not yet drawn. The blocks end after about as many positions
+    as there are clients. If too few positions are accepted until then, the missing clients are
+    drawn from the idle ones.
+
     able: all clients with samples.
     idle: the clients of `able` that are not in flight.
-    If all are idle, `count` clients are drawn at once. Otherwise, random positions in `able` are
-    drawn in blocks: first 2 `count` positions, then 4 `count`, and so on. A position is accepted if
-    its client is idle and not yet drawn. If too few are accepted, the missing clients are drawn
-    from the idle ones.
     """
     if len(idle) == len(able):
         return sorted(
@@ -166,12 +168,11 @@ def lognormal_seconds(
     """Return the seconds in which a client receives the model, trains and sends its update.
 
     clients: the number of clients.
-    samples: the number of samples that the job trains on.
+    samples: the number of samples on which the job trains.
     floats: the number of float32 parameters in the model.
-    speed: samples a second of a typical client.
-    down, up: bytes a second of a typical client.
-    sigma, network_sigma: the standard deviations of the logarithms of speed and bandwidth. Each
-    client has two random normal numbers, one for its speed and one for its bandwidth.
+    speed: the samples per second of a typical client. down, up: the bytes per second of a typical
+    client. sigma, network_sigma: the standard deviations of the logarithms of speed and bandwidth.
+    Each client has two random normal numbers, one for its speed and one for its bandwidth.
     """
     of_speed, of_network = stream(seed, "fleet").standard_normal((clients, 2))[client]
     network = np.exp(network_sigma * of_network)
