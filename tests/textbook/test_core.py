@@ -178,6 +178,14 @@ def test_cohorts_and_staleness_equal_a_computation_by_hand(schedule: Any, fleet:
         )
 
 
+def test_clients_drawn_from_a_busy_fleet_equal_a_computation_by_hand() -> None:
+    counts = [5 + client % 7 for client in range(40)]
+    coordinator, ledger, _ = untrained_run(counts, Buffered(39, 1), Ideal(speed=10.0), rounds=80)
+    [*coordinator.run()]
+    wanted = timetable(SEED, counts, 80, lambda client: counts[client] / 10, 39, 1, False)
+    assert ledger.cohorts == [[job.client for job in aggregation.taken] for aggregation in wanted]
+
+
 def test_round_lasts_as_long_as_its_slowest_client() -> None:
     fleet = Lognormal(
         speed=10.0, sigma=0.0, bandwidth_down=100.0, bandwidth_up=50.0, bandwidth_sigma=0.0
