@@ -81,10 +81,12 @@ class ModelRecipe:
     ) -> Classifier:
         """Return a new neural network, whose initial parameters depend on the seed.
 
-        The state of the global generators stays unchanged. Raise ValueError if the network cannot
-        take such inputs.
+        The state of PyTorch's global random generators stays unchanged. Raise ValueError if the
+        network cannot take inputs of this shape.
         input_shape: the shape of one sample.
-        num_classes: the number of outputs: classes, or numbers of a regression.
+        num_classes: the number of outputs for each sample: the number of classes, or the number of
+        values that a regression predicts.
+        seed: the seed of the initial parameters.
         tokens: the size of the vocabulary and the number of the padding token; None if inputs are
         not token numbers.
         """

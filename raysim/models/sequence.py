@@ -1,6 +1,8 @@
-"""Recipes for two small neural networks for tokens: recurrent units and a transformer.
+"""Define recipes for two small token models: a recurrent network and a transformer.
 
-The features of a sequence are the values at its last token. Padding has no influence.
+A recipe is a dataclass with the options of a model; its method `build` makes the model. The
+features of a sequence are the hidden values at its last token that is not padding. Padding does not
+change them.
 """
 
 from __future__ import annotations

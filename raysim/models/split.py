@@ -70,9 +70,11 @@ class WholeNetwork(Classifier):
 
 
 def original_network(model: nn.Module) -> nn.Module:
-    """Undo `split_network`: return the network as it was, with this model's parameters.
+    """Undo `split_network`: return the original network, with the model's current parameters.
 
-    A `SplitNetwork` cannot be used afterwards. Models of raysim are returned unchanged.
+    model: a model that `split_network` returned. Do not use a `SplitNetwork` after this call,
+    because its head is moved back into the network. Any other model is returned unchanged, because
+    `split_network` did not make it.
     """
     if isinstance(model, SplitNetwork):
         return model.whole()
@@ -220,9 +222,10 @@ def _compute_outputs(net: nn.Module, inputs: Tensor) -> Tensor:
 def _makes_the_outputs(net: nn.Module, name: str, inputs: Tensor) -> bool:
     """Return True if a network returns the outputs of its layer `name` unchanged.
 
-    The outputs must be the same tensor object. Equal numbers are not enough, because dropout after
-    the layer, for example, changes numbers only in training.
-    inputs: examples [B, ...].
+    The network runs on `inputs` in training mode and in evaluation mode. In both modes, the layer
+    must run once, and the network must return the same tensor object as the layer. Equal numbers
+    are not enough: a dropout after the layer does not change numbers in evaluation mode.
+    inputs: a batch of samples [B, ...].
     """
     layer_outputs: list[object] = []
 

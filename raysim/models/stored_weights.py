@@ -95,9 +95,10 @@ class FourBitWeight(nn.Module):
 
 @cache
 def _nf4_pairs(device: torch.device) -> Tensor:
-    """Return the two levels that each byte value stands for: int64 [256].
+    """Return a table that decodes a byte with two 4-bit codes: int64 [256].
 
-    The 64 bits of a number are two levels, each a float32.
+    The entry at index b holds the two NF4 levels of byte b. Its 64 bits are two float32 numbers:
+    first the level of the lower 4 bits, then that of the upper 4 bits.
     """
     levels = torch.tensor(NF4_LEVELS, device=device)
     byte = torch.arange(256, device=device)
@@ -118,7 +119,7 @@ class StoredLayer(nn.Module):
         self.layer, self.stored, self.dtype = layer, stored, dtype
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the layer, for a name that this module does not have."""
+        """Return an attribute of the wrapped layer if `StoredLayer` itself does not have it."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -201,8 +202,9 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 def _frozen_layers(model: nn.Module) -> Iterator[Any]:
     """Yield the linear, convolution and embedding layers whose weight is frozen.
 
-    Leave out layers of derived classes and embeddings with max_norm, because they may use their
-    weight in another way. Also leave out a layer if a module of another type uses the same weight.
+    Three sorts of layers are left out. The first are instances of subclasses of these layer types,
+    which may use the weight differently. The second are embeddings with `max_norm`, which change
+    their weight. The third are layers whose weight is also a parameter of a module of another type.
     """
     transformers = sys.modules.get("transformers.pytorch_utils")
     types = LAYERS if transformers is None else (*LAYERS, transformers.Conv1D)

@@ -193,10 +193,10 @@ class HuggingFaceModel(ExternalModel):
 
 
 class _Logits(nn.Module):
-    """A network of `transformers` that returns logits.
+    """A wrapper of a network of `transformers` that returns only the logits.
 
-    random_weights: the names of the weights that are in no file of the pretrained model, so that
-    their values are random. The weights of a classifier's head are left out.
+    random_weights: the names of the weights that no file of the pretrained model contains, so that
+    their values are random. This list does not name the weights of the classifier's head.
     """
 
     def __init__(self, net: nn.Module, random_weights: Sequence[str]):
@@ -281,12 +281,12 @@ def _load_fitting_values(
 
 @contextmanager
 def _quiet(transformers: Any, is_local: bool) -> Iterator[None]:
-    """Keep `transformers` from printing a report whenever it loads weights.
+    """Inside `with`, keep `transformers` from printing a report when it loads weights.
 
-    Every process makes the network several times. raysim reports only once which weights are
-    missing.
-    is_local: True if the model is in a local folder. Then nothing is downloaded, and no progress
-    bar is shown.
+    Every process loads the weights several times, so the report would be printed each time. raysim
+    itself reports once which weights are missing.
+    is_local: True if the model is in a local folder. This also hides the progress bar, because
+    nothing is downloaded. False keeps the progress bar.
     """
     loggers = [logging.getLogger(f"transformers.{name}") for name in NOISY_MODULES]
     messages = transformers.utils.logging

@@ -28,10 +28,10 @@ Refused = RefusedError  # the name in version 0.1
 
 @contextmanager
 def errors_as_refusals() -> Iterator[None]:
-    """Inside `with`, replace errors that a wrong setting can cause by `RefusedError`.
+    """Inside `with`, raise `RefusedError` in place of errors that wrong settings can cause.
 
-    The replaced errors are `ValueError`, `OSError`, `OverflowError`, and errors because memory is
-    used up. Other errors pass unchanged.
+    This applies to `ValueError`, `OSError`, `OverflowError` and errors that report too little
+    memory. All other errors pass unchanged.
     """
     try:
         yield

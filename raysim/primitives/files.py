@@ -57,7 +57,11 @@ def abandoned_drafts(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def open_draft(path: Path) -> Iterator[BinaryIO]:
-    """Yield a draft of a file, open for binary writing; see `draft_file`."""
+    """Yield a temporary file, open for binary writing, that becomes the file `path` at the end.
+
+    At the end of the `with` block the temporary file is closed and renamed to `path`. After an
+    error it is deleted, and `path` does not change.
+    """
     with draft_file(path) as draft, draft.open("wb") as file:
         yield file
 

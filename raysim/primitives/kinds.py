@@ -69,7 +69,10 @@ class PackedShape(tuple[int, ...]):
     fields: tuple[InputField, ...]
 
     def __new__(cls, fields: Sequence[InputField]) -> PackedShape:
-        """Return the shape of the row that stores these inputs."""
+        """Return the shape of a row that stores all inputs of one sample, flat, one after another.
+
+        fields: the descriptions of the inputs, in their order in the row.
+        """
         shape = super().__new__(cls, (sum(math.prod(field.shape) for field in fields),))
         shape.fields = tuple(fields)
         return shape

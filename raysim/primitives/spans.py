@@ -129,9 +129,9 @@ class Spans:
         setattr(owner, name, timed)
 
     def take(self, name: str) -> Track:
-        """Return the time recorded since the last call, and start again from zero.
+        """Return a `Track` with all spans since the last `take`, and clear the recorder.
 
-        name: the process, as the trace shows it.
+        name: the name of the process in the trace.
         """
         track = Track(name, self.seconds, tuple(self.spans), self.count)
         self.seconds, self.spans, self.calls, self.count = {}, [], [], 0

@@ -70,11 +70,12 @@ def _own_file() -> IO[bytes]:
 
 
 def read_stacks(source: StackSource | None) -> str:
-    """Return the call stacks of a process's threads as text; "" if they are unknown.
+    """Return the call stacks of all threads of a process on this machine, as text.
 
-    The process must be on this machine.
-
-    If the process does not react, the text is its state, such as "T (stopped)".
+    Return "" if the stacks cannot be read, for example because the process has ended. If the
+    process runs but does not write its stacks, return its state, such as "T (stopped)".
+    source: the process, and the file into which it writes its stacks. None means that the process
+    has no such file; the result is then "".
     """
     if source is None or _SIGNAL is None:
         return ""

@@ -27,7 +27,10 @@ def _words(number: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _first_words(seed: int, purpose: str) -> tuple[int, ...]:
-    """Return the first words of a stream's seed: the 32-bit words of a run's seed and a purpose."""
+    """Return the integers that begin the seed of a random stream.
+
+    They are the run's seed and the number of the purpose, each split into 32-bit integers.
+    """
     return (*_words(seed), *_words(_purpose_code(purpose)))
 
 

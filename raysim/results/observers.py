@@ -139,10 +139,11 @@ class CurrentRun:
 class Observer:
     """The base class of observers.
 
-    Override the methods that you need; by default they do nothing. After `on_start`, `on_finish` is
-    called at the end of the run, or `on_stop` if an error ends it. An error in `on_finish` also
-    ends the run: `on_stop` is then called for this observer and all later ones. A run that lost a
-    process calls `on_stop` and starts again with `on_start`.
+    Override the methods that you need; by default they do nothing. `on_start` is called first. At
+    the end of the run, `on_finish` is called. If an error ends the run, `on_stop` is called in
+    place of `on_finish`. An error in `on_finish` also ends the run: `on_stop` is then called for
+    this observer and all later observers. A run that lost a process calls `on_stop` and starts
+    again with `on_start`.
     """
 
     def on_start(self, run: CurrentRun) -> None:
@@ -177,8 +178,8 @@ class ProgressLine(Observer):
     A log gets a line every few seconds.
     console: the terminal or the log.
     quiet: True shows neither the bar nor lines.
-    data: the clients' data. If it has a user's name for each client, texts show this name next to
-    the client's number.
+    data: the clients' data. If the data set names the person (user) behind each client, the bar and
+    the lines show this name next to the client's number.
     """
 
     def __init__(self, console: Console, quiet: bool, data: FederatedData):
@@ -260,7 +261,7 @@ class RemovalFailures(Observer):
         self._printed: set[str] = set()
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Print the reason, unless it was printed before."""
+        """Print why older checkpoints could not be removed; print each reason only once."""
         reason = event.removal_failure
         if not reason or reason in self._printed:
             return
@@ -379,7 +380,7 @@ class IdleWorkers(Observer):
         self._say, self._reason = say, reason
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Print the share of wall time in which workers were busy, and the reason."""
+        """Print how busy the workers were, in percent of wall time, and why not more."""
         busy = mean_worker_busy(run.rows)
         if busy is not None:
             self._say(
@@ -411,7 +412,7 @@ class ClosingLine(Observer):
         self._is_stored = is_stored
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Print the lines."""
+        """Print the run's scores, the address of its results, and the commands that show them."""
         summary: dict[str, Any] = run.summary()
         metric = summary["metric"]
         scores = []
@@ -471,22 +472,22 @@ class JobFiles(Observer):
         self._writer = JobWriter.open(run.folder, len(run.rows))
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Add the jobs of this round."""
+        """Add the records of the jobs that ended in this round."""
         if self._writer:
             self._writer.add(event.jobs)
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Write the jobs."""
+        """Write the records of finished jobs into jobs.parquet."""
         self._write()
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write all jobs, including those that are still in flight."""
+        """Write the records of all jobs into jobs.parquet, also of jobs still in flight."""
         if self._writer:
             self._writer.add(event.jobs)
         self._write()
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Write the jobs."""
+        """Write the records of finished jobs into jobs.parquet."""
         self._write()
 
     def _write(self) -> None:
@@ -523,15 +524,24 @@ class ClientFiles(Observer):
             self._writer.add(int(event.row["round"] or 0), event.scores)
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Write the newest file of client_scores.parquet; files that are full do not change."""
+        """Write the new scores into the folder client_scores.parquet.
+
+        The folder has numbered files. Only the last file, which is not full yet, is written again.
+        """
         self._writer.write()
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write the last scores, and the scores of all rounds."""
+        """Write clients.parquet and the scores of all rounds.
+
+        clients.parquet has each client's scores of the last evaluation.
+        """
         self._write(run)
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Write the last scores, and the scores of all rounds."""
+        """Write clients.parquet and the scores of all rounds so far.
+
+        clients.parquet has each client's scores of the last evaluation.
+        """
         self._write(run)
 
     def _write(self, run: CurrentRun) -> None:
@@ -543,8 +553,8 @@ class FailureFile(Observer):
     """An observer that writes failures.jsonl: a line for each client that failed in a round.
 
     note: function that prints a line.
-    data: the clients' data. If it has a user's name for each client, texts show this name next to
-    the client's number.
+    data: the clients' data. If the data set names the person (user) behind each client, each line
+    of failures.jsonl also has this name.
     """
 
     def __init__(self, note: PrintLine, data: FederatedData):
@@ -552,7 +562,7 @@ class FailureFile(Observer):
         self._data = data
 
     def on_start(self, run: CurrentRun) -> None:
-        """Remove the failures of rounds after the checkpoint from the file of a resumed run.
+        """In a resumed run, remove from failures.jsonl the rounds after the checkpoint.
 
         These rounds are trained again.
         """
@@ -682,7 +692,7 @@ class ProfileFiles(Observer):
         self._show = show
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Write the files and show the table."""
+        """If the run has a profile, write its files and print its table."""
         if run.profile is not None:
             run.pictures.append(profile.write(run.profile, run.folder, run.title)[-1])
             self._show(profile.table(run.profile))
@@ -757,11 +767,14 @@ class TrackingObserver(Observer):
         self._tracker.start(self._config, self._tags, run.rows, self._study, description)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Pass on the row without waiting for the server."""
+        """Give the history row of this round to the tracker, without waiting for MLflow."""
         self._tracker.log(event.row)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Pass on the summary, the files and, unless `raysim ui` builds it, the model."""
+        """Give the summary, the files and the model to the tracker.
+
+        With `leaves_model`, the model is not sent, because `raysim ui` builds it.
+        """
         files = [run.folder / name for name in self.FILES if (run.folder / name).exists()]
         artifacts = [*files, *run.pictures]
         if self._leaves_model:
@@ -803,20 +816,25 @@ ObserverFailed = ObserverError  # the name in version 0.1
 
 
 class RoundCallback(Observer):
-    """An observer that calls a function with the row of each finished round."""
+    """An observer that calls a function with the row of each finished round.
+
+    function: receives the round's row of the history.
+    """
 
     def __init__(self, function: Callable[[Row], object]):
         self._function = function
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Call the function."""
+        """Call the callback function with this round's row of the history."""
         self._function(event.row)
 
 
 class UserObserver(Observer):
-    """A wrapper of a user's observer.
+    """A wrapper of an observer that a user has written.
 
     The wrapper adds the observer's name to errors, and protects the rows of the run from changes.
+    observer: the user's observer.
+    name: the name of the user's observer, for errors.
     """
 
     def __init__(self, observer: Observer, name: str):
@@ -824,27 +842,27 @@ class UserObserver(Observer):
         self._name = name
 
     def on_start(self, run: CurrentRun) -> None:
-        """Call `on_start` of the observer."""
+        """Call `on_start` of the user's observer."""
         self._call("on_start", run)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Call `on_round` of the observer with a copy of the row."""
+        """Call `on_round` of the user's observer with a copy of the history row."""
         self._call("on_round", run, replace(event, row=dict(event.row)))
 
     def on_wait(self, run: CurrentRun, event: Waiting) -> None:
-        """Call `on_wait` of the observer."""
+        """Call `on_wait` of the user's observer."""
         self._call("on_wait", run, event)
 
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
-        """Call `on_checkpoint` of the observer."""
+        """Call `on_checkpoint` of the user's observer."""
         self._call("on_checkpoint", run, event)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Call `on_finish` of the observer."""
+        """Call `on_finish` of the user's observer."""
         self._call("on_finish", run, event)
 
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
-        """Call `on_stop` of the observer."""
+        """Call `on_stop` of the user's observer."""
         self._call("on_stop", run, error)
 
     def _call(self, method: str, run: CurrentRun, *arguments: object) -> None:
