@@ -105,9 +105,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_existing_objects() -> None:
-    """Exclude all objects that exist before a test module starts from garbage collection.
+    """Let the garbage collector ignore all objects that exist before a test module starts.
 
-    Most of these objects belong to libraries, and collections are faster without them.
+    Most of these objects belong to libraries. Garbage collection is faster without them.
     """
     gc.set_threshold(20_000, 20, 50)  # composing a configuration starts a dozen collections
     gc.collect()

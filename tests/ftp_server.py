@@ -17,13 +17,13 @@ with warnings.catch_warnings():
 
 @contextmanager
 def serve_ftp(folder: Path) -> Iterator[str]:
-    """Serve a new folder by FTP, and yield its URL."""
+    """Create `folder`, serve it by FTP, and yield its URL."""
     authorizer = DummyAuthorizer()
     folder.mkdir()
     authorizer.add_user("me", "secret", str(folder), perm="elradfmwMT")
 
     class Handler(FTPHandler):  # type: ignore[misc]
-        """A subclass, so that its class attribute `authorizer` does not change other servers."""
+        """A separate class for each server, because `authorizer` is a class attribute."""
 
     Handler.authorizer = authorizer
     server = FTPServer(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""Define a method that lets two processes train their rounds at the same time."""
+"""Define a method with which two runs, each in a process, train the same round at once."""
 
 from __future__ import annotations
 

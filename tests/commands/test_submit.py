@@ -479,9 +479,11 @@ class UnstableClient:
 # --- jobs on a cluster --------------------------------------------------------------------------
 @dataclass
 class Cluster:
-    """A head node that these tests start, with a token.
+    """The head node of a Ray cluster that asks for a token, and a process that can use it.
 
-    process: a process with this token that runs all commands.
+    url: the address of the head node, for `--address`.
+    env: the environment variables of the head node; they name the file with the token.
+    process: a process with these environment variables, in which the tests run `raysim`.
     """
 
     url: str
@@ -627,11 +629,11 @@ def answers(url: str, token: str) -> bool:
 
 @dataclass
 class Submitted:
-    """A job on the cluster that ended without an error.
+    """A job on the Ray cluster that ended without an error.
 
-    package: the folder of the package that it uses.
-    out: the folder of its run.
-    job: the name of the job, which `raysim fetch` needs.
+    package: the folder that `raysim new` made. The job uses the Python package in it.
+    out: the folder that the run of the job wrote.
+    job: the name of the job on the cluster, which `raysim fetch` needs.
     lines: the lines that `raysim submit` printed.
     """
 

@@ -47,10 +47,10 @@ FEW = Synthetic(samples=80, test_samples=10, classes=5)
 
 
 def failed_checks(part: object, study: Study | None = None) -> dict[str, str]:
-    """Map the name of each check that a part does not pass to the check's message.
+    """Return the messages of the public checks that fail; the keys are the names of these checks.
 
-    part: a method or another part of raysim that a user can write.
-    study: the setting of the runs that the checks make; None for a small default.
+    part: the object to check: a method, schedule, fleet, compressor or the like.
+    study: the data and settings of the runs that the checks make; None for small data.
     """
     messages = {}
     for check in checks(part, study or Study(data=FEW)):
@@ -222,9 +222,10 @@ def users_method(**attributes: Any) -> Method:
 
 
 def failed_in_runs(method: Method) -> dict[str, str]:
-    """Map the names of failed checks to their messages, for a method of a local class.
+    """Return the message of each check that a federated method fails; the keys are check names.
 
-    The check that the method can be pickled is left out, because local classes cannot be pickled.
+    The check that the method can be pickled is left out. Python cannot pickle an object whose
+    class is defined in a function, and the tests define such classes.
     """
     messages = failed_checks(method, ROUNDS)
     messages.pop("a file can hold it", None)
@@ -379,9 +380,9 @@ def test_check_finds_partition_with_shared_samples() -> None:
 
 
 class Forgetful(Synchronous):
-    """A schedule with two errors.
+    """A wrong schedule: it dispatches more jobs than `concurrency`.
 
-    It dispatches more jobs than `concurrency`, and it counts calls in an attribute.
+    It also changes an attribute of the schedule in `decide`, which is forbidden.
     """
 
     def decide(self, view: Any) -> Any:
@@ -397,7 +398,7 @@ def test_check_finds_schedule_that_changes_its_own_state() -> None:
 
 @dataclass(frozen=True)
 class Random(Fleet):
-    """A fleet whose speeds do not depend on the seed."""
+    """A wrong fleet: it draws speeds without the run's seed, so each run has different speeds."""
 
     def speeds(self, seed: int, clients: int, sample_flops: Callable[[], float]) -> Speeds:
         each = np.random.uniform(1, 2, clients)  # noqa: NPY002
@@ -480,7 +481,7 @@ class Drawn(Halves):
 
 
 class Changing(Halves):
-    """A compressor that changes the values that it encodes."""
+    """A wrong compressor: `encode` changes its argument `values` in place."""
 
     def encode(self, values: Any, layout: Any, key: int, kept: Any) -> np.ndarray:
         values += 1.0

@@ -1,4 +1,7 @@
-"""Test inputs, labels and users of data sets that have no images, such as texts and tables."""
+"""Test sources of data without images, such as texts and tables.
+
+The tests check inputs, labels and the assignment of samples to users.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test samples with several inputs, as a dictionary or a tuple, and tables from Python."""
+"""Test data whose samples have several inputs, given as a dictionary or a tuple of arrays.
+
+Also test data frames that are passed to `raysim.run` as data.
+"""
 
 from __future__ import annotations
 

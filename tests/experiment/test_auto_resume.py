@@ -1,4 +1,7 @@
-"""Test that a run restarts after it has lost a process, and that the same command continues it."""
+"""Test that a run restarts after it has lost a process.
+
+Also test that a repeated `raysim run` with --auto-resume continues the run.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +53,10 @@ class Waited(Observer):
 
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let runs lose a process after the rounds in a list; return the list, which is empty at first.
+    """Return an empty list, in which a test writes the rounds after which a process is lost.
 
-    A test adds a round for each start of the run. A start removes the first entry, and the run
-    loses a process after this round. If the list is empty, the run loses no process.
+    Each start of a run removes the first round from the list. The run then loses a process after
+    this round. If the list is empty, the run loses no process.
     """
     whole, rounds = inprocess.run, list[int]()
 

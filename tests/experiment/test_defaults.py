@@ -78,10 +78,10 @@ def values(path: Path) -> dict[str, Any]:
 
 
 def option_parts(option: str) -> dict[str, dict[str, Any]]:
-    """Return the mappings that an option sets, by the key of the configuration.
+    """Return the settings in the file of an option.
 
-    An option of the group "method" has a key "method.NAME" for each of its methods. An option of
-    another group has one key, the name of its group, such as "fleet".
+    If the group is "method", the result has a key "method.NAME" for each method in the file.
+    Otherwise its only key is the name of the group, such as "fleet".
     option: the path of the option's file below `conf`, without its ending.
     """
     group = option.partition("/")[0]
@@ -175,9 +175,9 @@ def test_each_object_in_a_configuration_file_has_the_defaults_of_its_class(group
 
 
 def check_node(node: Mapping[str, Any], path: Path) -> None:
-    """Compare the values in a configuration file with the defaults of a class's arguments.
+    """Check that values in a configuration file equal the defaults of a class's arguments.
 
-    node: a mapping of the file that names the class in `_target_`.
+    node: a mapping from the file. Its entry `_target_` names the class.
     path: the path of the file, for the error message.
     """
     for name, parameter in parameters(node[TARGET]).items():

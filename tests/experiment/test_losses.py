@@ -1,4 +1,4 @@
-"""Test losses by name, as a user's function and as objects."""
+"""Test training losses that are given by name, as a user's function or as an object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the functions for names, folders and scores of runs that studies and sweeps share."""
+"""Test the functions that both studies and sweeps use for runs' names, folders and scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that `raysim methods` describes a method from its source file as from its class."""
+"""Test that a method's description is the same from its source file and from its class."""
 
 from __future__ import annotations
 

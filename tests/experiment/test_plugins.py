@@ -1,4 +1,4 @@
-"""Test options and classes of a user's package that is installed or allowed by --allow."""
+"""Test options and classes of users' packages: installed ones, and ones passed with --allow."""
 
 from __future__ import annotations
 

@@ -446,7 +446,7 @@ def flat(num_classes: int, width: int = 7) -> nn.Module:
 
 
 def passing(num_classes: int, **more: int) -> nn.Module:
-    """Return the network of the function `flat`, which gets all keyword arguments in `more`."""
+    """Return the network that `flat` builds with the same arguments."""
     return flat(num_classes, **more)
 
 

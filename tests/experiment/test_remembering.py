@@ -1,4 +1,7 @@
-"""Test the method with client state in docs/extending.md, and the client states after a run."""
+"""Test the example in docs/extending.md of a method that keeps client state.
+
+Also test the client states that the result of a run has.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Test a setting that is passed together with an object for the same part of a run.
+"""Test settings of the data or the model if these are passed as Python objects.
 
-The setting must have an effect, or an error must name its key.
+Such a setting must have an effect, or an error must name the key of the setting.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ def test_grid_time_advances_for_training_messages_but_not_for_evaluation():
 class LateRuntime(InProcess):
     """A runtime that executes a call of a worker only when the call's result is read.
 
-    Worker 0 answers its first call. At all later calls it dies, until it is revived.
+    Worker 0 executes its first call. Each later call raises `WorkerDiedError`, until `revive` was
+    called.
     """
 
     is_in_process = False

@@ -1,4 +1,4 @@
-"""Test the study of schedules: its runs can be composed, and its page has the stored results."""
+"""Test that the study of schedules has valid configurations, and its page the stored results."""
 
 from __future__ import annotations
 

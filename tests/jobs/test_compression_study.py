@@ -1,4 +1,4 @@
-"""Test the study of compressors: its runs can be composed, and its page has the stored results."""
+"""Test the study of compressors: its configurations are valid, its page has stored results."""
 
 from __future__ import annotations
 

@@ -28,9 +28,10 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, base_digest: str) -> None:
-    """Make the folders of finished runs of DiLoCo, and of the run that changes no weight.
+    """Make folders of finished runs, without training, and replace the function `measured`.
 
-    The study's function `measured` then returns a known perplexity for each run.
+    Some runs have the method DiLoCo. The others change no weight of the model. The new `measured`
+    returns a constant perplexity for each run.
     folder: the folder of the study.
     base_digest: the model_sha256 that `measured` returns for all runs.
     """

@@ -341,9 +341,9 @@ def test_asynchronous_method_settings_out_of_range_are_refused(
 
 
 class Rule(Protocol):
-    """A server that `distance` can test.
+    """The interface of a test server, to which the function `distance` sends updates.
 
-    x: the parameters.
+    x: the parameters of the server's model.
     version: the number of aggregations so far.
     """
 

@@ -49,7 +49,7 @@ METHOD_FILES = find_groups().files["method"]
 
 @functools.cache
 def every_method() -> dict[str, Any]:
-    """Return the configuration of a small run with all methods, composed once for all tests."""
+    """Return the configuration of a small run that has all methods; all tests use one copy."""
     return to_dict(compose([*SMALL, f"method={'+'.join(METHOD_FILES)}"]))
 
 

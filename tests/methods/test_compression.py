@@ -1,4 +1,7 @@
-"""Test the results, traffic and virtual time of runs with compression, also with other methods."""
+"""Test the results, traffic and virtual time of runs with compression.
+
+Some of these runs also have a method, such as SCAFFOLD.
+"""
 
 from __future__ import annotations
 

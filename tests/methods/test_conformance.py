@@ -468,7 +468,7 @@ def study(*methods: Method, **others: Any) -> Any:
 
 
 def made(*names: str) -> list[Method]:
-    """Return new methods of the table by their names; "fedavg" adds no method."""
+    """Return a new method for each name in `TABLE`; skip other names, such as "fedavg"."""
     return [TABLE[name].make() for name in names if name in TABLE]
 
 
@@ -578,7 +578,11 @@ def references() -> Iterable[Any]:
 def fedavg_run(
     study_settings: frozenset[tuple[str, Any]], run_settings: frozenset[tuple[str, Any]]
 ) -> FinishedRun:
-    """Run FedAvg with these settings, once for all methods that are compared with it."""
+    """Run FedAvg. Tests that pass the same arguments get the result of the same run.
+
+    study_settings: the arguments of the function `study`.
+    run_settings: the arguments of the function `run`.
+    """
     return run(study(**dict(study_settings)), **dict(run_settings))
 
 
@@ -709,7 +713,7 @@ def test_fedbr_pseudo_data_that_never_change_are_sent_once_to_each_client() -> N
 
 @functools.cache
 def declared(name: str) -> MethodDeclaration:
-    """Return what a method of the table declares in a run."""
+    """Return what a method declares in a run; `name` is its name in `TABLE`."""
     return declare_run(study(TABLE[name].make(), model=TABLE[name].model)).methods[0]
 
 
@@ -724,7 +728,7 @@ def check_list(names: Sequence[str]) -> None:
 
 @functools.cache
 def clash(first: str, second: str) -> bool:
-    """Return True if two methods of the table are refused in one list."""
+    """Return True if a run cannot have both methods; the arguments are names in `TABLE`."""
     try:
         check_list([first, second])
     except ValueError:
@@ -900,9 +904,10 @@ COVERING = covering(list(TABLE), COMPATIBLE)
 
 
 def lists_with_each_method(most: int = 8) -> list[list[str]]:
-    """Return lists of compatible methods, in which each method of the table occurs once.
+    """Divide the methods of `TABLE` into lists of compatible methods; return their names.
 
-    The methods of a list either all keep client state, or none of them does.
+    Each method is in exactly one list. Methods with client state and methods without it are in
+    different lists.
     most: the largest number of methods in a list.
     """
     lists: list[list[str]] = []

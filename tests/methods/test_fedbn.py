@@ -52,9 +52,9 @@ def study(*methods: Method, **others: Any) -> Any:
 
 
 def private_names(method: FedBN, model: nn.Module) -> list[str]:
-    """Return the names of the model's tensors that stay on a client.
+    """Return the names of the model's tensors that stay on a client, such as "bn1.weight".
 
-    The names are those of the model's own modules, such as "bn1.weight", without "model.".
+    The names have no prefix "model.".
     """
     networks = {"model": model}
     (declared,) = declare_methods([method], networks, plan_layout(networks)).methods

@@ -50,9 +50,9 @@ def case(
     """Return random arguments for FedCDA's selection of one model per client.
 
     The parameters of all models are close to 10.
-    clients: the number of clients.
+    clients: the number of clients for which a model is to be selected.
     memory: the largest number of candidate models of a client.
-    fixed: the number of models that are already chosen for other clients.
+    fixed: the number of additional clients, whose models are already selected.
     size: the number of parameters of a model.
     """
     draw = np.random.default_rng(seed)

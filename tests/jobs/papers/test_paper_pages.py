@@ -1,4 +1,4 @@
-"""Test the stored results of the papers' tables, and the pages that are written from them."""
+"""Test our stored runs for the papers' tables, and the pages that show these runs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ IDENTITY = {"device": "cpu", "threads": 1, "libraries": {"torch": "2.9"}}
 
 
 def finished(folder: Path, words: Sequence[str], history: Sequence[Row]) -> Path:
-    """Write the folder of a finished run; return it.
+    """Write a folder with the files of a finished run, without training; return the folder.
 
-    The summary also has the split, the identity and the checksums that a real summary has.
-    words: overrides of the run.
-    history: the rows of its history.
+    The split, identity and checksums in its summary are constants of this test.
+    words: the overrides of the run.
+    history: the rows of the run's history.
     """
     run = make(folder, words, history)
     summary = json.loads((folder / "summary.json").read_text())
@@ -139,10 +139,10 @@ def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Return the rows of each table with our results on RotatedMNIST.
+    """Return the rows of the RotatedMNIST tables that show our runs.
 
-    The output of `compare` has one table for each setting of the runs. The key of a table says how
-    the setting differs from the paper's setting; "" means no difference.
+    The output of `compare` has one such table for each configuration. A key of the result says how
+    this configuration differs from that of the paper; "" means no difference.
     text: the output of `compare`.
     """
     found: dict[str, list[str]] = {}

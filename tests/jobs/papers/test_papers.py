@@ -56,7 +56,7 @@ def lines(text: str, label: str) -> list[str]:
 
 
 def line(text: str, label: str) -> str:
-    """Return the first line of a text that begins with a label, with single spaces."""
+    """Return the first of the lines that start with a label; reduce each gap to one space."""
     return lines(text, label)[0]
 
 

@@ -23,9 +23,11 @@ SCRIPT = conf_folder().parent / "jobs" / "studies.sh"
 
 
 def started(folder: Path, *names: str) -> list[list[str]]:
-    """Return the arguments of each `raysim` command that jobs/studies.sh starts.
+    """Run jobs/studies.sh; return the arguments of each `raysim` command that it starts.
 
-    A stand-in for `raysim` on the path writes its arguments to a file.
+    Instead of `raysim`, the script finds a program that writes its arguments to a file.
+    folder: the folder for this program and its file.
+    names: the arguments of the script.
     """
     program, said = folder / "raysim", folder / "said"
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >> said\necho >> said\n')
