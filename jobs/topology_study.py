@@ -148,9 +148,9 @@ def measured(folder: Path, topology: str) -> dict[str, Any]:
 
 
 def collect(folder: Path) -> None:
-    """Write the numbers of the finished runs to the page's JSON file.
+    """Write the numbers of the finished runs to docs/studies/topology.json.
 
-    folder: the folder of all runs.
+    folder: the folder that contains the folders of all runs.
 
     A seed is left out unless all of its runs have finished.
     """

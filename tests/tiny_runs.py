@@ -85,7 +85,11 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Blocks(ModelRecipe):
-    """A small residual network. It has layers of equal shape, of which InCo forms pairs."""
+    """A small residual network with torchvision's names, for tests of InCo.
+
+    The layers of both blocks have the same shape. This allows InCo to mix the mean update of one
+    layer into the mean update of another layer.
+    """
 
     channels: int = 3
 
@@ -109,7 +113,10 @@ BLOCKS = Blocks()
 
 @functools.cache
 def equal_clients(clients: int = 6, samples: int = 150) -> FederatedData:
-    """Return data on clients of equal sizes, which finish together on equal devices."""
+    """Return data of clients that all have the same number of samples.
+
+    On equal devices, these clients finish at the same time.
+    """
     return federate(
         Synthetic(samples=samples, test_samples=20, classes=5), IID(clients=clients), SEED
     )
@@ -288,7 +295,7 @@ class TimedFleet(Fleet):
 class TimedDevices(Fixed):
     """The devices of a `TimedFleet`.
 
-    seconds: for each client, the virtual time of any job in seconds.
+    seconds: for each client, the duration of each of its jobs in virtual seconds.
     """
 
     def __init__(self, seconds: Sequence[float]):
@@ -322,11 +329,11 @@ class AggregationLog(Method):
 
 
 class ShiftedGradient(Method):
-    """A method that computes a second gradient at other parameters, and records both gradients.
+    """A method that computes each step's gradient a second time, at constant parameters.
 
-    shift: the value of all entries of these parameters.
-    take: True: the step uses the second gradient; False: the usual one.
-    seen: for each step its stage, the parameters, the usual gradient and the second one.
+    shift: the constant: the value of every parameter for the second gradient.
+    take: True: the step uses the second gradient; False: the usual gradient.
+    seen: for each step: its stage, the parameters, the usual gradient and the second gradient.
     """
 
     name = "asking"
@@ -355,7 +362,12 @@ def untrained_run(
     seed: int = SEED,
     **settings: Any,
 ) -> tuple[Coordinator, AggregationLog, UntrainedRuntime]:
-    """Return a coordinator whose clients learn nothing, its aggregation log and its runtime."""
+    """Return a coordinator whose clients learn nothing, its aggregation log and its runtime.
+
+    counts: for each client, the number of training samples.
+    fleet: the fleet of the run; None uses `Ideal`.
+    settings: further arguments of `coordinate`.
+    """
     ledger = AggregationLog()
     spec = run_spec(ledger, model=Mlp((1,)), data=clients_of_sizes(counts), seed=seed)
     runtime = UntrainedRuntime(0, np.asarray(counts))
@@ -366,6 +378,6 @@ def untrained_run(
 
 
 def pairs(items: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield every pair of items."""
+    """Yield each pair of two different items once: for a, b, c it yields (a, b), (a, c), (b, c)."""
     for index, first in enumerate(items):
         yield from ((first, second) for second in items[index + 1 :])

@@ -252,13 +252,13 @@ def run_to_end(coordinator: Coordinator) -> FinishedRun:
 def run(
     spec: RunSpec, schedule: Schedule = ROUNDS, fleet: Fleet | None = None, **settings: Any
 ) -> FinishedRun:
-    """Execute a run in this process to its end.
+    """Execute a run in this process to its end, and return the finished run.
 
     spec: the run.
     schedule: the schedule of the run.
     fleet: the fleet of the run; None uses `Lognormal`.
-    settings: other arguments of `coordinate`: runtime, folder, resume, and settings to change in
-    `spec`.
+    settings: `runtime`, `folder` and `resume` are passed to `coordinate`. Any other name is a
+    setting of `spec` that gets a new value, such as rounds=3; `with_settings` lists these names.
     """
     return run_to_end(coordinate(spec, schedule, fleet, **settings))
 

@@ -335,8 +335,9 @@ def _record_lower_metrics(node: Node, spec: RunSpec) -> tuple[Node, RunSpec]:
     """Add to `evaluate.lower` the names of the metrics for which a lower score is better.
 
     Return the configuration and the `spec` with the longer list.
-    Raise ValueError if the user set a name in `evaluate.lower` that is not a metric of the run. A
-    run with a learner may have any name, because learners may report more metrics.
+    Raise ValueError if the user set a name in `evaluate.lower` that is not a metric of the run.
+    With a learner, no name in `evaluate.lower` is refused, because learners may report more
+    metrics.
     """
     metrics = [metric.name for metric in spec.task.metrics]
     has_learner = any(isinstance(method, Learner) for method in spec.methods)

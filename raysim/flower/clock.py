@@ -1,4 +1,4 @@
-"""Compute on the virtual clock when the reply to a message arrives."""
+"""The virtual clock of a Flower app: it computes at which time the reply to a message arrives."""
 
 from __future__ import annotations
 

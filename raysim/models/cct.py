@@ -1,7 +1,7 @@
 """CCT-7/3x1, the compact convolutional transformer that FedBR trains on CIFAR-100.
 
 It follows the code of Hassani et al. (2021), whose blocks differ from usual transformer blocks (see
-`Block`). An output layer that this code does not use is left out.
+`Block`). Their code also defines an output layer that it never uses; raysim leaves this layer out.
 """
 
 from __future__ import annotations

@@ -48,9 +48,10 @@ def frozen_parameters(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, 
 
 
 def collect_arrays(networks: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """Return the parameters that are not trained as arrays, by full name.
+    """Return all frozen parameters of the networks as NumPy arrays, by full name.
 
-    dtype: arrays of floats are converted to this type; other arrays keep their type.
+    A frozen parameter is not trained. Its full name is "network.path", such as "model.head.weight".
+    dtype: floating-point parameters are converted to this type; integer parameters keep their type.
     """
     arrays = {}
     for name, parameter in frozen_parameters(networks):

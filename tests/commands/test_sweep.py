@@ -255,7 +255,7 @@ IDENTIFY = "raysim.commands.sweep.tune.cluster.identify_process"
 
 
 def trial_process(task: TrialTask, monkeypatch: pytest.MonkeyPatch) -> SweepTrial:
-    """Return a trial's `SweepTrial` in this process, without Ray Tune."""
+    """Return a `SweepTrial` that is ready for its first step, without starting Ray Tune."""
     from raysim.commands.sweep.tune import SweepTrial
 
     monkeypatch.setattr("raysim.commands.sweep.tune._START_FOLDER", os.getcwd())

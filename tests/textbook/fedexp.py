@@ -1,9 +1,9 @@
 """FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
-Symbols: D, the mean update; p_i, the normalised weight of client i's update D_i; eta, the step size
-of the server; M, the number of clients in the round. The model that is scored on the central test
-set is the mean of the last two x, with the newest buffers. After the first round it is the newest
-x.
+Symbols: x, the parameters after a round; D, the mean update; p_i, the normalised weight of client
+i's update D_i; eta, the step size of the server; M, the number of clients in the round. The model
+that is scored on the central test set has the mean of the last two x, and the newest buffers.
+After the first round it has the only x.
 """
 
 from __future__ import annotations

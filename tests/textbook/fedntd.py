@@ -28,11 +28,14 @@ def not_true(student: Tensor, teacher: Tensor, y: Tensor, tau: float) -> Tensor:
 
 
 def fedntd(world: World, beta: float, tau: float, mixed: float | None = None) -> Book:
-    """Run FedAvg with the loss CE + beta NTD, where NTD is `not_true`.
+    """Run FedAvg with the local loss CE + beta NTD.
 
-    mixed: the parameter alpha of Mixup, or None. Mixup combines each sample with a partner, with
-    the weights lam and 1 - lam. Then CE and NTD are lam times the value for the sample's label,
-    plus 1 - lam times the value for the partner's label.
+    CE is the cross-entropy. NTD is the loss `not_true`, whose teacher is the received model.
+    beta: the weight of NTD.
+    tau: the temperature of NTD.
+    mixed: the parameter alpha of Mixup; None: no Mixup. Mixup replaces each sample by lam times
+    this sample plus (1 - lam) times a partner. CE and NTD are then computed for two labels: that of
+    the sample with the weight lam, and that of the partner with the weight (1 - lam).
     """
 
     def losses(job: Job, received: Params) -> Parts:

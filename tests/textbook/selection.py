@@ -52,27 +52,30 @@ def power_of_choice(
 class OortByHand:
     """Oort's rule, which chooses the clients of one round after another.
 
-    A known client is one that has reported a loss. Its utility is its number of samples times this
-    loss.
+    A known client is one that has reported a loss. The utility of a known client is its number of
+    samples times its loss. The score of a known client is the utility, scaled to about 0 to 1, plus
+    a bonus. The bonus is larger if the client was last chosen long ago. A client is slow if its
+    duration is above a limit: the percentile `preferred` of the durations of all known clients. The
+    score of a slow client is multiplied by (limit / duration)^penalty.
 
     Settings:
     exploration: the fraction of a round's clients that are not known. Each round multiplies it by
     `decay`.
-    decay: this factor.
+    decay: the factor of `exploration` in each round.
     least: the smallest `exploration`.
-    cutoff: if a round needs n known clients, they are drawn from those whose scores are at least
-    `cutoff` times the n-th largest score.
+    cutoff: if a round needs n known clients, only some known clients can be drawn. Their scores are
+    at least `cutoff` times the n-th largest score.
     clip: the quantile of the utilities to which larger utilities are reduced.
-    preferred: the percentile of the durations; slower clients get a lower score.
+    preferred: the percentile in the rule for slow clients; 100: no client is slow.
     window, delta: after each `window` rounds, `preferred` grows by `delta` if the utilities were
     lower than in the `window` rounds before.
-    penalty: the exponent by which the score of slow clients falls with their duration.
+    penalty: the exponent in the rule for slow clients.
 
     State:
     number: the number of rounds so far.
     last_round: for each client, the last round in which it was chosen.
     exploited: the known clients of the last round.
-    utilities: for each earlier round with known clients, their mean utility.
+    utilities: for each earlier round with known clients, the mean utility of these clients.
     """
 
     exploration: float

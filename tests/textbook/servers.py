@@ -56,13 +56,13 @@ def run_server_rule(
     weigh: Weigh = lambda world, version, jobs: weights(world, jobs),
     after: Callable[[Params], None] = lambda x: None,
 ) -> Book:
-    """Run rounds in which `rule` computes the next parameters; buffers are averaged.
+    """Return the results of rounds at whose end `rule` computes the next parameters.
 
-    Each job trains from the model version that it received.
+    Each job trains from the model version that it received. Buffers are averaged.
     rule(cohort): the next parameters, [d].
     loss: the local loss.
     weigh(world, version, jobs): the weights of the jobs before normalisation.
-    after(model): a function that is called with each new model.
+    after(model): called with the tensors of the new model at the end of each round.
     """
     names, models = trainable(world.start), [dict(world.start)]
     for version, jobs in enumerate(world.rounds):

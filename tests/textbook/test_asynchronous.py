@@ -1,6 +1,7 @@
 """Test that asynchronous methods give the same results as their textbooks.
 
-The runs have stale updates or synchronous rounds.
+In most runs, some updates are stale. The methods must also work in synchronous rounds, where no
+update is stale.
 """
 
 from __future__ import annotations
@@ -135,10 +136,10 @@ ROWS = {
 
 
 def late(book: Callable[[World], Book], twice: bool) -> Callable[[World], Book]:
-    """Return a textbook that first asserts that the run has stale updates.
+    """Return a textbook that first asserts that some update of the run is stale.
 
-    twice: True: some aggregation must also have two updates of one client. False: some aggregation
-    must have stale updates only.
+    twice: True: assert also that some aggregation has two updates of the same client. False: assert
+    also that in some aggregation every update is stale.
     """
 
     def sure(world: World) -> Book:

@@ -33,9 +33,10 @@ def with_few(few: int) -> FederatedData:
 
 
 def row(**changed: Any) -> Row:
-    """Return a row of FRAug on a network with BatchNorm.
+    """Return a comparison of FRAug with its textbook, on a network with BatchNorm.
 
-    changed: changed settings of FRAug. `study`, `run` and `schedule` are arguments of `Row`.
+    changed: settings of FRAug that differ from `BASE`. Three names are passed to `Row` instead:
+    `study`, `run` and `schedule`.
     """
     row_settings = {key: changed.pop(key) for key in ("study", "run", "schedule") if key in changed}
     row_settings["study"] = {"model": NORMED_MLP, "local": SHORT} | row_settings.get("study", {})

@@ -1,4 +1,4 @@
-"""Test methods that change local losses and gradients against their textbooks."""
+"""Compare methods that change local losses and gradients with their textbooks."""
 
 from __future__ import annotations
 

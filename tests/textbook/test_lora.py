@@ -93,11 +93,11 @@ def test_lora_method_equals_its_textbook_computation(name: str) -> None:
 
 # --- which means are exact ------------------------------------------------------------------------
 class Witness(Method):
-    """A method that reports how far the server's new weight is from an exact average.
+    """A method that measures how far the server's aggregation is from an exact average.
 
-    A weight here is the weight matrix of the model's only layer with an adapter, see `_weight`.
-    The exact average is the weighted mean of the clients' trained weights. The reported number is
-    the distance from it, divided by its distance from the received weight.
+    It compares matrices of the only layer with an adapter: W_old before the aggregation, and W_new
+    after it. W_mean is the weighted mean of the matrices that the clients trained. The reported
+    number is |W_new - W_mean| / |W_mean - W_old|.
     """
 
     name = "witness"
@@ -123,10 +123,11 @@ class Witness(Method):
 
     @staticmethod
     def _weight(vector: Tensor, server: ServerView) -> Tensor:
-        """Return the weight of the layer with an adapter, plus the product of the factors.
+        """Return W + SCALING B A, the weight matrix of the layer together with its adapter.
 
-        A frozen weight counts as 0.
-        vector: the shared vector.
+        W is the weight of the layer, and A and B are the factors of the adapter. A frozen W counts
+        as 0. A frozen A has its initial value.
+        vector: the shared vector, which contains the tensors that are not frozen.
         """
         tensors = {
             entry.path.rpartition("extractor.1.")[2]: vector[entry.start : entry.stop].view(

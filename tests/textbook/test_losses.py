@@ -1,4 +1,4 @@
-"""Test methods that change a client's loss, batches or logits against their textbooks."""
+"""Compare methods that change a client's loss, batches or logits with their textbooks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from textbook.moon import moon
 
 
 def lacking(*classes: set[int]) -> Any:
-    """Return data in which each client has the training samples of its own set of classes.
+    """Return data of clients that have all training samples of some classes, and none of any other.
 
     The last client also has one sample of class 0. No client has test samples.
 
-    classes: for each client, the classes of which it gets all samples. No class may be in two sets.
+    classes: for each client, its classes. No class may be in two sets.
     """
     data = tiny_data(clients=4, samples=70)
     rows, labels = np.sort(data.partition.train.indices), data.open().labels

@@ -1,4 +1,4 @@
-"""Test methods with personal models, and their scores, against their textbooks."""
+"""Compare methods with personal models, and the scores of these models, with their textbooks."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def adapting(how: Finetune) -> dict[str, Any]:
 
 
 def pooling(settings: Local, **study: Any) -> Row:
-    """Return the settings of a comparison of centralized training with its textbook.
+    """Return a comparison of centralized training with its textbook.
 
     Centralized training pools the data of all clients. It replaces a federated run in which three
     clients train in each round.
 
-    settings: the local settings of this federated run.
-    study: further arguments of `tiny_runs.run_spec`.
+    settings: the settings `local.*` of the federated run.
+    study: further arguments of `tiny_runs.run_spec`, such as a model.
     """
     train = DATA.partition.train
     images, labels = samples(DATA, np.arange(70))
@@ -118,9 +118,11 @@ def loading(strategy: Any, mask: Sequence[bool], model: Any = NORMED_MLP, **sett
 
 
 def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
-    """Return a row of PartialFed whose policy changes quickly.
+    """Return a comparison of PartialFed with its textbook, in which the policy changes quickly.
 
     The temperature of the policy is halved in each version, from 2 down to its smallest value 0.6.
+    sampled: True: the policy draws for each layer whether it is loaded from the shared model.
+    False: it takes the more probable choice.
     """
     settings = PolicySettings(
         steps=4, batch=5, rate=0.3, start=2.0, decay=0.5, floor=0.6, sampled=sampled
@@ -132,9 +134,10 @@ def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
 
 
 def mixing(*, drawn: dict[str, Any] | None = None, **study: Any) -> Row:
-    """Return the settings of a comparison of FedPAC with its textbook.
+    """Return a comparison of FedPAC with its textbook.
 
-    drawn: settings of FedPAC that differ from the usual ones: lam, head_epochs, factor or least.
+    drawn: settings of FedPAC, by the textbook's names. By default lam=0.7, head_epochs=1,
+    factor=3.0 and least=1e-3.
     study: further arguments of `tiny_runs.run_spec`.
     """
     settings = {"lam": 0.7, "head_epochs": 1, "factor": 3.0, "least": 1e-3} | (drawn or {})

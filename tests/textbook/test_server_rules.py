@@ -1,4 +1,4 @@
-"""Test methods that change the server's rule against their textbooks."""
+"""Compare methods that change the server's rule with their textbooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test methods with several optimizer steps, networks or data sets against their textbooks."""
+"""Compare methods with several optimizer steps, networks or data sets with their textbooks."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ def public(worker: Worker) -> Mapping[str, Any]:
 def of_fedbr(
     *others: Callable[[], Method], study: Any = None, run: Any = None, **settings: Any
 ) -> Row:
-    """Return a row of FedBR.
+    """Return a comparison of FedBR with its textbook.
 
-    others: methods that follow FedBR in the run's list.
-    study, run: arguments of `Row`.
+    others: functions that return methods, which follow FedBR in the run's list.
+    study: arguments of `tiny_runs.run_spec`; None: none.
+    run: arguments of `tiny_runs.coordinate`; None: none.
     settings: settings of FedBR.
     """
     row_settings: dict[str, Any] = {
@@ -84,12 +85,16 @@ def of_fedbr(
 
 
 def noise(worker: Worker) -> Mapping[str, Any]:
-    """Return the noise that FedSR's model uses in scores."""
+    """Return the normal noise that FedSR's model uses when it is scored, under the name "noise"."""
     return {"noise": worker.vector.networks["model"].noise}
 
 
 def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
-    """Return a row of FedSR, with penalties that are large enough to matter."""
+    """Return a comparison of FedSR with its textbook. The penalties are large enough to matter.
+
+    study: arguments of `tiny_runs.run_spec`; None: none.
+    settings: settings of FedSR.
+    """
     row_settings = {"alpha_l2r": 0.2, "alpha_cmi": 0.05} | settings
     book_settings = {
         key: row_settings[key] for key in row_settings if key not in ("width", "samples")
@@ -103,10 +108,10 @@ def of_fedsr(study: Mapping[str, Any] | None = None, **settings: Any) -> Row:
 def of_vhl(
     *others: Callable[[], Method], study: Mapping[str, Any] | None = None, **settings: Any
 ) -> Row:
-    """Return a row of VHL at a higher temperature than in the paper.
+    """Return a comparison of VHL with its textbook, at a higher temperature than in the paper.
 
-    others: methods that follow VHL in the run's list.
-    study: an argument of `Row`.
+    others: functions that return methods, which follow VHL in the run's list.
+    study: arguments of `tiny_runs.run_spec`; None: none.
     settings: settings of VHL.
     """
     row_settings: dict[str, Any] = {"virtual": 30, "temperature": 0.5, "kappa": 0.4} | settings
@@ -126,7 +131,7 @@ def of_vhl(
 
 @cache
 def larger() -> FederatedData:
-    """Return images of three channels that are larger than VHL's noise."""
+    """Return data with images of 3 x 12 x 10 values: more pixels than the 8 x 8 of VHL's noise."""
     source = Synthetic(shape=[3, 12, 10], samples=60, test_samples=20, classes=3)
     return federate(source, Dirichlet(clients=4, alpha=2.0, minimum=5), SEED)
 

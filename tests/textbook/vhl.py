@@ -6,8 +6,8 @@ prediction C + c counts as class c.
 
 A virtual image starts as 8 x 8 pixels: the mean image of its class, with entries from N(0, 1), plus
 noise from N(0, 0.5^2). It is enlarged bilinearly and standardised per channel. Real and virtual
-images share one forward pass. If Mixup changes the real images, the mixed images are classified in
-another forward pass before this one.
+images are classified in one forward pass. With Mixup, this pass has the real images without
+changes. An earlier forward pass has the mixed images, for the cross-entropy.
 """
 
 from __future__ import annotations

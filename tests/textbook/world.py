@@ -1,4 +1,4 @@
-"""The types that a textbook gets and returns: plain values, without raysim's training."""
+"""The types of a textbook's arguments and results. They do not depend on raysim's training code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Params = dict[str, Tensor]  # By full name, such as "model.extractor.1.weight".
 class Job:
     """One job of one client.
 
-    turn: the number of the client's job, from 0.
-    version: the model version that it received.
+    turn: the index of the job among the client's jobs, from 0.
+    version: the model version that the job received.
     samples: the number of the client's training samples.
     batches: for each step, inputs float64 [B, ...] and labels int64 [B].
-    draws: for each step, random values by full name.
+    draws: for each step, the random values that a method drew, by name, such as "vhl.views".
     """
 
     client: int

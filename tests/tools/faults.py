@@ -144,10 +144,11 @@ DATABASE = {"lock": _lock, "delete": _delete, "overwrite": _overwrite}
 
 
 def cases(count: int, seed: int, runtime: str) -> Iterator[Case]:
-    """Yield `count` random cases: runs with a fault. Equal arguments give equal cases.
+    """Yield `count` random cases. A case is a run and a fault that disturbs it.
 
-    runtime: the runtime of the runs. Faults hit any process with "local", else only the main
-    process.
+    Equal arguments give equal cases.
+    runtime: the runtime of the runs, "inprocess" or "local". With "local", a signal hits any
+    process of the run. With "inprocess" it hits the only process, the driver.
     """
     rng = random.Random(seed)
     faults = [*SIGNALS, *SIGNALS, "disk", "disk", *DATABASE]
@@ -190,9 +191,10 @@ FORKS.set_forkserver_preload(
 
 
 def _run_raysim(words: list[str], folder: str, mark: str) -> None:
-    """Run `raysim` with these arguments in this process; its output goes to a file in the folder.
+    """Run `raysim` in this process; its standard error goes to the file `err` in the folder.
 
-    mark: value of the environment variable `MARK`, by which the processes of a case are found.
+    words: the arguments of `raysim`.
+    mark: the value of the environment variable `MARK`, by which processes of this run are found.
     """
     os.setsid()
     os.chdir(folder)
@@ -205,9 +207,11 @@ def _run_raysim(words: list[str], folder: str, mark: str) -> None:
 
 
 def start(words: list[str], folder: Path, mark: str) -> ForkServerProcess:
-    """Start a run in its own session, and return its process.
+    """Start a run in a new process with a new session, and return this process.
 
-    mark: value of the environment variable `MARK`, by which the processes of a case are found.
+    words: the arguments of `raysim`.
+    folder: the working directory of the run.
+    mark: the value of the environment variable `MARK`, by which processes of this run are found.
     """
     run = FORKS.Process(target=_run_raysim, args=(words, str(folder), mark))
     run.start()
@@ -265,10 +269,11 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 
 
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
-    """Send the signals of a case to one process of the kind that the case names.
+    """Send the signals of a case to one random process of the run.
 
-    If the signal only stops the process, kill it a second later. A stopped worker is not killed,
-    because the run replaces it.
+    The process has the role that the case names, such as "worker". There may be no such process.
+    SIGSTOP only suspends a process, so a suspended process is killed one second later. A suspended
+    worker is not killed, because the run replaces it.
     """
     if not (found := processes(run, case.victim)):
         return
@@ -316,7 +321,11 @@ HANGS = -99
 
 
 def leftover(mark: str) -> list[str]:
-    """Return the processes of a case that still run a minute after the end of all its runs."""
+    """Return the command lines of the processes that a case leaves running.
+
+    Call it after all runs of the case have ended. It waits up to a minute for the processes to end.
+    mark: the value of the environment variable `MARK` in all processes of the case.
+    """
     for _ in range(60):
         if not (found := [command_line_of(pid) for pid in _marked(mark)]):
             break
@@ -357,8 +366,9 @@ UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
 def undisturbed(case: Case) -> Undisturbed:
     """Return the results of a case's run without the fault. Each command line runs only once.
 
-    If the fault happens at moment 0, the run uses runtime=inprocess, which gives the same results
-    as Ray.
+    `case.moment` says when the fault happens, as a fraction of this run's CPU time. If the fraction
+    is 0, the CPU time does not matter. The run then uses runtime=inprocess, which gives the same
+    results as Ray.
     """
     if not case.moment:
         case = replace(case, runtime="inprocess")
@@ -504,8 +514,13 @@ def cost(pairs: int) -> None:
 
 
 def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
-    """Run the cases that are not in the log; return 1 if a case in the log has wrong results.
+    """Run the cases that are not in the log, and print how all cases of the log ended.
 
+    Return 0 if all cases of the log, old and new, had correct results; otherwise 1.
+    count: the number of cases, those in the log included.
+    seed: the seed of the random cases.
+    runtime: the runtime of the cases, "inprocess" or "local".
+    log: the file to which each finished case adds one line.
     only: the fault of the cases to run; "": all faults.
     """
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

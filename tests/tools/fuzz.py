@@ -3,14 +3,17 @@
 Each case must run, or must be refused with one sentence and the exit status 2.
 
     uv run python tests/tools/fuzz.py --cases 5000 --log fuzz.jsonl
-                                    all kinds of input; counts what broke; continues
 
-A case is broken in each of these situations:
-An exception is not handled.
-A refusal is not one sentence.
-There is no result after a minute of work, or after a minute of waiting.
-The case needs at least a gigabyte more memory than each earlier case.
-A refused command leaves a file.
+This command makes 5000 cases of each type, and counts the broken cases. If it is interrupted, the
+same command continues.
+
+A case is broken if at least one of these statements is true:
+- An exception is not handled.
+- A refusal is not one sentence.
+- The command has used a minute of CPU time and has not ended.
+- The command has waited for a minute without using CPU time.
+- The case needs over 1 GiB more memory than each earlier case.
+- A refused command leaves a file.
 """
 
 from __future__ import annotations
@@ -172,9 +175,13 @@ def files(folder: Path) -> set[str]:
 
 
 def case(kind: str, words: list[str], folder: Path) -> None:
-    """Run one command in its own folder, and count its result in `FOUND`.
+    """Run one `raysim` command, and count its result in `FOUND`.
 
-    Raise AssertionError for a broken case if `FOUND.strict` is set.
+    The case is broken if the command shows a bug of raysim, such as an exception that is not
+    handled. Raise AssertionError for a broken case if `FOUND.strict` is set.
+    kind: the type of the case, under which the result is counted.
+    words: the arguments of `raysim`.
+    folder: the working directory of the command.
     """
     before, here, peak = files(folder), os.getcwd(), peak_memory_bytes()
     os.chdir(folder)
@@ -286,10 +293,11 @@ NODES = st.recursive(
 
 @cache
 def keys() -> list[str]:
-    """Return the configuration keys that cases change.
+    """Return the configuration keys that random cases change.
 
-    These are the keys of a run with three methods, the names of configuration groups, and a few
-    wrong keys. Some of these do not exist, and the others have a mapping as their value.
+    They are the keys of a run with three methods, without tracking.*, and the names of
+    configuration groups. There are also four wrong keys. "nothing" does not exist, and the values
+    of the three remaining keys are mappings.
     """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
@@ -436,7 +444,11 @@ def damage(data: Any, path: Path) -> None:
 
 @cache
 def prepared(kind: str) -> Path:
-    """Make a folder with the files that a kind of case damages; each case gets a copy."""
+    """Return a folder with undamaged files. A case damages a file in its copy of this folder.
+
+    kind: the type of the files, such as "parquet". Types without files of their own get a run
+    folder with a cache.
+    """
     root = Path(tempfile.mkdtemp(prefix="raysim-fuzz-"))
     names = [f"{index}.png" for index in range(8)]
     if kind == "parquet":
@@ -589,7 +601,7 @@ LABELS = st.one_of(
 
 
 def odd_labels(data: Any) -> None:
-    """Run on a Parquet data set with labels of a random type.
+    """Run raysim on a Parquet data set with labels of a random type.
 
     The training and test files may have labels of different types.
     data: Hypothesis' source of random values.
@@ -625,9 +637,10 @@ TARGETS: Mapping[str, Callable[[Any], None]] = {
 
 
 def fuzz(target: str, cases: int, start: int = 0) -> None:
-    """Run `cases` random cases of one kind; `start` is their seed.
+    """Run `cases` random cases of one type.
 
-    target: the kind, a key of `TARGETS`.
+    target: the type, a key of `TARGETS`.
+    start: the seed of Hypothesis, from which all these cases are drawn.
     """
     check = [
         HealthCheck.too_slow,
@@ -653,10 +666,12 @@ def fuzz(target: str, cases: int, start: int = 0) -> None:
 
 
 def main(cases: int, targets: Sequence[str], log: Path) -> int:
-    """Run the cases that are not in the log; return 1 if a case of the log is broken.
+    """Run the cases that are not in the log, and print how all cases of the log ended.
 
-    cases: the number of cases of each kind.
-    targets: the kinds, keys of `TARGETS`.
+    Return 1 if the log has a broken case, old or new; otherwise 0.
+    cases: the number of cases of each type.
+    targets: the types, keys of `TARGETS`.
+    log: the file to which each finished batch of cases adds one line.
     """
     FOUND.strict = False
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, resource.getrlimit(resource.RLIMIT_DATA)[1]))

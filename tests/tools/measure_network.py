@@ -69,12 +69,18 @@ print("END", result.summary["model_sha256"], flush=True)
 
 @dataclass(frozen=True)
 class Measurement:
-    """The seconds per round of a run, as a median, and the bytes per round, as means.
+    """The measured seconds and bytes of one run. Seconds are a median over rounds, bytes are means.
 
-    links: for each machine, the bytes that it received and sent, as its link counted them.
-    columns: for each node, the bytes that it received and sent by raysim's history. Node 0 is
-    machine 0.
-    resent: for each machine, the bytes that TCP sent again.
+    turn: the index of the repetition, from 0.
+    schedule: the run's schedule, a key of `SCHEDULES`; from `measure_sums` the clients in a round.
+    kind: the disturbance of the links, a key of `KINDS` or `UNDISTURBED`; from `measure_sums` the
+    number of nodes.
+    seconds: the seconds per round.
+    links: for each machine, the bytes per round that it received and sent, as its link counted
+    them.
+    columns: for each node of Ray, the bytes per round that it received and sent, as raysim counted
+    them in its history. Node 0 is machine 0; another node may have another number than its machine.
+    resent: for each machine, the bytes per round that TCP sent again.
     """
 
     turn: int
@@ -90,12 +96,10 @@ class Measurement:
 def measure(
     cluster: NetworkCluster, turn: int, schedule: str, kind: str, overrides: Sequence[str]
 ) -> Measurement:
-    """Make a run and measure its rounds from `FIRST_ROUND` to the one before the last.
+    """Make a run and measure its rounds, without the first `FIRST_ROUND` rounds and the last round.
 
-    turn: the index of the repetition, from 0. It is stored with the results.
-    schedule: the run's schedule, a key of `SCHEDULES`. It is stored with the results.
-    kind: the kind of links, a key of `KINDS` or `UNDISTURBED`. It is stored with the results.
-    overrides: the overrides of the run, those of the schedule included.
+    turn, schedule, kind: stored in the result, see `Measurement`; they do not change the run.
+    overrides: the overrides of the run, including those of the schedule.
     """
     words = ["python", "-c", PROGRAM, *STUDY, *overrides]
     words.append(f"out={cluster.shared}/{schedule}-{time.monotonic_ns()}")
@@ -129,9 +133,10 @@ def measure(
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float]:
-    """Return the mean bytes per round that a node received and sent, by the history.
+    """Return the mean bytes per round that a node received and sent, according to the history.
 
-    A node without a worker has no columns: it receives and sends nothing.
+    A node without a worker has no columns in the history: it receives and sends nothing.
+    rows: the rows of the history, one for each round.
     """
     received = statistics.fmean(row.get(f"node_{node}_in_bytes", 0) for row in rows)
     sent = statistics.fmean(row.get(f"node_{node}_out_bytes", 0) for row in rows)
@@ -139,10 +144,12 @@ def _columns(rows: Sequence[Mapping[str, Any]], node: int) -> tuple[float, float
 
 
 def measure_all(turns: int, overrides: list[str], kinds: Sequence[str]) -> Iterator[Measurement]:
-    """Measure runs on undisturbed links, and then on each kind of disturbed links, `turns` times.
+    """Yield a measurement for each repetition, each disturbance of the links and each schedule.
 
+    turns: the number of repetitions. Each repetition first measures undisturbed links, then each
+    disturbance.
     overrides: overrides of all runs.
-    kinds: the kinds of disturbed links, keys of `KINDS`.
+    kinds: the disturbances, keys of `KINDS`.
     """
     with NetworkCluster(MACHINES) as cluster:
         cluster.start_ray([1] * MACHINES)
@@ -207,9 +214,12 @@ def model_bytes(width: int) -> int:
 
 
 def table_of_sums(measurements: Sequence[Measurement], vector_bytes: float) -> str:
-    """Return the table of received vectors in Markdown.
+    """Return a Markdown table of how much the coordinator's node receives per round.
 
-    measurements: what `measure_sums` yields.
+    A cell counts vectors of the model's size: by the bytes on the link, and in brackets by the
+    bytes in raysim's history. There is a row for each number of clients and a column for each
+    number of nodes.
+    measurements: the measurements that `measure_sums` yields.
     vector_bytes: the bytes of a vector of the model's size.
     """
     nodes = list(dict.fromkeys(entry.kind for entry in measurements))
@@ -226,7 +236,7 @@ def table_of_sums(measurements: Sequence[Measurement], vector_bytes: float) -> s
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Measure what the command line asks for, and print the results as a Markdown table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -183,7 +183,13 @@ class Mapper:
             self.failed.append(report.nodeid)
 
     def result(self) -> dict[str, Any]:
-        """Return the CPU seconds of every test, the failed tests, and the tests of every line."""
+        """Return three results of the test run, by name.
+
+        seconds: the CPU seconds of each test.
+        failed: the tests that failed.
+        lines: for each file and line, the tests that execute the line. They are the set bits of a
+        hexadecimal number: bit k stands for the k-th test in `seconds`.
+        """
         self.coverage.stop()
         data, lines = self.coverage.get_data(), dict[str, dict[int, str]]()
         bit = {test: 1 << index for index, test in enumerate(self.seconds)}
@@ -249,9 +255,10 @@ class Map:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return all tests that may notice a mutant.
 
-        First come the tests that run the mutant's line. If no test is known to run it, they are the
-        tests that run the enclosing function, class or file: coverage does not see lines that run
-        at import. Then come test_defaults.py and the test file with the name of the mutant's file.
+        First come the tests that execute the mutant's line. If no test is known to execute it, the
+        tests that execute the enclosing function, class or file come first. This is so for lines
+        that run at import. Then come test_defaults.py and the test file with the name of the
+        mutant's file.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
@@ -327,8 +334,8 @@ class Asked:
 
     tests: tests, or test files.
     limit: the allowed CPU time in seconds.
-    mapped: True: run whole files and record the lines of each test; False: stop at the first
-    failure.
+    mapped: True: run whole files, and record which lines of raysim each test executes. False: stop
+    at the first failure.
     """
 
     tests: Sequence[str]
@@ -443,10 +450,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any], None]) -> None:
-    """Run trials, at most one in each copy at a time.
+    """Run trials in parallel, at most one at a time in each copy of the working tree.
 
-    A trial is a generator: it yields the tests to run, and receives their outcome.
-    done: a function that is called with the value that a trial returns.
+    A trial is a function that gets a copy and returns a generator. The generator yields the tests
+    to run, and receives their outcome, such as "verdict" and "cpu".
+    copies: the folders with copies of the working tree.
+    done: a function that is called with the value that the generator returns at its end.
     """
     waiting, free = collections.deque(trials), list(copies)
     running: dict[int, tuple[Path, Generator[Asked, Outcome, Any], float, float]] = {}
@@ -546,7 +555,10 @@ def map_tests(paths: Sequence[str], copies: Sequence[Path]) -> Map:
 
 
 def check_unmutated(tests: set[str], copies: Sequence[Path]) -> None:
-    """End this program if one of these tests fails without a mutant."""
+    """End this program with an error if one of these tests fails on the unchanged source.
+
+    copies: the folders with copies of the working tree, in which the tests run in parallel.
+    """
     files = sorted({test.split("::")[0] for test in tests})
 
     def trial(own: set[str], copy: Path) -> Generator[Asked, Outcome, Any]:
@@ -565,12 +577,14 @@ def check_unmutated(tests: set[str], copies: Sequence[Path]) -> None:
 def run_mutant(
     number: int, mutant: Mutant, known: Map, cap: float, copy: Path
 ) -> Generator[Asked, Outcome, Any]:
-    """Write a mutant into a copy, run its tests, and restore the file; return the result.
+    """Write a mutant into a copy of the working tree, run its tests, and restore the file.
 
-    This is a generator for `drive`, which runs the yielded tests.
+    This is a generator for `drive`, which runs the yielded tests. It returns the result, such as
+    whether a test noticed the mutant.
     number: the id of the mutant.
     known: the map of lines to tests.
-    cap: the argument of `Map.portions`.
+    cap: the most CPU seconds for tests after the quick tests; 0 means no limit.
+    copy: the folder with the copy.
     """
     path, started = copy / mutant.file, time.monotonic()
     source, stat = path.read_bytes(), path.stat()
@@ -658,7 +672,11 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
 
 
 def chosen(root: Path, args: argparse.Namespace) -> dict[int, Mutant]:
-    """Return the mutants of the sample by id; with --ids, only those."""
+    """Return the mutants to run: a dictionary from ids to mutants.
+
+    The ids number the mutants that `sampled` returns for --only, --count and --seed. With --ids,
+    only mutants with these ids are returned.
+    """
     mutants = dict(enumerate(sampled(root, args.only, args.count, args.seed)))
     return (
         {number: mutants[number] for number in map(int, args.ids.split(","))}

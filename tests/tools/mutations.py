@@ -349,14 +349,15 @@ def bound_name(node: ast.stmt) -> str:
 def is_text_or_list(side: ast.expr) -> bool:
     """Return whether an operand is a text, a list or a tuple.
 
-    Most other operators raise an error for such an operand.
+    Operations with such an operand are not mutated. With most new operators, such as - in place of
+    +, they would only raise an error.
     """
     text = isinstance(side, ast.Constant) and isinstance(side.value, str)
     return text or isinstance(side, (ast.JoinedStr, ast.List, ast.ListComp, ast.Tuple))
 
 
 def first_bound(scope: ast.AST) -> dict[str, int]:
-    """Map each name of a function or module to the line of its first binding."""
+    """Map each name that a function or module binds to the line of the name's first binding."""
     found: dict[str, int] = {}
     for node in ast.walk(scope):
         if isinstance(node, ast.arg) or (

@@ -1,21 +1,30 @@
-"""Make machines from Linux namespaces, with a network between them that can be disturbed.
+"""Make machines from Linux namespaces, with links between them that can be disturbed.
 
     uv run python tests/tools/network_cluster.py --machines 3 --cpus 2 --link 2:rate=2,delay=100
 
-starts a Ray cluster of three machines and a machine without Ray, which has the number 3. Machine 0
-is the head, and machine 2 has a slow link. Then it reads commands from a prompt:
+This command starts a Ray cluster of the machines 0, 1 and 2, and a machine 3 without Ray. Machine 0
+is the head. The link of machine 2 passes 2 Mbit/s, and delays each packet by 100 ms. Then the
+program reads commands from a prompt:
 
     3 raysim submit --address http://10.99.0.1:8265 run out=/tmp/first     a command on machine 3
     0 raysim run runtime=cluster out=$SHARED/first &                       in the background
-    cut 2; join 2; freeze 2; thaw 2; kill 2; start 2; bytes; quit
+    cut 2       let no packet pass on the link of machine 2
+    join 2      repair the link
+    freeze 2    suspend all processes of machine 2
+    thaw 2      let the suspended processes continue
+    kill 2      end all processes of machine 2, as a loss of power does
+    start 2     switch machine 2 on, and start Ray on it
+    bytes       print the bytes on each link
+    quit        end the program
 
-Each machine has its own network, processes, host name, /tmp, /dev/shm and home folder, and sees the
-files of this machine. $SHARED is a folder that all of them write to. Machine n has the address
-10.99.0.(n + 1) and the name machine-n. The program needs root on Linux, `ip`, `tc`, `unshare` and
-`nsenter`. It changes nothing in the network of this machine.
+Several commands may be in one line, with ";" between them. Each machine has its own network
+devices, processes, host name, /tmp, /dev/shm and home folder. It sees the other files of this
+computer. $SHARED is a folder that all machines write to. Machine n has the address 10.99.0.(n + 1)
+and the name machine-n. The program needs root on Linux, `ip`, `tc`, `unshare` and `nsenter`. It
+does not change the network of this computer.
 
 A link between a machine and the switch is a veth pair with token buckets for its rate. A relay in
-this file makes a delay or loss of packets, because many kernels have no netem.
+this file delays or drops packets, because many kernels have no netem.
 """
 
 from __future__ import annotations
@@ -135,7 +144,8 @@ class Traffic:
     """Bytes on a link since it was made, with the headers of packets.
 
     received, sent: the bytes that the machine received and sent.
-    resent: the bytes of data that the machine's TCP sent again, if all these segments were full.
+    resent: an upper estimate of the bytes that the machine's TCP sent again, without headers. It is
+    the number of such segments times the data of a full segment.
     """
 
     received: int  # by the machine
@@ -195,9 +205,9 @@ class Machine:
                 call(*root, "tbf", *bucket)
 
     def _start_relay(self, link: Link) -> None:
-        """Start a relay process that connects this machine with the switch.
+        """Start a process that passes packets between this machine's link and the switch.
 
-        The relay delays and loses packets as `link` says.
+        The process delays and drops packets as `link` says.
         """
         switch, taps = self._cluster.switch, (f"near{self.number}", f"far{self.number}")
         words = [sys.executable, __file__, "--relay", switch, *taps]
@@ -402,10 +412,10 @@ class NetworkCluster:
         self.close()
 
     def start_ray(self, cpus: Sequence[int], **environment: str) -> None:
-        """Start Ray on the first machines; machine 0 is the head.
+        """Start Ray on the first len(cpus) machines; machine 0 is the head.
 
         The machines start one after another, because each start needs a core for some seconds.
-        cpus: for each of these machines, the number of CPUs that it declares to Ray.
+        cpus: for each machine that starts Ray, the number of CPUs that it declares to Ray.
         environment: further environment variables of Ray's processes.
         """
         for machine, count in zip(self.machines, cpus, strict=False):
@@ -468,7 +478,10 @@ def relay(switch: str, near: str, far: str, delay_s: float, loss: float, seed: i
 
 # --- the prompt -------------------------------------------------------------------------------
 def parse_link(text: str) -> tuple[int, Link]:
-    """Return number and link of a text such as "2:rate=2,delay=100,loss=0.01"."""
+    """Return the machine's number and its link for a text such as "2:rate=2,delay=100,loss=0.01".
+
+    The number is before the colon. The rate is in Mbit/s, the delay in ms, and the loss a fraction.
+    """
     number, _, parts = text.partition(":")
     values = {
         key: float(value) for key, _, value in (part.partition("=") for part in parts.split(","))

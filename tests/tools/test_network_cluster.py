@@ -1,4 +1,4 @@
-"""Test runs on machines that a network joins: they have the same bits as runs in one process."""
+"""Test that runs on several machines have the same bits as runs in one process."""
 
 from __future__ import annotations
 
@@ -106,7 +106,11 @@ class Slow(Method):
 
 
 def write_slow_method(folder: Path) -> None:
-    """Write a method whose jobs take longer, without using a core, until a file exists."""
+    """Write the package `slow`, a method whose jobs sleep for half a second at their end.
+
+    Jobs no longer sleep once the file `slow/fast` exists in the folder.
+    folder: the folder in which the package is made.
+    """
     (folder / "slow" / "conf" / "method").mkdir(parents=True)
     (folder / "slow" / "__init__.py").write_text(SLOW)
     (folder / "slow" / "conf" / "method" / "slow.yaml").write_text("slow: {_target_: slow.Slow}\n")

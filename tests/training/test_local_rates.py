@@ -1,4 +1,7 @@
-"""Test rates of parts of a model, Muon, and rate schedules within a job, against a plain loop."""
+"""Compare rates of modules, schedules within a job, and Muon with a plain training loop.
+
+A rate of a module is a factor of its learning rate.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +60,16 @@ def trained(local: Local) -> tuple[Recorder, list[Tensor]]:
     ]
 
 
-def plain_loop(recorder: Recorder, groups: Any, factors: list[float] | None = None) -> list[Tensor]:
+def plain_loop(
+    recorder: Recorder, make_optimizers: Any, factors: list[float] | None = None
+) -> list[Tensor]:
     """Train on the recorded batches in a loop of PyTorch alone, and return the parameters.
 
-    groups(model): the list of torch's optimizers.
+    make_optimizers(model): the optimizers, of classes of torch.optim. Each step uses all of them.
     factors: for each step, the factor of all learning rates; None: 1.
     """
     model: Any = build_model(run_spec()).train()
-    optimizers = groups(model)
+    optimizers = make_optimizers(model)
     rates = [group["lr"] for each in optimizers for group in each.param_groups]
     for step, (inputs, targets) in enumerate(recorder.batches):
         loss = nn.functional.cross_entropy(model(inputs), targets)
@@ -92,13 +97,13 @@ def test_learning_rates_of_modules_equal_parameter_groups_of_torch(kind: Any) ->
     recorder, ours = trained(Local(optimizer=kind, rates={"head": 0.5, "body": 2.0}, **LOCAL))
     optimizer: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
-    def groups(model: Any) -> Any:
+    def make_optimizers(model: Any) -> Any:
         body, head = body_and_head(model)
         parts = [{"params": body, "lr": 0.2}, {"params": head, "lr": 0.05}]
         settings = {} if kind == "sgd" else {"weight_decay": 0.0}
         return [optimizer[kind](parts, foreach=False, **settings)]
 
-    assert same(ours, plain_loop(recorder, groups))
+    assert same(ours, plain_loop(recorder, make_optimizers))
 
 
 def test_learning_rate_of_a_module_path_overrides_that_of_the_head() -> None:
@@ -118,7 +123,7 @@ def test_equal_rates_of_all_modules_equal_a_larger_learning_rate() -> None:
 def test_muon_equals_torch_with_adamw_for_vectors() -> None:
     recorder, ours = trained(Local(optimizer="muon", weight_decay=0.01, **LOCAL))
 
-    def groups(model: Any) -> Any:
+    def make_optimizers(model: Any) -> Any:
         matrices = [each for each in model.parameters() if each.ndim == 2]
         vectors = [each for each in model.parameters() if each.ndim < 2]
         return [
@@ -126,7 +131,7 @@ def test_muon_equals_torch_with_adamw_for_vectors() -> None:
             torch.optim.AdamW(vectors, lr=0.1, weight_decay=0.01, foreach=False),
         ]
 
-    assert same(ours, plain_loop(recorder, groups))
+    assert same(ours, plain_loop(recorder, make_optimizers))
 
 
 def test_muon_with_clipping_orthogonalises_matrices() -> None:
@@ -168,10 +173,10 @@ class TestSchedulesOverSteps:
         factors = local.step_factors(4)
         assert factors == pytest.approx([0.5, 1.0, 2 / 3, 1 / 3])
 
-        def groups(model: Any) -> Any:
+        def make_optimizers(model: Any) -> Any:
             return [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)]
 
-        expected = plain_loop(recorder, groups, factors)
+        expected = plain_loop(recorder, make_optimizers, factors)
         assert all(torch.allclose(a, b, atol=1e-8) for a, b in zip(ours, expected, strict=True))
         ((_, steps, rate),) = recorder.moves
         assert steps * rate == pytest.approx(0.1 * sum(factors or ()))

@@ -35,7 +35,10 @@ ENDS = (12, 30, 47, 59)  # 12, 18, 17 and 12 rows: with batches of 11 the last o
 
 
 class Recording(Method):
-    """A method that records the plan of the batches of each job (`job.plan`)."""
+    """A method that records which samples are in which batches of each job.
+
+    plans: `job.plan` of each job. The keys are (client, index of the job among the client's jobs).
+    """
 
     name = "recording"
     paper = "a test"
@@ -75,7 +78,7 @@ def unequal() -> FederatedData:
 
 
 def initial_losses(spec: RunSpec) -> Mapping[int, Tensor]:
-    """Return for each client the losses of its rows at the initial model."""
+    """Return for each client the losses [samples] of its training samples before any training."""
     worker = Worker(spec)
     worker.trainer.set_training(False)
     found = {}

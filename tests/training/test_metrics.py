@@ -49,9 +49,11 @@ def top_five_accuracy(labels: np.ndarray, outputs: np.ndarray) -> float:
 
 
 def mean_area_under_curve(labels: np.ndarray, outputs: np.ndarray) -> float:
-    """Return the mean area under the curve over the labels that take both values 0 and 1.
+    """Return the mean area under the ROC curve over the columns of `labels` that have both 0 and 1.
 
-    The result is nan if there is no such label.
+    The result is nan if no column has both.
+    labels: 0 or 1 for each sample and label, [samples, labels].
+    outputs: the scores of the model, [samples, labels].
     """
     areas = [
         roc_auc_score(labels[:, column], outputs[:, column])

@@ -1,4 +1,4 @@
-"""Test losses and metrics of every kind of task, by hand."""
+"""Compare the losses and metrics of every type of task with values that are computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test methods that train clients by a function of their own (`run.train`)."""
+"""Test training by a function that a method declares with `run.train`."""
 
 from __future__ import annotations
 
@@ -153,7 +153,12 @@ def test_own_training_error_contains_the_step_method_it_refuses() -> None:
 
 
 class Replacing(Method):
-    """A method that replaces the model's tensors in a way that loses raysim's views of them."""
+    """A method whose training function adds 1 to each tensor, or makes a mistake.
+
+    how: what the training function does. "assign": it puts new tensors into the model, so that the
+    model's tensors are no longer views of raysim's vector. The mistakes are "shape": it changes the
+    shape of a tensor; "result": it returns a wrong type; "error": it raises SystemExit.
+    """
 
     name = "replacing"
 

@@ -149,8 +149,8 @@ def test_probe_summary_averages_only_clients_that_have_a_value() -> None:
 def test_probe_means_weigh_clients_by_samples_of_unseen_classes() -> None:
     """Means over unseen classes weigh each client by its number of rows of these classes.
 
-    The first client has not seen class 1, which has one row. The second has not seen classes 1 and
-    2, which have three rows.
+    The first client has not seen class 1, which has one row, so its weight is 1. The second client
+    has not seen class 1, and not class 2, which has two rows. Its weight is 3.
     """
     features = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.float32)
     few = Probe(0, 1, LABELS, np.array([True, False, True]), 0.5, features, features, PROBABILITIES)

@@ -148,7 +148,7 @@ def test_stage_with_another_loss_is_not_perturbed() -> None:
 
 def test_second_gradient_does_not_change_the_client_state() -> None:
     class Counting(Method):
-        """A method that changes the client state with each loss, as FRAug's prototypes do."""
+        """A method whose loss hook changes the client state each time it is called."""
 
         name = "counting"
 

@@ -32,9 +32,9 @@ JOBS = [
 
 
 class GatherLog:
-    """A trainer that records each call of `gather`: the rows of the samples, and their inputs.
+    """A trainer, with a log of the sample rows and inputs in each call of its `gather`.
 
-    study: arguments of `run_spec`.
+    study: arguments of `tiny_runs.run_spec` for the run of the trainer.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **study: Any):
@@ -171,9 +171,10 @@ def test_gradients_pass_through_frozen_networks() -> None:
 
 
 class Starting(Method):
-    """A method that sets the private head to zero before each job.
+    """A method with a personal head, which it sets to zero at the start of each job.
 
-    In each step it asserts that the head in the frozen copy of the received model is zero, too.
+    In each step it asserts that the head is also zero in `job.frozen()`. This is a copy of the
+    model from which the job started.
     steps: the number of steps so far.
     """
 

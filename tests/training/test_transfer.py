@@ -1,4 +1,4 @@
-"""Test copies between device and memory, on a CPU that is treated like a device."""
+"""Test copies between a device and CPU memory. A CPU plays the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range
 
 
 class CallCounter(TorchFunctionMode):
-    """A mode of PyTorch that counts calls: those that wait for a device, and copies to the CPU."""
+    """A mode of PyTorch that counts the calls of some functions of tensors in `count`.
+
+    "waits" counts functions that wait for a device, such as `item`. "copies" counts copies from a
+    device to CPU memory (`Tensor.cpu`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +50,9 @@ class CallCounter(TorchFunctionMode):
 
 
 def count_calls(*methods: Method, is_summed: bool = True) -> tuple[Counter[str], Any]:
-    """Train four clients; return the counts of `CallCounter` and what the worker returned.
+    """Train four clients in one worker; return the counts of `CallCounter` and the worker's result.
 
+    The counts are the number of calls that wait for a device, and of copies to CPU memory.
     methods: the methods of the run.
     is_summed: True: the worker returns sums of two updates; False: single updates.
     """

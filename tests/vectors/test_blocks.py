@@ -123,10 +123,11 @@ def rule(into, given):
 
 
 def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
-    """Write the function scale x + constant to a file, and return the function of this file.
+    """Write a Python file with the function rule(into, given), and return this function.
 
-    All files have the same modification time and size, so that a cache of machine code can only
-    tell them apart by their content.
+    It sets each entry of `into` to scale * x + constant, where x is the same entry of `given`. All
+    files have the same modification time and size. A cache of machine code can only tell two files
+    apart by their content.
     """
     (path := folder / "rule.py").write_text(RULE.format(scale=scale, constant=constant))
     os.utime(path, (0, 0))
@@ -140,10 +141,10 @@ def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
 
 
 def result(made: Any) -> tuple[float, int]:
-    """Call a compiled rule with the number 3.
+    """Call a compiled rule on an array with the single value 3.
 
-    Return the result, and how often the machine code came from the cache.
-    made: the rule, which writes its result into its first argument.
+    Return the value that it computes, and how many times its machine code came from the cache.
+    made: the compiled rule, called as made(output, input). It writes to `output`.
     """
     into = np.zeros(1)
     made(into, np.full(1, 3.0))

@@ -65,7 +65,7 @@ def gradient(step: int) -> torch.Tensor:
 def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, LocalOptimizer]:
     """Make steps of an optimizer on three parameters; return the parameters and the optimizer.
 
-    The gradient of step k is row 1 of `gradient(k)`.
+    The parameters start at 1. The gradient of step k, from 0, is [3 + k, 4 + k, 5 + k].
     """
     single, row = LocalOptimizer(settings), torch.ones(3, dtype=torch.float64)
     for step in range(steps):

@@ -1,4 +1,7 @@
-"""Test sums in a fixed binary tree, whose bits do not depend on how processes divide the leaves."""
+"""Test the addition of vectors in a fixed binary tree.
+
+The bits of the sum do not depend on how the leaves of the tree are divided among processes.
+"""
 
 from __future__ import annotations
 
