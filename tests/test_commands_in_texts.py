@@ -133,7 +133,7 @@ OF_MINE = re.compile(r"mine|my_method|pinball")
 # --- what they name -------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with what the commands name: runs, and a user's own files and methods."""
+    """Make a folder with all runs, configuration files and methods that the commands mention."""
     root = tmp_path_factory.mktemp("texts")
     for run in ("runs/a", "runs/b", "runs/mine", "studies/mine/runs/fedavg_seed-0"):
         (root / run).mkdir(parents=True)
@@ -160,9 +160,9 @@ def here(shell: str) -> str:
 
 
 def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
-    """Run each command of the texts in a shell; return the arguments that raysim receives for it.
+    """Run all commands of `COMMANDS` in a shell. Map each command to raysim's arguments.
 
-    The keys are the commands. A command that does not call raysim has an empty list.
+    A command that does not run raysim is mapped to an empty list.
 
     shell: "bash" or "zsh".
     folder: the working folder of the shell.
@@ -221,10 +221,12 @@ def without_comment(words: list[str]) -> list[str]:
     return words[: words.index("#")] if "#" in words else words
 
 
-def taken(words: list[str]) -> None:
-    """Let raysim check the arguments of a command, without running anything.
+def check_accepted(words: list[str]) -> None:
+    """Check that raysim accepts the arguments of a command, without running the command.
 
-    Raise RefusedError, or end the process, if raysim does not accept them.
+    Raises RefusedError or SystemExit if raysim refuses the arguments.
+
+    words: the arguments after the word `raysim`.
     """
     if words[0] in ("help", "--version") or words[-1] == "-h":
         return
@@ -240,7 +242,7 @@ def taken(words: list[str]) -> None:
     elif words[0] == "sweep" and not goes_on:
         sweep_plan.plan(given.overrides, given.conf)
     elif words[0] == "submit" and given.words:
-        taken(given.words)
+        check_accepted(given.words)
 
 
 @pytest.mark.slow
@@ -255,7 +257,7 @@ def test_raysim_accepts_every_documented_command(
     words = in_bash[command]
     assert words, f"{COMMANDS[command]}: nothing reaches raysim of: {command}"
     try:
-        taken(words)
+        check_accepted(words)
     except (RefusedError, SystemExit) as error:
         pytest.fail(f"{COMMANDS[command]}: {command}: {error}")
 

@@ -68,7 +68,7 @@ class Grouped(nn.Module):
 
 
 def adapted(network: Callable[[int], nn.Module], layer: str) -> CustomModel:
-    """Return the recipe of a network in which one layer has a LoRA adapter.
+    """Return a `CustomModel` in which one layer of the network has a LoRA adapter.
 
     network: a function that returns the network for a number of classes.
     layer: the name of the layer.

@@ -50,9 +50,9 @@ class Counter(TorchDispatchMode):
 
 
 def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return an empty list, to which later recorded steps add the names of some operations.
+    """Return a list that is empty at first, and fills while a run computes recorded steps.
 
-    These are the operations of the steps that wait for the device.
+    It receives the name of each operation that would make the process wait for a GPU.
     """
     operations: list[str] = []
     compute = RecordedLanes.compute

@@ -140,9 +140,9 @@ def test_resumed_run_writes_the_same_best_model_file(
 
 
 def test_best_model_equal_to_the_current_one_is_not_copied_on_resume() -> None:
-    """If the current version has the best weights, a resumed run gets them without a second copy.
+    """A resumed run keeps the best model in memory only once if it is the current version.
 
-    The current version stays the best one, for example, while all clients of the later rounds fail.
+    The best model and the current version are then the same tensor.
     """
     vector, counters = torch.ones(3), torch.zeros(1, dtype=torch.int64)
     best = BestModel(Criterion("train_loss", higher=False))

@@ -59,7 +59,7 @@ def snapshot(value: float = 1.0) -> Snapshot:
 
 
 def write(folder: Path, version: int, now: Snapshot) -> Path:
-    """Write a checkpoint with a new writer, which has written no other one, and return its path."""
+    """Write a checkpoint with a new `Checkpoints` object, and return the path of the checkpoint."""
     return Path(Checkpoints(folder).write(version, now))
 
 
@@ -208,9 +208,10 @@ def states(clients: Iterable[int], job: int, size: int = 1000) -> Snapshot:
 
 
 def after(before: Snapshot, *changed: int, job: int) -> Snapshot:
-    """Return a later snapshot of the same run, with new states of the clients in `changed`.
+    """Return a later snapshot of the same run, in which some clients have new states.
 
-    job: client k's new state comes from job `job` + k.
+    changed: the numbers of these clients.
+    job: the new state of client k comes from the job with the number `job` + k.
     """
     new = states(changed, job)
     return replace(

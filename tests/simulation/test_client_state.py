@@ -71,8 +71,8 @@ def of(client: int, snapshot: checkpoint.Snapshot) -> dict[str, np.ndarray]:
     return dict(snapshot.clients.get(client, {}))
 
 
-def participants(snapshot: checkpoint.Snapshot) -> dict[int, int]:
-    """Map each client to the number of the job that its committed state comes from."""
+def jobs_of_states(snapshot: checkpoint.Snapshot) -> dict[int, int]:
+    """Return, for each client with a state, the number of the job that made this state."""
     return dict(snapshot.jobs)
 
 
@@ -85,8 +85,8 @@ def sat_out(result: list[checkpoint.Snapshot]) -> list[tuple[int, int]]:
     return [
         (index, client)
         for index, (before, after) in enumerate(itertools.pairwise(result), start=1)
-        for client, job in participants(before).items()
-        if participants(after)[client] == job
+        for client, job in jobs_of_states(before).items()
+        if jobs_of_states(after)[client] == job
     ]
 
 
@@ -114,8 +114,8 @@ def test_state_of_a_client_that_misses_rounds_on_ray_is_unchanged(
     assert rested, "or nothing survived anything"
     for index, client in rested:
         assert same_arrays(of(client, there[index - 1]), of(client, there[index]))
-    last = participants(there[-1])
-    assert any(last[client] != participants(there[index])[client] for index, client in rested), (
+    last = jobs_of_states(there[-1])
+    assert any(last[client] != jobs_of_states(there[index])[client] for index, client in rested), (
         "somebody came back"
     )
 
@@ -205,8 +205,8 @@ def test_fedbss_with_refresh_2_ranks_samples_in_every_second_job(
     result = every_round(tmp_path, FedBSS(warmup_rounds=2, refresh=2))
     checked = 0
     for before, after in zip([None, *result], result, strict=False):
-        for client, job in participants(after).items():
-            if before and participants(before).get(client) == job:
+        for client, job in jobs_of_states(after).items():
+            if before and jobs_of_states(before).get(client) == job:
                 continue
             old = of(client, before) if before else {}
             new, version = of(client, after), after.numbers["version"] - 1

@@ -50,9 +50,12 @@ class Books:
         return job, sent, read
 
     def back(self, job: Any, read: int = 0) -> None:
-        """Handle the answer to a job: note the size of the client's new state, and free memory.
+        """Report to `client_states` that the worker has finished a job.
 
-        read: the number of bytes that were read from disk for the job's message. They are freed.
+        `client_states` notes the size of the client's new state. It no longer counts the bytes that
+        it read from disk for the job.
+
+        read: the number of these bytes, which `send` returned.
         """
         trained: Any = SimpleNamespace(updates=[SimpleNamespace(job=job.number)], states=[EACH])
         self.client_states.note_sizes(trained)

@@ -95,10 +95,12 @@ class Ref:
 
 
 class Mortal:
-    """Workers of which some die; all values of a dead worker that were not read are lost.
+    """Stand-ins for workers, some of which die.
 
-    deaths: the numbers of calls, counted from 1 over all workers. The worker that gets such a call
-    dies.
+    All calls are numbered from 1 in the order in which the workers receive them. If a worker dies,
+    the coordinator loses the values that it has not yet read from this worker.
+
+    deaths: call numbers. A worker that receives one of these calls dies.
     """
 
     is_in_process = False
@@ -186,12 +188,14 @@ class Mortal:
 
 
 class Vanishing(Mortal):
-    """Workers of which one loses its node when the worker gets a certain call.
+    """Stand-ins for workers. One worker loses its node, and returns two aggregations later.
 
-    number: the number of this call, counted from 1 over all workers.
-    is_reachable: True: the node is told to leave, and its values can still be read. False: the node
-    is gone, with its values.
-    Two rounds later, the worker returns together with an additional worker.
+    An additional worker joins when the lost worker returns.
+
+    number: the worker that receives this call loses its node. All calls are numbered from 1 in the
+    order in which the workers receive them.
+    is_reachable: True: the node will leave, and the coordinator can still read the worker's values.
+    False: the node is gone, and the unread values of the worker are lost.
     """
 
     def __init__(self, study: RunSpec, workers: int, number: int, is_reachable: bool):
@@ -240,7 +244,10 @@ class Vanishing(Mortal):
 
 
 class LateNews(Vanishing):
-    """Workers of which one loses its node; raysim learns this when a replacement fails to start."""
+    """Stand-ins for workers. One worker loses its node, and raysim notices the loss later.
+
+    raysim notices the loss when it tries to restart the worker and fails.
+    """
 
     is_known = False
 
@@ -258,8 +265,8 @@ class LateNews(Vanishing):
 class Stopped(Mortal):
     """Workers that stop answering but stay alive.
 
-    deaths: the numbers of calls, counted from 1 over all workers. A worker that gets such a call
-    never answers again.
+    deaths: call numbers. All calls are numbered from 1 in the order in which the workers receive
+    them. A worker that receives one of these calls never answers again.
     """
 
     now = 0.0
@@ -625,7 +632,7 @@ def test_loss_of_a_replacing_worker_and_its_node_raises_worker_died_error(
 
 
 class Sleepy(Method):
-    """A method whose jobs each take a tenth of a second until a file exists."""
+    """A method that makes each job 0.1 s longer, as long as the file `alarm` is missing."""
 
     name = "sleepy"
 

@@ -126,9 +126,10 @@ def test_each_worker_gets_one_call_per_round_of_equal_clients() -> None:
 
 
 def test_worker_returns_one_array_for_each_sum_of_updates() -> None:
-    """A worker that trains five clients returns two arrays, and five updates without an array.
+    """A worker that trains five clients returns the arrays of their updates as two sums.
 
-    The first array is the sum of four updates, the second is the fifth update.
+    The first array is the sum of four updates, the second is the fifth update. The worker also
+    returns five `Update` objects, whose `delta` is None.
     """
     answers: list[TrainingResult] = []
 

@@ -1,4 +1,9 @@
-"""Test the scores of clients' models, fine-tuning, the loss decomposition and pooled data."""
+"""Test how models are scored.
+
+The tests include fine-tuned models, models with personal layers, and a model that is trained on the
+pooled samples of all clients. `evaluate.decompose` divides the global loss into parts, which are
+tested, too.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +59,13 @@ def data_with_tests(clients: int = 4) -> FederatedData:
     return federate(source, IID(clients=clients, test_fraction=0.2), SEED)
 
 
-class Doubled(Method):
-    """A method that scores each client with a model of zeros.
+class Zeroed(Method):
+    """A method that scores each client with a model whose shared parameters are all 0.
 
     The score of the shared model is unchanged.
     """
 
-    name = "doubled"
+    name = "zeroed"
     paper = "a test"
 
     def personalise(self, client: PersonalModel) -> None:
@@ -99,7 +104,7 @@ def test_evaluation_does_not_change_dropout_in_training() -> None:
     assert run(study).bits == run(study, evaluate=ALL).bits
 
 
-@pytest.mark.parametrize("methods", [(), (FedBN(),), (Doubled(),)])
+@pytest.mark.parametrize("methods", [(), (FedBN(),), (Zeroed(),)])
 def test_evaluation_has_the_same_bits_on_three_workers(
     methods: tuple[Method, ...],
 ) -> None:
@@ -122,7 +127,7 @@ def test_run_with_personal_layers_has_no_central_score() -> None:
 
 def test_run_with_personal_models_also_scores_the_shared_model() -> None:
     both, plain = (
-        run(run_spec(Doubled(), data=data_with_tests())),
+        run(run_spec(Zeroed(), data=data_with_tests())),
         run(run_spec(data=data_with_tests())),
     )
     assert both.bits == plain.bits
@@ -245,11 +250,11 @@ def test_parts_of_the_loss_decomposition_sum_to_the_global_loss() -> None:
 
 def test_loss_decomposition_ignores_personalisation_of_models() -> None:
     asked: dict[str, Any] = {"rounds": 2, "evaluate": Evaluation(decompose=1)}
-    plain, doubled = (
+    plain, zeroed = (
         decomposed(run(run_spec(*methods, data=data_with_tests()), Synchronous(3), **asked).rows)
-        for methods in ((), (Doubled(),))
+        for methods in ((), (Zeroed(),))
     )
-    assert plain == doubled and all(plain)
+    assert plain == zeroed and all(plain)
 
 
 def test_loss_decomposition_of_one_client_has_no_distribution_shift() -> None:

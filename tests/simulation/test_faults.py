@@ -36,6 +36,11 @@ ALL = Synchronous(6)
 
 
 class Raising(Method):
+    """A method that raises an error in certain jobs.
+
+    hits: these jobs, as pairs (client, version of the model that the client received).
+    """
+
     name = "raising"
 
     def __init__(self, hits: frozenset[tuple[int, int]] = HITS):
@@ -50,6 +55,11 @@ class Raising(Method):
 
 
 class Diverging(Raising):
+    """A method that fills the gradients with nan in certain jobs.
+
+    hits: these jobs, as pairs (client, version of the model that the client received).
+    """
+
     name = "diverging"
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
@@ -73,7 +83,10 @@ class Infinite(Method):
 
 
 class Overflowing(Raising):
-    """A method that uploads infinite numbers in the jobs that `hits` names."""
+    """A method that uploads infinite numbers in certain jobs.
+
+    hits: these jobs, as pairs (client, version of the model that the client received).
+    """
 
     name = "overflowing"
 
@@ -88,7 +101,10 @@ class Overflowing(Raising):
 
 
 class Spoiling(Raising):
-    """A method that sets a personal parameter to nan in the jobs that `hits` names."""
+    """A method that sets a personal parameter to nan in certain jobs.
+
+    hits: these jobs, as pairs (client, version of the model that the client received).
+    """
 
     name = "spoiling"
 
@@ -116,7 +132,10 @@ class Absent(Method):
 
 
 class Leaving(Raising):
-    """A method with a hook that ends its process, as third-party code may do."""
+    """A method that raises SystemExit in certain jobs, as third-party code may do.
+
+    hits: these jobs, as pairs (client, version of the model that the client received).
+    """
 
     name = "leaving"
 
@@ -126,9 +145,10 @@ class Leaving(Raising):
 
 
 class Long(Raising):
-    """A method that gives the update a very large but finite norm in the jobs that `hits` names.
+    """A method that makes the norm of the update very large, but finite, in certain jobs.
 
-    length: the value of the trained model's first parameter in these jobs.
+    hits: these jobs, as pairs (client, version of the model that the client received).
+    length: the value to which the first parameter of the trained model is set.
     """
 
     name = "long"

@@ -10,7 +10,13 @@ from raysim.simulation.idle_clients import _FEW, IdleClients
 
 
 def crowds(each: int) -> Intervals:
-    """Return three groups of `each` clients that come and go together, in alternating intervals."""
+    """Return when the clients of three groups are available.
+
+    All clients of a group become available, and unavailable, at the same times. In each period of
+    100 seconds, the groups are available from 0 to 50, 50 to 100 and 25 to 75 seconds.
+
+    each: the number of clients in each group.
+    """
     bounds = np.array([[0.0, 50.0]] * each + [[50.0, 100.0]] * each + [[25.0, 75.0]] * each)
     clients = np.arange(len(bounds))
     return Intervals(

@@ -93,10 +93,10 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
 
 
 def test_schedule_receives_the_number_of_idle_clients() -> None:
-    """A schedule is told the right number of idle clients.
+    """A schedule receives the right number of idle clients.
 
-    One of the six clients has no samples, so it is never idle. At most four clients have a job in
-    flight, and three after the first arrival.
+    One of the six clients has no samples, so it does not count as idle. Of the five clients that
+    count, none, then four, then three have a job in flight.
     """
     seen = list[tuple[int, int]]()
 
@@ -457,9 +457,10 @@ def tiers(slow: float, fast: float, schedule: Schedule | None = None) -> Planner
     """Return a planner for four clients that become available at different times.
 
     Jobs of clients 0 and 1 take 4 s, and those of clients 2 and 3 take 1 s.
-    slow, fast: the virtual time in seconds at which clients 0 and 1, or clients 2 and 3, become
-    available.
-    schedule: None divides the clients into two tiers by speed, which get jobs separately.
+    slow: the virtual time in seconds at which clients 0 and 1 become available.
+    fast: the virtual time in seconds at which clients 2 and 3 become available.
+    schedule: None: `Tiered(2, 2)`, which makes one tier of clients 0 and 1, and one tier of clients
+    2 and 3.
     """
 
     @dataclass(frozen=True)

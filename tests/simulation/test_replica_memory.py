@@ -1,4 +1,7 @@
-"""Test that replicas above a memory budget are on disk, with the same bits and less memory."""
+"""Test that replicas are moved to disk if they need more memory than the budget allows.
+
+The results of a run must be bit-identical with and without this budget.
+"""
 
 from __future__ import annotations
 

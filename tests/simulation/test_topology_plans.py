@@ -1,4 +1,4 @@
-"""Test plans with every topology, every selection, and random schedules and fleets."""
+"""Test the planner with all topologies and selections, and with random schedules and fleets."""
 
 from __future__ import annotations
 
