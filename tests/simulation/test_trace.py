@@ -24,7 +24,7 @@ from raysim.primitives.errors import RefusedError
 from raysim.simulation import trace
 from raysim.simulation.availability import Availability
 from raysim.simulation.fleet import Devices
-from raysim.simulation.schedule import Buffered
+from raysim.simulation.schedule import Buffered, Deadline
 from raysim.simulation.trace import Trace, read, rows_of, write
 
 Row = dict[str, Any]
@@ -315,6 +315,20 @@ def test_virtual_times_of_a_run_follow_its_trace(tmp_path: Path) -> None:
     # last is lost
     seconds = [row["virtual_seconds"] for row in run_to_end(coordinator).rows]
     assert seconds == pytest.approx([200.0, 300.0, 400.0, 500.0, 1200.0, 1300.0], abs=1e-3)
+
+
+def test_deadline_of_a_round_begins_when_its_first_client_is_dispatched(tmp_path: Path) -> None:
+    always_later: dict[str, Any] = {"start": [100.0], "end": [600.0], "down": 1e12, "up": 1e12}
+    write(
+        path := tmp_path / "trace.parquet",
+        [row(0, speed=1.0, **always_later), row(1, speed=0.1, **always_later)],
+    )
+    fleet = Trace(file=str(path))
+    coordinator, ledger, _ = untrained_run([10, 10], Deadline(2, 50.0), fleet, rounds=1)
+    # Both clients come after 100 s. Client 0 needs 10 s, and client 1 needs 100 s.
+    (only,) = run_to_end(coordinator).rows
+    assert only["virtual_seconds"] == pytest.approx(150.0, abs=1e-3)
+    assert ledger.cohorts == [[0]]
 
 
 def test_equal_runs_on_a_trace_are_bit_identical(tmp_path: Path) -> None:
