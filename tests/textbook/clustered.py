@@ -59,11 +59,19 @@ def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
 
 
 def cfl(world: World, mean_norm: float, max_norm: float, most: int, gamma: float) -> Clusters:
-    """Average the models of each cluster's clients, and split a cluster whose clients disagree.
+    """Compute a run of CFL, which splits a cluster of clients whose updates disagree.
 
-    A cluster of three or more clients is split under three conditions. Its mean update is shorter
-    than `mean_norm`. Its longest update is longer than `max_norm`. gamma is less than sqrt((1 - c)
-    / 2), with c from `best_bipartition`. All clients train in each round, as in the paper.
+    All clients train in each round, as in the paper. The model of a cluster becomes the mean of the
+    models that its clients have trained, weighted by samples. Then the cluster is split in two if
+    all of these conditions hold:
+    - It has at least three clients.
+    - There are fewer than `most` clusters.
+    - The norm of the mean of its clients' updates is less than `mean_norm`.
+    - The largest norm of one of these updates is greater than `max_norm`.
+    - gamma < sqrt((1 - c) / 2). Here c is the largest cosine similarity between the updates of two
+      clients that the split separates.
+
+    The split is the one with the smallest c. Both clusters continue with the same model.
     most: the largest number of clusters.
     """
     models, members = [detach(world.start)], [list(range(world.clients))]
@@ -102,11 +110,13 @@ def flat(p: Mapping[str, Tensor]) -> Tensor:
 
 
 def best_bipartition(updates: Sequence[Tensor]) -> tuple[set[int], float]:
-    """Split the updates into two parts whose updates are as different as possible.
+    """Split the updates into two groups that are as different as possible.
 
-    Let c be the largest cosine similarity between two updates of different parts. The best split
-    has the smallest c. Return the positions of one part, which is the part without the first
-    update, and c.
+    Let c be the largest cosine similarity between two updates of different groups. The chosen split
+    has the smallest c.
+
+    Return two values. The first is the group that does not contain updates[0], as a set of
+    positions in `updates`. The second is c.
     """
     best: tuple[float, set[int]] = (math.inf, set())
     places = range(len(updates))

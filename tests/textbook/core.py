@@ -1,7 +1,10 @@
-"""FedAvg with all local options, batches computed by hand, and updates that may be stale.
+"""FedAvg with all settings of local training, also for stale updates.
 
-Parameters are averaged as changes from the model that each client received, buffers as values. A
-stale update has the same weight as one that is not stale.
+This textbook draws the batches of each job, and asserts that raysim has used the same batches.
+
+Each aggregation adds the mean change of the parameters to the model. A client's change is its
+trained parameters minus the parameters that it received. BatchNorm's statistics are averaged as
+they are. The weight of an update does not depend on its staleness.
 """
 
 from __future__ import annotations

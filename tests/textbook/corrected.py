@@ -30,10 +30,12 @@ def uncorrected(params: Params, grads: Params) -> Params:
 
 
 def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
-    """Run FedAvg's rounds without a correction.
+    """Compute a run of FedAvg in which the clients' gradients are not corrected.
 
-    client(job, x, correct): the model that the client trains from x, with gradients from `correct`.
-    factor: not used; `with_scaffold` and `with_fedcm` have the same argument.
+    client(job, x, correct): a function that trains the received parameters x, and returns the
+    trained ones. In each step it computes correct(parameters, gradients), and gives the result to
+    an optimizer. Here, `correct` returns the gradients unchanged.
+    factor: not used. This function has the same arguments as `with_scaffold` and `with_fedcm`.
     """
     x = dict(world.start)
     for jobs in world.rounds:
@@ -72,13 +74,21 @@ def _flat(p: Params, names: list[str]) -> Tensor:
 
 
 def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
-    """Run SCAFFOLD, Algorithm 1, Option II: replace a gradient g by g - c_i + c.
+    """Compute a run of SCAFFOLD (Algorithm 1, Option II) with `client` as the local training.
 
-    c_i: the control variate of client i; c: that of the server. x: the received parameters; y: the
-    trained ones; eta: the learning rate. After a job, c_i <- c_i - c + (x - y) / (K' eta), where
-    `_steps` gives K'. After a round, the sum of the changes of all c_i, divided by the number of
-    all clients, is added to c.
-    client(job, x, correct): the model that the client trains from x, with gradients from `correct`.
+    Each step of client i uses g - c_i + c in place of the gradient g. Here c_i is the control
+    variate of client i, and c is the server's. Both start at 0.
+
+    After a job, c_i <- c_i - c + (x - y) / (K' eta). x: the received parameters; y: the trained
+    ones; eta: the learning rate. Without momentum, K' is the number of steps that trained a
+    parameter. With momentum, K' is larger, because each gradient also moves the parameter in later
+    steps.
+
+    After a round, the sum of the changes of all c_i, divided by the number of all clients, is added
+    to c. Models are averaged with equal weights.
+    client(job, x, correct): a function that trains the received parameters x, and returns the
+    trained ones. In each step it computes correct(parameters, gradients), and gives the result to
+    an optimizer.
     factor(name): a parameter's learning rate, divided by the learning rate of the run.
     """
     x, names = dict(world.start), _networks(world)
@@ -117,13 +127,17 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
 def with_fedcm(
     world: World, client: Client, alpha: float, factor: Factor = lambda name: 1.0
 ) -> Book:
-    """Run FedCM, Algorithm 1: replace g + wd y in each step by alpha (g + wd y) + (1 - alpha) D.
+    """Compute a run of FedCM (Algorithm 1) with `client` as the local training.
 
-    g: the gradient; y: the parameters; wd: the weight decay; K: the number of the client's steps.
-    D, the server's direction, is 0 in the first round. Later it is the mean of (x - y) / (K eta)
-    over the clients of the last round. There, x are the received parameters, y the trained ones,
-    and eta is the learning rate.
-    client(job, x, correct): the model that the client trains from x, with gradients from `correct`.
+    Each step uses alpha (g + wd y) + (1 - alpha) D in place of g + wd y. g: the gradient; y: the
+    client's parameters; wd: the weight decay; D: the server's direction.
+
+    D is 0 in the first round. Later it is the mean of (x - y) / (K eta) over the clients of the
+    last round. There, x are the received parameters, y the trained ones, and eta is the learning
+    rate. K is the number of steps that trained a parameter. Models are averaged with equal weights.
+    client(job, x, correct): a function that trains the received parameters x, and returns the
+    trained ones. In each step it computes correct(parameters, gradients). It gives the result to an
+    optimizer, which adds wd y.
     factor(name): a parameter's learning rate, divided by the learning rate of the run.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay

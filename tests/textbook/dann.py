@@ -47,13 +47,19 @@ def dann(
     reversal: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """Train phi and omega on CE(omega(z), y) - lam CE(delta(z), i), and delta on CE(delta(z), i).
+    """Compute a run of DANN: features are learned that do not tell a discriminator the client.
 
-    r: step k = 1, 2, ... of a job trains the discriminator if k mod (1 + r) < r.
-    rate: the discriminator's learning rate, divided by the learning rate of the run. Gradient
-    reversal does not use it.
-    reversal: True: gradient reversal; False: alternating steps.
-    rounds: the function of the module `textbook.corrected` that runs the rounds.
+    From the features of a sample, a discriminator predicts its client, and a classifier its class.
+    Let CE_client and CE_class be the cross-entropies of these predictions. The extractor and the
+    classifier decrease CE_class - lam CE_client. The discriminator decreases CE_client.
+    r: if `reversal` is False, step k = 1, 2, ... of a job trains the discriminator if k mod (1 + r)
+    < r. All other steps train the extractor and the classifier.
+    rate: the discriminator's learning rate, divided by the learning rate of the run. With gradient
+    reversal, leave it at 1.
+    reversal: True: each step trains the extractor, the classifier and the discriminator (gradient
+    reversal). False: the steps alternate as `r` says.
+    rounds: the function that computes the rounds: `alone`, `with_scaffold` or `with_fedcm` of the
+    module `textbook.corrected`.
     """
     reported: list[RowMean] = []  # the classifier's loss of each participation
 

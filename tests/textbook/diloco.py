@@ -81,7 +81,7 @@ def run(world: World, rule: Callable[[Tensor, Tensor], Tensor]) -> Book:
 
 
 def diloco(world: World, lr: float, momentum: float) -> Book:
-    """Run rounds in which the server steps with torch.optim.SGD and Nesterov's momentum.
+    """Compute a run whose server steps with torch.optim.SGD and Nesterov's momentum.
 
     The gradient of the server's optimizer is the negated mean update.
     lr, momentum: the settings of this optimizer.
@@ -102,13 +102,17 @@ def diloco(world: World, lr: float, momentum: float) -> Book:
 
 
 def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
-    """Run rounds in which the server makes delayed Nesterov steps.
+    """Compute a run whose server makes delayed Nesterov steps.
 
-    The gradient g of a step is the negated mean update. Each step moves the parameters along g /
-    `every` and along the momentum. Only each `every`-th step also changes the momentum.
-    lr, momentum: the settings of the server's optimizer.
-    every: the number of steps from one change of the momentum to the next one.
-    c: the paper's weight of the momentum in steps that do not change the momentum.
+    The server changes its parameters theta in each aggregation. g: the negated mean update; m: the
+    server's momentum, which starts at 0; beta: the argument `momentum`.
+    - In each `every`-th aggregation, first m <- beta m + the mean of the last `every` gradients g.
+      Then theta <- theta - lr ((1 - c every + c) beta m + g / every).
+    - In all other aggregations, theta <- theta - lr (c beta m + g / every).
+
+    lr: the server's learning rate.
+    every: the number of aggregations from one change of m to the next one.
+    c: the paper's weight of the momentum in aggregations that do not change m.
     """
     names = trainable(world.start)
     m = torch.zeros_like(flatten(world.start, names))

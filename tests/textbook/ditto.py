@@ -1,8 +1,9 @@
-"""Ditto: Li et al. 2021, Algorithm 1: FedAvg, and a second model v that stays on each client.
+"""Ditto: Li et al. 2021, Algorithm 1: FedAvg, and a personal model v for each client.
 
-A job trains v on as many batches as the shared model. For the batches of v, the client's samples
-are shuffled by the random stream "ditto.batches". When fewer than two samples remain, they are
-shuffled again.
+A client keeps its v from job to job. A job trains v on as many batches as the shared model. The
+batches of v are drawn by the random stream "ditto.batches": it shuffles the client's samples, and
+each batch takes the next of them. If fewer than two samples remain for a batch, all samples of the
+client are shuffled again, and the batch takes the first of them.
 """
 
 from __future__ import annotations

@@ -18,11 +18,19 @@ from textbook.world import Book, World
 
 
 class AmsGrad:
-    """AMSGrad on the server: x <- x + eta m / (sqrt(w) + eps), with w the largest v so far.
+    """AMSGrad on the server, with a smaller learning rate if an update is very stale.
 
-    lr: the server's rate eta, unless an update is stale by more than `threshold` versions.
-    rule: eta in this case, for the largest staleness s of the aggregation. "cap" is min(lr, 1 / s),
-    as in the paper; "scale" is lr / s, as in the released code.
+    In each aggregation, with the mean update D and the parameters x, elementwise:
+
+        m <- beta1 m + (1 - beta1) D        v <- beta2 v + (1 - beta2) D^2
+        w <- max(w, v)                      x <- x + eta m / (sqrt(w) + eps)
+
+    m, v and w start at 0.
+    lr: the learning rate eta, if no update is stale by more than `threshold` versions.
+    rule: the formula of eta if the largest staleness s is greater than `threshold`. "cap": eta =
+    min(lr, 1 / s), as in the paper. "scale": eta = lr / s, as in the released code.
+    bias_correction: True: in aggregation t = 1, 2, ..., the last formula has m / (1 - beta1^t) in
+    place of m, and w / (1 - beta2^t) in place of w.
     """
 
     def __init__(
@@ -43,7 +51,11 @@ class AmsGrad:
         self.columns: Mapping[str, Sequence[float]] = {"fadas.rate": [], "fadas.moved": []}
 
     def __call__(self, at: Cohort, delta: Tensor) -> Tensor:
-        """Return the next parameters [d] from the mean update delta [d]."""
+        """Return the server's parameters after an aggregation, [d].
+
+        at: the aggregation, with its jobs and the parameters before it, `at.x` [d].
+        delta: the mean update, [d].
+        """
         self.steps += 1
         self.m = self.beta1 * self.m + (1 - self.beta1) * delta
         self.v = self.beta2 * self.v + (1 - self.beta2) * delta**2
@@ -68,10 +80,10 @@ class AmsGrad:
 
 
 def fadas(world: World, **settings: object) -> Book:
-    """Run AMSGrad on the mean update.
+    """Compute a run of FADAS, whose server steps by AMSGrad along the mean update.
 
     The mean is uniform, or weighted by samples if the run weighs clients by samples.
-    settings: arguments of `AmsGrad`.
+    settings: arguments of the class `AmsGrad`.
     """
     amsgrad = AmsGrad(world, **settings)
     book = run_server_rule(world, lambda at: amsgrad(at, at.mean))

@@ -25,12 +25,15 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedala(world: World, rate: float, share: float, top: str = "model.head") -> Book:
-    """Start each job of a client from y' + (x - y') W, elementwise; the first job starts from x.
+    """Compute a run of FedALA, in which jobs start from a learned mixture of two models.
 
-    W is learned before the job, on random samples of the client.
+    x: the received parameters; y': the parameters that the client trained in its last job; W: the
+    client's weights, one between 0 and 1 for each mixed parameter. A job starts from y' + (x - y')
+    W, elementwise. A client's first job starts from x. Before each later job, W is trained on
+    random samples of the client.
     rate: the learning rate of W.
-    share: the share of the client's samples that W is learned on.
-    top: the module whose parameters are mixed; all others start from x.
+    share: the fraction of the client's samples on which W is trained.
+    top: the module whose parameters are mixed. All other tensors start from x.
     """
     x, names = dict(world.start), trainable(world.start, top)
     trained, shares = dict[int, Params](), dict[int, Params]()

@@ -22,19 +22,23 @@ def fedasync(
     decay: float = 1.0,
     rho: float = 0.0,
 ) -> Book:
-    """Mix each model y that arrives into the shared model: x <- (1 - a_t) x + a_t y.
+    """Compute a run of FedAsync, which mixes each arriving model into the shared model.
 
-    The weight is a_t = alpha sigma(t - tau), where tau is the version from which y started. The
-    time t is the current version plus the position of y in its aggregation, from 0.
-    If the run weighs clients by samples, a_t is multiplied by n_i / mean n, and is at most 1.
-    Buffers of floats are mixed as parameters are. Integer buffers get the maximum of the arriving
+    When a model y arrives, the shared model x becomes (1 - w) x + w y. The weight w is alpha
+    sigma(s), where s is the staleness of y: t - tau. tau is the version from which y started. t is
+    the number of earlier aggregations, plus the position of y in its aggregation, from 0.
+
+    If the run weighs clients by samples, w is multiplied by n / m, and is then at most 1. n: the
+    client's number of samples; m: the mean number of samples of a client. Floating-point buffers of
+    the model are mixed in the same way. Integer buffers get the largest value of the arriving
     models.
-    kind: the formula of sigma(s): "constant" is 1, "polynomial" is (s + 1)^-a, and "hinge" is 1 up
-    to s = b and 1 / (a (s - b) + 1) for larger s.
-    a, b: the numbers in these formulas.
-    oldest: the largest staleness t - tau. A model with a larger one gets the weight 0.
-    decay: the factor of a_t for each version: a_t is multiplied by decay^version.
-    rho: the weight of the proximal term in the local loss.
+    kind: the formula of sigma. "constant": sigma(s) = 1. "polynomial": sigma(s) = (s + 1)^-a.
+    "hinge": sigma(s) = 1 if s <= b, and 1 / (a (s - b) + 1) if s > b.
+    a, b: the constants of these formulas.
+    oldest: a model with a staleness above `oldest` has the weight 0.
+    decay: w is also multiplied by decay^k, where k is the number of earlier aggregations.
+    rho: the weight of the proximal penalty in the local loss: rho / 2 times the squared distance
+    from the received parameters.
     """
     versions: list[Params] = [dict(world.start)]
     mean_samples = sum(len(labels) for _, labels in world.data) / world.clients

@@ -53,9 +53,13 @@ def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = 
 
 
 def statistics(model: Params, x: Tensor, stays: list[str]) -> Params:
-    """Return BatchNorm's mean and unbiased variance of its inputs, computed from the samples x.
+    """Return the statistics that a BatchNorm layer gets from the samples x.
 
-    stays: full names of the layer's tensors that stay on the client; only those are returned.
+    They are the mean and the unbiased variance of the layer's inputs over all samples, and 1 as the
+    number of batches. The result has only the tensors that are named in `stays`.
+    model: all tensors of the model, by full name.
+    x: the inputs of the samples.
+    stays: the full names of the BatchNorm tensors that stay on the client.
     """
     seen = x.flatten(1) @ model["model.extractor.1.weight"].T + model["model.extractor.1.bias"]
     found = {

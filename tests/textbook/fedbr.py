@@ -56,9 +56,15 @@ def projected(p: Params, z: Tensor) -> Tensor:
 
 
 def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float, float]) -> Tensor:
-    """Return L_con, the mean over the rows j of the pseudo-data of -log(f1 / (f1 + f2)).
+    """Return L_con, FedBR's contrastive loss, as a mean over the pseudo-data.
 
-    f1 = exp(kappa[0] cos(z_p, z_g)) and f2 = exp(kappa[1] cos(z_p, z)), of projected features.
+    The loss of row j of the pseudo-data is -log(f1 / (f1 + f2)). Here f1 = exp(kappa[0] cos(z_p,
+    z_g)) and f2 = exp(kappa[1] cos(z_p, z)). The cosines are those of the projector's outputs for
+    these features.
+    p: the tensors of all modules, the projector among them.
+    z_p: the features of the pseudo-data, [R, F].
+    z_g: the features of the pseudo-data from the extractor that the client received, [R, F].
+    z: the features of the batch, [B, F]. Row j of z_p is compared with row j mod B of z.
     """
     z_p, z_g, z = (
         projected(p, each) for each in (z_p, z_g, z[[j % len(z) for j in range(len(z_p))]])
@@ -86,9 +92,9 @@ def class_chances(labels: Tensor) -> np.ndarray:
 
 
 def means(world: World, size: int, count: int, sources: str) -> Tensor:
-    """Return the pseudo-data of all clients (Algorithm 2): for each client, `size` means.
+    """Return the pseudo-data of all clients (Algorithm 2), `size` rows for each client.
 
-    count: the number of random training samples of the client in a mean.
+    A row is the mean input of `count` random training samples of the client.
     sources: with "classes", all classes of a client are equally likely; otherwise, all its samples.
     """
     pool = []
@@ -103,11 +109,12 @@ def means(world: World, size: int, count: int, sources: str) -> Tensor:
 
 
 def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
-    """Return a function that draws `size` means for a version, without replacement.
+    """Return a function that draws the pseudo-data of a model version from a pool.
 
-    pool: the means of all clients, the same number for each client.
-    sources: with "unbalanced", a mean's probability is proportional to its client's number of
-    samples. Otherwise all means are equally likely.
+    The function returns `size` different rows of the pool.
+    pool: the mean samples of all clients; each client has the same number of rows.
+    sources: with "unbalanced", the probability of a row is proportional to its client's number of
+    samples. Otherwise all rows are equally likely.
     """
     counts = np.array([len(labels) for _, labels in world.data], float)
     each = len(pool) // len(counts)
@@ -120,11 +127,14 @@ def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
 
 
 def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
-    """Return a function that makes pseudo-data for a version: `size` new means of raw samples.
+    """Return a function that makes the pseudo-data of a model version from raw samples.
 
-    Each is the mean of `count` samples of one random client.
-    sources: with "unbalanced", a client's probability is proportional to its number of samples.
-    With "classes", all classes of a client are equally likely.
+    The function returns `size` rows. For each row it draws a client, and returns the mean of
+    `count` random samples of this client.
+    sources: the probabilities. "balanced": all clients are equally likely, and so are all samples
+    of the client. "unbalanced": a client's probability is proportional to its number of samples;
+    all samples of the client are equally likely. "classes": all clients are equally likely, and so
+    are all classes of the client.
     """
     counts = np.array([len(labels) for _, labels in world.data], float)
     chances = (
@@ -145,9 +155,10 @@ def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
 
 
 def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
-    """Return a function that makes the pseudo-data of a version (Algorithm 3).
+    """Return a function that makes the pseudo-data of a model version from public images.
 
-    Pseudo-data are `size` means of `count` images each. The images are from a public data set.
+    The function returns `size` rows. Each row is the mean of `count` random images of a public data
+    set (Algorithm 3).
     sources: with "unbalanced", all images are equally likely. Otherwise all classes are equally
     likely.
     """
@@ -184,15 +195,18 @@ def fedbr(
     mixup: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """Run FedAvg of phi, omega and theta with two steps on every batch.
+    """Compute a run of FedBR, which trains first the projector, then the model on each batch.
 
-    The max step changes theta to increase L_con, which is `contrast`. The min step changes phi and
-    omega to decrease CE + lam CE(pseudo-data) + mu L_con.
-    pseudo: the function that makes pseudo-data: "rsm" (`drawn`), "fresh" (`fresh`) or "mixture"
-    (`proxies`).
-    mixup: True: Mixup changes the batches.
-    rounds: the function of the module `textbook.corrected` that runs the rounds.
-    All other arguments are settings of the class `FedBR`.
+    The first step on a batch, the max step, changes the projector to increase L_con. The second
+    one, the min step, changes the extractor and the classifier to decrease CE + lam CE_p + mu
+    L_con. CE: the cross-entropy of the batch; CE_p: that of the pseudo-data; L_con: the contrastive
+    loss of `contrast`. After a round, extractor, classifier and projector are averaged.
+    pseudo: how pseudo-data are made: "rsm" (by `drawn`), "fresh" (by `fresh`) or "mixture" (by
+    `proxies`).
+    mixup: True: the rows of each batch are first mixed in pairs (Mixup).
+    rounds: the function that computes the rounds: `alone`, `with_scaffold` or `with_fedcm` of the
+    module `textbook.corrected`.
+    All other arguments are settings of raysim's class `FedBR`.
     """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
     pool = (

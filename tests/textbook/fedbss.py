@@ -113,9 +113,12 @@ def ranked(received: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
-    """Sort the samples by ascending loss S_i; return this order and the number of unbiased samples.
+    """Return a client's samples in ascending order of loss, and the number of unbiased samples.
 
-    Eq. 5 decides which samples are unbiased. They come first in the order.
+    A sample is unbiased if its loss is at most the loss of the most uncertain sample (eq. 5). The
+    unbiased samples come first in the order.
+    losses: the loss of each sample.
+    alphas: the uncertainty of each sample: 1 minus the range of its class probabilities.
     """
     order = torch.tensor(sorted(range(len(losses)), key=lambda i: float(losses[i])))
     border = max(order.tolist(), key=lambda i: float(alphas[i]))
@@ -125,13 +128,14 @@ def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
 def batches(
     world: World, job: Job, order: Tensor, unbiased: int, kind: str
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Return for each batch of a job the positions of its samples, and the fraction a_e (eq. 6).
+    """Return two lists with an entry for each batch of a job: its samples, and its fraction a_e.
 
-    An epoch uses the first samples of `order`: every unbiased sample, and a fraction a_e of the
-    biased samples.
-    order: the client's samples by ascending loss.
+    The samples of a batch are positions in the client's data. The fraction a_e is that of the epoch
+    e to which the batch belongs (eq. 6). Epoch e uses all unbiased samples and the fraction a_e of
+    the biased samples, those with the smallest losses.
+    order: the positions of the client's samples by ascending loss, the unbiased ones first.
     unbiased: the number of unbiased samples.
-    kind: how a_e grows, an argument of `fedbss`.
+    kind: how a_e grows with e: "cosine", "linear" or "filter". "all" has the fractions of "linear".
     """
     local, shares = world.local, list[float]()
     draw, found = stream(world.seed, "batches", job.client, job.turn), list[np.ndarray]()

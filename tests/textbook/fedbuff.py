@@ -32,29 +32,34 @@ def staleness_weights(
 
 
 def direction(at: Cohort, normalization: str) -> Tensor:
-    """Return the sum of the updates D_i with the weights w_i, divided by a number.
+    """Return the weighted sum of the updates of an aggregation, divided by a number.
 
-    normalization: divide by the number of updates ("count"), by the sum of the weights ("weights")
-    or by 1 ("none").
+    normalization: the divisor: the number of updates ("count"), the sum of the weights ("weights")
+    or 1 ("none").
     """
     divisor = {"count": len(at.jobs), "weights": at.weights.sum(), "none": 1}[normalization]
     return at.weights @ at.changes / divisor
 
 
 def fedbuff(world: World, exponent: float = 0.5, normalization: str = "count") -> Book:
-    """In each aggregation, add sum_i w_i D_i to the model, divided by K or by another number.
+    """Compute a run of FedBuff, which adds a weighted sum of updates to the model.
 
-    D_i: an update; w_i: its weight (`staleness_weights`); K: the number of updates.
-    normalization: the number by which the sum is divided, as in `direction`.
+    An update has the weight (1 + s)^-exponent, where s is its staleness. If the run weighs clients
+    by samples, this weight is multiplied by the client's number of samples.
+    normalization: the divisor of the sum: the number of updates ("count"), the sum of the weights
+    ("weights") or 1 ("none").
     """
     rule = lambda at: at.x + direction(at, normalization)  # noqa: E731
     return run_server_rule(world, rule, weigh=partial(staleness_weights, exponent=exponent))
 
 
 def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
-    """Run FedAdam, one step of Adam per aggregation, with FedBuff's direction as its gradient.
+    """Compute a run in which FedAdam's server step uses FedBuff's weighted sum of updates.
 
-    settings: arguments of `Adaptive`.
+    The sum is divided by the number of updates, and FedAdam uses the result in place of the mean
+    update.
+    exponent: an update of staleness s has the weight (1 + s)^-exponent.
+    settings: arguments of the class `Adaptive` except for its name.
     """
     adam = Adaptive(world, "fedadam", **settings)
     rule: Callable[[Cohort], Tensor] = lambda at: adam(at.x, direction(at, "count"))  # noqa: E731
@@ -65,8 +70,11 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
 
 
 def fedbuff_fedexp(world: World, exponent: float, **settings: float) -> Book:
-    """Run FedExP with FedBuff's weights; FedExP's step size multiplies FedBuff's direction.
+    """Compute a run in which FedExP's step size multiplies FedBuff's weighted sum of updates.
 
+    The sum is divided by the number of updates. FedExP computes its step size with the same
+    weights.
+    exponent: an update of staleness s has the weight (1 + s)^-exponent.
     settings: arguments of `fedexp`.
     """
     weigh = partial(staleness_weights, exponent=exponent)

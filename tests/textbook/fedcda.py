@@ -1,15 +1,18 @@
 """FedCDA: Wang et al. 2024, Algorithm 1, by trying all combinations of models.
 
-The server has a cache with the last K models of each client. From each cache it chooses one model,
-and the new shared model x is the uniform mean of the chosen models. The choice minimises
+The server has a cache with the last K models of each client, and selects one model of each cache.
+The shared model x is the uniform mean of the selected models. The selection minimises
 
-    J = mean F_n of the chosen models + L / 2 times their mean squared distance from x.
+    J = mean of F_n + L / 2 times the mean of |w_n - x|^2, over the selected models w_n.
 
 F_n: the mean batch loss of model n in the last epoch of its job; if the job has no epochs, in the
 last tenth of its steps. L: the smoothness. (Eqs. 3, 7 and 8.)
 
-An aggregation chooses new models only for its own clients, in batches of clients. The clients are
-put in random order, and the batches have equal sizes, or the first ones have one client more.
+An aggregation selects new models only for clients whose updates it has. These clients are put in
+random order and divided into groups, which the paper calls batches. The groups have equal sizes, or
+the first ones have one client more. For one group after another, all combinations of its clients'
+cached models are tried. Here, J has the models of this group, of earlier groups, and of all clients
+without an update in the aggregation.
 """
 
 from __future__ import annotations
@@ -49,14 +52,16 @@ def fedcda(
     warmup_rounds: int,
     everybody: bool = False,
 ) -> Book:
-    """Run FedCDA: in each aggregation, choose a cached model of each of its clients to minimise J.
+    """Compute a run of FedCDA, whose server averages one cached model of each client.
 
-    Models are chosen for one batch of clients after another.
-    memory: the number K of models in the cache of a client.
-    batches: the number of batches in an aggregation.
-    smoothness: L.
-    warmup_rounds: the number of aggregations at the beginning that average the newest models of
-    their clients, without a choice.
+    An aggregation selects cached models of the clients whose updates it has. The selected models
+    minimise J = the mean of the models' losses + smoothness / 2 times the mean squared distance of
+    the models from their mean.
+    memory: the number of models in a client's cache.
+    batches: an aggregation divides its clients into this number of groups. It selects models for
+    one group after another.
+    warmup_rounds: the number of aggregations at the beginning that select nothing, and average the
+    newest models of their clients.
     everybody: True: these first aggregations average the newest models of all clients that have
     sent a model.
     """
@@ -136,9 +141,11 @@ def fedcda(
 
 
 def _cache(world: World, seen: dict[int, History], memory: int) -> dict[str, Tensor]:
-    """Return the caches of all clients as raysim stores them in the server state.
+    """Return the server state of FedCDA: the cached models of all clients, with their losses.
 
-    models: [clients, memory, d]. A client's model k = 0, 1, ... is in its column k mod `memory`.
+    seen: for each client that has sent a model, its models, oldest first.
+    The tensor "fedcda.models" is [clients, memory, d]. Model k = 0, 1, ... of a client has the
+    index k mod `memory` in the second dimension.
     """
     order = list(trainable(world.start))
     order += [

@@ -1,9 +1,9 @@
 """FedCM: Xu et al. 2021, Algorithm 1.
 
 Symbols: g, a gradient; wd, the weight decay; Delta, the server's direction, which starts at zero;
-eta_l, the local learning rate; K_i, the number of steps of client i; p_i, its normalised weight.
-Momentum is applied to the mixed direction v. A client with a stale model mixes with the Delta that
-it received.
+v, the mixture of g and Delta along which a client steps; eta_l, the local learning rate; K_i, the
+number of steps of client i; p_i, its normalised weight. Momentum is applied to v. A client with a
+stale model uses the Delta of the version that it received.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
-    """Step along v = alpha (g + wd y) + (1 - alpha) Delta on clients.
+    """Compute a run of FedCM, whose client steps mix the gradient with the server's direction.
 
-    After each round, Delta becomes sum_i p_i (x - y_i) / (eta_l K_i).
+    Each step uses v = alpha (g + wd y) + (1 - alpha) Delta in place of the gradient. g: the
+    gradient; wd: the weight decay; y: the client's parameters; Delta: the server's direction, which
+    starts at 0.
+
+    After each round, Delta becomes sum_i p_i (x - y_i) / (eta K_i) over the round's clients i. x:
+    the received parameters; y_i: the trained ones; eta: the local learning rate; K_i: the number of
+    steps; p_i: the normalised weight of client i.
     warm_start: True: clients that received version 0 use alpha = 1, as in FedBR's code.
     """
     names = trainable(world.start)

@@ -37,7 +37,11 @@ def penalty(z: Tensor, variant: str) -> Tensor:
 
 
 def feddecorr(world: World, beta: float, variant: str) -> Book:
-    """Run FedAvg with the loss CE + beta times the penalty on features."""
+    """Compute a run of FedAvg with FedDecorr's penalty in the local loss.
+
+    The loss is the cross-entropy plus beta times a penalty on correlations between features.
+    variant: the formula of the penalty: "authors" (their code), "paper", or "fedbr" (FedBR's code).
+    """
 
     def loss(p: Params, step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         z = features(p, x)

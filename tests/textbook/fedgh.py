@@ -1,4 +1,7 @@
-"""FedGH: Zhang et al. 2024. `hierarchical` is another algorithm, which FedLD's code calls FedGH.
+"""Two algorithms that are called FedGH.
+
+The function `fedgh` is FedGH of Zhang et al. 2024. The function `hierarchical` is the algorithm
+that the code of FedLD calls FedGH.
 
 Symbols: G_i, client i's update D_i before any projection; g_i, the same update after the
 projections so far; r, the reference direction by which `hierarchical` sorts updates. Two updates

@@ -36,10 +36,11 @@ def means(world: World, client: int, rows: np.ndarray) -> Pairs:
 
 
 def pooled(world: World, count: int, samples: int) -> Pairs:
-    """Return all clients' pairs, one client after another.
+    """Return the pairs of all clients, one client after another.
 
+    A pair is the mean input and the mean label of some random samples of one client.
     count: the number of pairs of each client.
-    samples: the number of samples in the mean of a pair.
+    samples: the number of samples over which a pair is averaged.
     """
     parts = []
     for client, (x, _) in enumerate(world.data):
@@ -49,11 +50,13 @@ def pooled(world: World, count: int, samples: int) -> Pairs:
 
 
 def drawn(world: World, job: Job, pool: Pairs | None, samples: int, single: bool) -> list[Pairs]:
-    """Return the pairs of each step of a job.
+    """Return for each step of a job the pairs that FedMix mixes with the batch.
 
-    pool: all clients' pairs; None makes new pairs of random clients in each step.
-    samples: the number of samples in the mean of a new pair.
-    single: True: one pair for the whole batch; False: one for each row.
+    A pair is the mean input and the mean label of some random samples of one client.
+    pool: the pairs of all clients, from which each step draws; None makes new pairs of random
+    clients in each step.
+    samples: the number of samples over which a new pair is averaged.
+    single: True: a step has one pair for the whole batch; False: one for each row.
     """
     generator, steps = stream(world.seed, "fedmix.pairs", job.client, job.turn), len(job.batches)
     rows = 1 if single else max(len(y) for _, y in job.batches)
@@ -80,14 +83,18 @@ def fedmix(
     public: bool = False,
     fresh: bool = False,
 ) -> Book:
-    """Run FedAvg with the loss l1 + l2 + l3, averaged over the batch.
+    """Compute a run of FedMix, whose loss also uses averages of random clients' samples.
 
-    x and y: inputs and labels of the batch. x_bar and y_bar: the mean input and the mean label of
-    some samples of a client (a pair).
-    l1 = (1 - lam) CE((1 - lam) x, y), and l2 = lam CE((1 - lam) x, y_bar). l3, the Taylor term, is
-    lam times the dot product of x_bar and l1's gradient with respect to the input.
-    count: the number of pairs of a client.
-    samples: the number of samples in the mean of a pair.
+    x and y: the inputs and labels of the batch. x_bar and y_bar: the mean input and the mean label
+    of some random samples of one client. They are called a pair. CE(u, y): the cross-entropy of the
+    outputs for the input u. The loss is the mean of l1 + l2 + l3 over the batch:
+    - l1 = (1 - lam) CE((1 - lam) x, y)
+    - l2 = lam CE((1 - lam) x, y_bar)
+    - l3 (the Taylor approximation) = lam times the dot product of x_bar and l1's gradient with
+      respect to the input
+
+    count: the number of pairs of each client.
+    samples: the number of samples over which a pair is averaged.
     single: True: one pair for the whole batch; False: one for each row.
     naive: True: NaiveMix, whose input is (1 - lam) x + lam x_bar and which has no l3.
     public: True: divide l3 by the batch size once more.

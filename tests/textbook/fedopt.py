@@ -1,8 +1,9 @@
 """FedAvgM: Hsu et al. 2019; FedAdagrad, FedAdam, FedYogi: Reddi et al. 2021, Algorithm 2.
 
-Symbols: D, the mean update; u, the server's momentum; m and v, its first and second moments; eta,
-the server's rate; tau, a constant that is added to sqrt(v). v starts at tau^2. As in TensorFlow,
-bias correction changes eta and not tau. Steps are counted from 1.
+Symbols: D, the mean update; u, the server's momentum; m, the exponential mean of D; v, a statistic
+of D^2 that differs between the methods; eta, the server's rate; tau, a constant that is added to
+sqrt(v). v starts at tau^2. As in TensorFlow, bias correction changes eta and not tau. Steps are
+counted from 1.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from textbook.world import Book, World
 class ServerMomentum:
     """Server momentum: u <- beta u + D, and x <- x + eta u.
 
+    x: the server's parameters; D: the mean update; u: the momentum, which starts at 0.
     lr, momentum: eta and beta.
     nesterov: True: x <- x + eta (D + beta u).
     """
@@ -38,10 +40,15 @@ class ServerMomentum:
 
 
 class Adaptive:
-    """Adaptive server rules: m <- beta1 m + (1 - beta1) D, and x <- x + eta m / (sqrt(v) + tau).
+    """The server rules of FedAdagrad, FedAdam and FedYogi.
 
-    name: "fedadagrad", "fedadam" or "fedyogi", which differ in v.
+    Each call makes a server step: m <- beta1 m + (1 - beta1) D, a change of v, and x <- x + eta m /
+    (sqrt(v) + tau), elementwise. x: the server's parameters; D: the mean update; m and v: moments,
+    which start at 0 and tau^2.
+    name: how v changes. "fedadagrad": v <- v + D^2. "fedadam": v <- beta2 v + (1 - beta2) D^2.
+    "fedyogi": v <- v - (1 - beta2) D^2 sign(v - D^2).
     lr: eta.
+    bias_correction: True: in step t = 1, 2, ..., eta is lr sqrt(1 - beta2^t) / (1 - beta1^t).
     """
 
     def __init__(
@@ -79,12 +86,19 @@ class Adaptive:
 
 
 def fedavgm(world: World, lr: float, momentum: float, nesterov: bool = False) -> Book:
-    """Run server momentum on the mean update."""
+    """Compute a run of FedAvgM, whose server applies momentum to the mean update.
+
+    lr, momentum, nesterov: arguments of the class `ServerMomentum`.
+    """
     return _book(world, ServerMomentum(world, lr, momentum, nesterov))
 
 
 def adaptive(world: World, loss: Loss = cross_entropy, **settings: object) -> Book:
-    """Run one of the three adaptive rules on the mean update."""
+    """Compute a run of FedAdagrad, FedAdam or FedYogi.
+
+    loss: the local loss.
+    settings: arguments of the class `Adaptive`. One of them, `name`, chooses the method.
+    """
     return _book(world, Adaptive(world, **settings), loss)
 
 

@@ -1,14 +1,15 @@
-"""FedPAC of Xu et al. 2023.
+"""FedPAC of Xu et al. 2023, with an exact solution of its quadratic program.
 
-The textbook solves FedPAC's quadratic program exactly. For every subset of the participants it
-computes the best weights that are 0 outside of the subset, and it takes the best subset.
+After a round, each participant i (a client of the round) gets a head for its next job. This head is
+a mixture of the heads of all participants j. The weights a of the mixture minimise sum_jk a_j a_k
+P_jk, where all a_j >= 0 and their sum is 1. For every subset of the participants, the textbook
+computes the best weights that are 0 outside of the subset. It takes the best subset.
 
-Symbols: z, features; h_i, a client's class means of z, times its class frequencies, [C, D]; V_i,
-the variance term (mean |z|^2 - |h_i|^2) / n_i; P, the matrix with P_jk = <h_i - h_j, h_i - h_k>,
-plus V_j on its diagonal. Client i's next head is the mean of all participants' heads with the
-weights a.
+Symbols: z, features; n_j, the number of samples of client j; h_j, the client's class means of z,
+times its class frequencies, [C, D]; V_j, the variance (mean |z|^2 - |h_j|^2) / n_j; P, the matrix
+of client i with P_jk = <h_i - h_j, h_i - h_k>, plus V_j on its diagonal.
 
-A job has two stages: the first trains the head, the second the extractor. Each stage has its own
+A job has two stages: the first trains the head, the second the extractor. Each stage has a new
 optimizer. While the head is trained, the extractor is in eval mode.
 """
 
@@ -52,7 +53,13 @@ def means(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor
 
 
 def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Tensor]:
-    """Return V_i and h_i [C, D] of a client, from the features of the received extractor."""
+    """Return a client's feature variance V, and the weighted class means h of its features.
+
+    h, [classes, D]: row k is the mean of the features [D] of class k, times the frequency of this
+    class. V = (mean |z|^2 - |h|^2) / n, over the features z of the client's n samples.
+    p: the parameters with which the features are computed, in eval mode.
+    x, y: the inputs and classes of the client's samples.
+    """
     z, (mu, counts) = features(dict(p), x, False), means(p, x, y, classes)
     pi = counts.double() / len(y)
     h = pi[:, None] * mu
@@ -61,11 +68,14 @@ def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Te
 
 
 def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Tensor:
-    """Return the weights a >= 0 with sum 1 that minimise a'Pa for client i.
+    """Return the weights with which FedPAC mixes the participants' heads into the head of client i.
 
-    variances, h: V_j and h_j of all participants.
-    least: weights up to this value become 0, and the others are scaled to the sum 1. If no weight
-    is larger, all stay.
+    The weights a minimise sum_jk a_j a_k P_jk, where all a_j >= 0 and their sum is 1. P_jk = <h_i -
+    h_j, h_i - h_k>, plus V_j if j = k.
+    variances, h: V_j and h_j of each participant j, from `statistics`.
+    i: the position of the client among the participants.
+    least: a weight of at most `least` becomes 0, and the larger weights are scaled to the sum 1. If
+    no weight is larger than `least`, all weights stay.
     """
     m = len(h)
     p = torch.stack(
@@ -86,15 +96,16 @@ def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Te
 def fedpac(
     world: World, lam: float = 1.0, head_epochs: int = 1, factor: float = 10.0, least: float = 1e-3
 ) -> Book:
-    """Run FedPAC. A client computes its statistics, and trains first its head, then its extractor.
+    """Compute a run of FedPAC, whose clients share the extractor and get mixtures of heads.
 
-    At the end of a round, the extractors are averaged, the prototypes are computed, and a new head
-    is mixed for each client.
+    A job trains first the head, then the extractor. After a round, the server averages the
+    extractors. It computes the mean features of each class (prototypes), and mixes a new head for
+    each client of the round (`mixture`).
     lam: the weight of the loss that pulls features to the prototypes of their classes.
-    head_epochs: the number h of passes over the samples that train the head. At most h / (h + 1)
-    of a job's steps train the head.
+    head_epochs: the number h of passes over the samples that train the head. At most h / (h + 1) of
+    a job's steps train the head.
     factor: the learning rate of the head, divided by the learning rate of the run.
-    least: weights of the mixture of heads up to this value become 0.
+    least: in a mixture of heads, a weight of at most `least` becomes 0.
     """
     x = {name: tensor for name, tensor in world.start.items() if name not in HEAD}
     first = {name: world.start[name] for name in HEAD}

@@ -22,7 +22,11 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedrep(world: World, head: int, body: int) -> Book:
-    """Train the head in the first head / (head + body) of a job's steps, then the extractor."""
+    """Compute a run of FedRep: clients keep their heads, and the server averages extractors.
+
+    The first head / (head + body) of a job's steps train the head, and the later steps the
+    extractor.
+    """
 
     def client(job: Job, p: Params) -> Params:
         cut = len(job.batches) * head // (head + body)
@@ -39,7 +43,10 @@ def fedrep(world: World, head: int, body: int) -> Book:
 
 
 def fedper(world: World) -> Book:
-    """Train head and extractor together."""
+    """Compute a run of FedPer: clients keep their heads, and the server averages extractors.
+
+    Each step of a job trains the head and the extractor together.
+    """
 
     def client(job: Job, p: Params) -> Params:
         sgd = optimizer(world, job)

@@ -24,11 +24,13 @@ from textbook.world import Book, Job, Params, World
 
 
 def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Params:
-    """Return the gradient at p + e, where the loss of the batch is higher.
+    """Return the gradient of a batch's loss at p + e, where the loss is higher than at p.
 
-    g: the gradient at p. eta=None (FedSAM): e = rho g / |g|. A number eta (FedASAM): e = rho T^2 g
-    / |T g| with T = |p| + eta.
-    x, y: inputs and labels of the batch.
+    Let g be the gradient at p, and ||g|| its norm over all parameters.
+    x, y: the inputs and labels of the batch.
+    eta: None (FedSAM): e = rho g / ||g||. A number (FedASAM): e = rho t^2 g / ||t g||, elementwise,
+    where t is the absolute value of p, plus eta.
+    rho: the factor of e in these formulas.
     """
     names = trainable(p)
     g = gradients(cross_entropy(p, 0, x, y), p, names)

@@ -1,7 +1,8 @@
-"""FedSpeed: Sun et al. 2023, Algorithm 1; the extra step is not normalised.
+"""FedSpeed: Sun et al. 2023, Algorithm 1.
 
 Symbols: theta, the parameters during a job; theta_K, the parameters after its last step; c_k, the
-correction that client k keeps; g1, the gradient at theta; g2, the gradient at theta + rho g1.
+correction that client k keeps; g1, the gradient at theta; g2, the gradient at theta + rho g1, which
+is called the extra step. The textbook does not normalise g1 in the extra step.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
-    """Train with steps along (1 - share) g1 + share g2 - c_k + (theta - x) / lam.
+    """Compute a run of FedSpeed, whose local steps use two gradients and a correction.
 
-    x: the received parameters; theta: the current ones; theta_K: those after the last step.
-    g1: the gradient at theta; g2: the gradient at theta + rho g1.
-    c_k: a correction that client k keeps. After the last step, c_k <- c_k - (theta_K - x) / lam.
-    The client uploads theta_K - lam c_k with this new c_k, and its buffers unchanged.
-    lam: the inverse weight of the proximal term.
-    rho: the length of the extra step, divided by the length of g1.
+    Each step uses (1 - share) g1 + share g2 - c_k + (theta - x) / lam in place of the gradient. x:
+    the received parameters; theta: the client's parameters before the step; g1: the gradient at
+    theta; g2: the gradient at theta + rho g1.
+
+    c_k: a correction that client k keeps, 0 at first. Let theta_K be the parameters after the last
+    step of a job. Then c_k <- c_k - (theta_K - x) / lam, and the client sends theta_K - lam c_k
+    with the new c_k. It sends BatchNorm's statistics as they are after the job.
+    lam: the inverse weight of the proximal penalty.
+    rho: the distance between the points of g2 and g1, divided by the norm of g1.
     share: the weight of g2.
     """
     x, names = dict(world.start), trainable(world.start)

@@ -1,13 +1,13 @@
 """FedSR: Nguyen, Torr and Lim 2022; FedL2R is its variant without noise.
 
 Symbols: z = mean + std eps, the random representation of an input; eps, normal noise from torch's
-generator, which is seeded for each job. Each class has a reference, a learned normal distribution
-of z. A learned number s scales z. KL is the divergence of the distribution of s z from the
-reference of the input's class.
+generator, which is seeded for each job; s, a learned number. Each class has a reference, which is a
+learned normal distribution. KL is the Kullback-Leibler divergence KL(p || q), where p is the
+distribution of s z, and q the reference of the input's class.
 
-The penalty is the norm |z|, as in the code. The score of a class is the log of its mean probability
-over some draws of eps, which are the same for all inputs. By default, references stay on clients,
-as in the code.
+The loss contains the mean norm |z|, as in the authors' code. The score of a class is the log of its
+mean probability over some draws of eps, which are the same for all inputs. By default, references
+stay on clients, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ REFERENCE = "fedsr.reference"
 def mapped(p: Params, x: Tensor, training: bool = True) -> Tensor:
     """Return the outputs of the linear layer that FedSR adds to the extractor.
 
-    They are z [B, Z] without noise. With noise, they are [B, 2 Z]: first the means of z, then the
-    numbers whose softplus is the standard deviation of z.
+    If the model has no noise (FedL2R), the outputs are the representations z, [B, Z]. Otherwise
+    they are [B, 2 Z]: first the means of z. Then come the numbers whose softplus is the standard
+    deviation of z.
+    training: True: BatchNorm uses the statistics of the batch, and updates its running statistics.
     """
     first = "model.extractor.0."
     inner = {
@@ -73,10 +75,10 @@ def score(world: World, p: Params, probabilistic: bool) -> tuple[float, float]:
 
 
 def first_reference(world: World) -> Params:
-    """Return the initial reference Gaussians, one for each class.
+    """Return the initial references of all classes, and the initial value 1 of the factor "scale".
 
-    The means are 0 and the standard deviations are softplus(1). The factor "scale", by which the
-    Kullback-Leibler term multiplies the features, is 1.
+    The reference of a class is a normal distribution with mean 0 and standard deviation
+    softplus(1). The factor "scale" multiplies the features z in the Kullback-Leibler divergence.
     """
     size = world.classes, world.start["model.head.weight"].shape[1]
     values = {"mean": torch.zeros(size), "std": torch.ones(size), "scale": torch.ones(())}
@@ -90,11 +92,12 @@ def fedsr(
     probabilistic: bool = True,
     share_reference: bool = False,
 ) -> Book:
-    """Run FedAvg with the loss CE + alpha_l2r mean |z| + alpha_cmi mean KL.
+    """Compute a run of FedSR: FedAvg with the loss CE + alpha_l2r mean |z| + alpha_cmi mean KL.
 
-    z: the random representation of an input; KL: the divergence of its distribution, after a
-    learned scaling, from the reference of the input's class.
-    probabilistic: True: FedSR; False: FedL2R, which has no KL.
+    z: the random, normally distributed representation of an input. CE: the cross-entropy of the
+    batch. KL: the Kullback-Leibler divergence KL(p || q), where p is the distribution of s z, with
+    a learned number s. q is the reference, a learned normal distribution for the input's class.
+    probabilistic: True: FedSR; False: FedL2R, in which z has no noise and the loss no KL.
     share_reference: True: the references are averaged; False: they stay on clients.
     """
     reference = first_reference(world) if probabilistic and alpha_cmi else {}

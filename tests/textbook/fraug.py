@@ -6,17 +6,19 @@ two sets of embeddings; rho, the factor of RTNet's output; beta, the weight of s
 in the loss.
 
 Paper and code leave some questions open. This textbook makes these choices:
-- The weights of the three parts of eq. (1) are 1 - beta, beta/2 and beta/2.
+- The weights of the three losses in eq. (1) are 1 - beta, beta/2 and beta/2.
 - D is computed once for a batch.
 - rho and beta depend on the round of the run.
 - RTNet gets prototypes before real embeddings, so its BatchNorm sees them in this order.
-- Without RTNet, a synthetic embedding is (1 - rho) v + rho G.
-- Without the generator, RTNet gets noise.
+- If the settings remove RTNet, a synthetic embedding is (1 - rho) v + rho G.
+- If the settings remove the generator, RTNet gets noise.
 - A batch of one sample is left out.
 
-A step draws five noise arrays: for the classifier's step with real embeddings, for the same step
-with prototypes, for the generator's step, for RTNet's step with prototypes, and for the same step
-with real embeddings.
+Each batch has a step for the classifier, one for the generator and one for RTNet. It draws five
+noise arrays, in this order:
+- for the classifier: one with real embeddings and one with prototypes,
+- for the generator: one,
+- for RTNet: one with prototypes and one with real embeddings.
 """
 
 from __future__ import annotations
@@ -96,10 +98,12 @@ def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
 
 
 def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
-    """Return D of the embeddings a and b, by a metric.
+    """Return the distance between two sets of embeddings, which FRAug calls D.
 
-    metric: "mse": the mean square of a - b. "mmd_moments": the mean square of the difference of the
-    means, plus that of the covariances. Any other text: the squared MMD with five Gaussian kernels.
+    a, b: a row for each embedding.
+    metric: "mse": the mean square of a - b. "mmd_moments": the mean squared difference of the two
+    means, plus the mean squared difference of the two covariance matrices. Any other text: the
+    squared MMD with five Gaussian kernels.
     """
     if metric == "mse":
         return (a - b).square().mean()
@@ -122,9 +126,12 @@ def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
 def distance_of_labels(
     a: Tensor, b: Tensor, metric: str, a_labels: Tensor, b_labels: Tensor
 ) -> Tensor:
-    """Return D of the embeddings a and b, by a metric of `distance`, or by "mmd_classes".
+    """Return the distance between two sets of embeddings whose classes are known.
 
-    "mmd_classes" is the mean of the squared MMD of each class that is in both sets.
+    a, b: a row for each embedding.
+    metric: "mmd_classes": for each class that is in both sets, the squared MMD of its embeddings;
+    the result is the mean over these classes, or 0 without such a class. "mse", "mmd_moments" and
+    "mmd": the distance of all embeddings, computed by `distance`.
     a_labels, b_labels: the class of each embedding.
     """
     if metric != "mmd_classes":
@@ -153,8 +160,8 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
 
     All tensors that do not stay on clients are averaged.
 
-    rounds: the round from which the losses' weights rho stay constant. None: rho changes in every
-    round.
+    rounds: the round from which the weights that depend on the round stay constant. None: they
+    change in every round.
     settings: settings of the method FRAug, by name.
     """
     get = {
@@ -231,7 +238,6 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
         def synthetic(
             v: Tensor, z: Tensor, labels: Tensor, rho: float, training: bool = False
         ) -> Tensor:
-            """Return the synthetic embeddings v + rho H(G(z, y), y), with noise z and labels y."""
             source = network(p, GENERATOR, z, labels, classes).detach() if has_g else z
             return (
                 v + rho * network(p, RTNET, source, labels, classes, training)

@@ -2,8 +2,8 @@
 
 The network has two residual blocks, whose tensors are named as in torchvision. Symbols: g, the mean
 update of a convolution in the second block; g0, the mean update of the convolution of the same
-shape in the first block. BatchNorm's statistics are averaged directly, so that no variance is
-negative.
+shape in the first block. BatchNorm's statistics do not pass through InCo's rule. They become the
+mean of the clients' statistics, so no variance is negative.
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ def inco(
     clip: float = 0.1,
     eps: float = 1e-7,
 ) -> Book:
-    """Replace g by g' = clip((g / |g| + theta g0 / |g0|) (|g| + |g0|) / 2).
+    """Compute a run of InCo, whose server mixes updates of the first block into the second block.
 
-    theta = |<g0, g>| / <g0, g0>, at most `most`.
-    kernels: True: treat each kernel, a slice [o, i] of the convolution, separately.
-    always: True: replace every g, as in the code; False: replace g only if <g0, g> < 0, as in the
-    paper.
+    The update g of each convolution in the second residual block becomes g' = clip((g / |g| + theta
+    g0 / |g0|) (|g| + |g0|) / 2). g: the mean update; g0: the mean update of the second convolution
+    in the first block; theta = |<g0, g>| / <g0, g0>, at most `most`.
+    kernels: True: the formula is applied to each kernel, a slice [o, i] of the convolution. False:
+    it is applied to the whole convolution.
+    always: True: the formula is always used, as in the code. False: if <g0, g> >= 0, g' is clip(g),
+    as in the paper.
     clip: the largest absolute value of an entry of g'.
     eps: the number that is added to divisors.
     """

@@ -53,16 +53,22 @@ def adapted_loss(frozen: Mapping[str, Tensor], scaling: float) -> Loss:
 
 
 def factor_mean(world: World, scaling: float) -> Book:
-    """Average the factors that are trained.
+    """Compute a run of FedIT or FFA-LoRA, whose server averages all trained tensors.
 
-    These are A and B (FedIT, Zhang et al. 2024), or B alone (FFA-LoRA).
+    If `world.start` has the factors A and B, both are trained (FedIT, Zhang et al. 2024). If A is
+    in `world.drawn`, it is frozen, and only B is trained (FFA-LoRA).
+    scaling: the scaling of the product B A.
     """
     loss = adapted_loss(world.drawn, scaling)
     return run_rounds(world, lambda job, x: train(world, job, x, loss))
 
 
 def fedsa(world: World, scaling: float) -> Book:
-    """Average A and the head; each client keeps the B that it has trained (Guo et al. 2025)."""
+    """Compute a run of FedSA-LoRA (Guo et al. 2025): clients keep their factors B.
+
+    The server averages the factor A and the head.
+    scaling: the scaling of the product B A.
+    """
     loss = adapted_loss(world.drawn, scaling)
     shared = {name: value for name, value in world.start.items() if name != B}
     own: dict[int, Params] = {}
@@ -87,7 +93,12 @@ def drawn_ranks(world: World, ranks: Sequence[int]) -> list[int]:
 
 
 def cut(x: Mapping[str, Tensor], rank: int) -> Params:
-    """Return a model whose factors have zeros in all ranks from `rank` on."""
+    """Return a copy of a model whose LoRA factors are cut to a rank.
+
+    The rows of A and the columns of B with an index of at least `rank` become 0; indices start at
+    0.
+    x: the model's tensors, among them A [r, inputs] and B [outputs, r].
+    """
     a, b = x[A].clone(), x[B].clone()
     a[rank:], b[:, rank:] = 0.0, 0.0
     return {**x, A: a, B: b}
@@ -134,7 +145,10 @@ def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
 
 
 def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
-    """Return a loss with lam times a term that depends on the parameters alone."""
+    """Return the loss `task` plus lam times a penalty.
+
+    term(parameters): the penalty, which does not depend on the batch.
+    """
     return lambda p, step, x, y: task(p, step, x, y) + lam * term(p)
 
 

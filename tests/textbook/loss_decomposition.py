@@ -25,11 +25,18 @@ NAMES = ("global_loss", "local_loss", "distribution_shift", "aggregation")
 
 
 def loss_decomposition(world: World, most: int = 1000) -> Book:
-    """Run FedAvg or FedBN; return the decomposition of the loss in each round as columns.
+    """Compute a run of FedAvg or FedBN, and return its loss decomposition as columns.
 
-    The docstring of this module has the formulas. `global_loss` is the sum of the three parts: the
-    loss of the next shared model.
-    most: the largest number of samples of a client on which losses are computed. They are drawn at
+    The run is FedBN if `world.personal` names BatchNorm's tensors. Each round has four values.
+    Clients are weighted by their numbers of samples:
+    - global_loss: the mean loss of the next shared model on the samples of the round's clients. It
+      is the sum of the next three values.
+    - local_loss: the mean loss of each client's trained model on its samples.
+    - distribution_shift: the mean loss of the trained models on all of these clients' samples,
+      minus local_loss.
+    - aggregation: global_loss minus the mean loss of the trained models on all of these samples.
+
+    most: losses are computed on at most this number of a client's training samples, drawn at
     random.
     """
     personal = {

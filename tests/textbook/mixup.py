@@ -1,6 +1,7 @@
 """Mixup: Zhang et al. 2018, between the samples of a client's batch, as in FedBR's Appendix A.
 
-All samples of a batch have the same weight, and one permutation gives each sample its partner.
+Each sample x of a batch becomes lam x + (1 - lam) x', where x' is its partner in the batch. One
+number lam and one permutation are drawn for each batch. The permutation chooses the partners.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ def mixture(x: Tensor, lam: float, partner: Tensor) -> Tensor:
 
 
 def mixup(world: World, alpha: float) -> Book:
-    """Run FedAvg with the cross-entropy of mixed inputs and equally mixed labels."""
+    """Compute a run of FedAvg in which inputs and labels of a batch are mixed by Mixup.
+
+    An input x becomes lam x + (1 - lam) x', where x' is another input of the batch. The one-hot
+    labels are mixed with the same lam, and are the targets of the cross-entropy.
+    alpha: lam is drawn for each step from the distribution Beta(alpha, alpha).
+    """
 
     def losses(job: Job, received: Params) -> Parts:
         drawn = mixes(world, job, alpha)

@@ -1,7 +1,7 @@
 """MOON: Li et al. 2021, eqs. (3) and (4), Algorithm 1.
 
-The contrast is the loss l_con of eq. (3). It compares features with those of the received model and
-of the client's earlier models, which are all in eval mode. In a client's first job it is 0, because
+The contrastive loss l_con of eq. (3) compares features with those of the received model and of the
+client's earlier models. These models are in eval mode. In a client's first job l_con is 0, because
 there is no earlier model. If there is a projection, the extractor consists of the encoder and the
 projection (linear, ReLU, linear).
 """
@@ -47,12 +47,14 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 def moon(
     world: World, mu: float, tau: float, projection: tuple[int, ...] = (), pool: int = 1
 ) -> Book:
-    """Run FedAvg with the loss CE + mu l_con, where l_con is the contrast.
+    """Compute a run of MOON: FedAvg with the loss CE + mu l_con.
 
-    mu: the weight of the contrast in the loss.
-    tau: the temperature of the contrast.
+    CE: the cross-entropy of the batch. l_con: MOON's contrastive loss. It pulls features to those
+    of the received model, and pushes them away from those of the client's earlier models.
+    mu: the weight of l_con.
+    tau: the temperature of l_con.
     projection: the widths of the two layers of the projection; empty: there is none.
-    pool: the number of the client's last models in the contrast.
+    pool: the largest number of the client's earlier models that l_con uses, the newest ones.
     """
     layers = [f"{EXTRACTOR}.{layer}.bias" for layer in (1, 3)]
     assert (

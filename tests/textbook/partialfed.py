@@ -2,8 +2,10 @@
 
 A layer is a module that has tensors. At the start of a job, each layer is loaded from the received
 model or from the client's last model. A fixed mask or a learned policy chooses between these two
-models. While the policy is trained, the network is in eval mode, and BatchNorm's statistics are
-mixed in the same way as parameters.
+models.
+
+A policy is trained on a weighted mean of these two models. BatchNorm's statistics are averaged with
+the same weights as the parameters of their layer, and BatchNorm is in eval mode.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class PolicySettings:
     steps: the number of Adam's steps in a job.
     batch: the number of samples in a step.
     rate: the learning rate.
-    start, decay, floor: the temperature at version t is start decay^t, at least floor.
+    start, decay, floor: at version t, the temperature is the larger of start * decay^t and floor.
     sampled: True: for each layer, draw one of the two models with the policy's probabilities.
     False: take the more probable model.
     """
@@ -57,13 +59,17 @@ class Policy:
         self.logits = torch.zeros(len(layers), 2, dtype=torch.float64)
         self.adam = Optimizer(SimpleNamespace(optimizer="adam", weight_decay=0.0))
 
-    def learn(self, world: World, job: Job, received: Params, last_models: Params) -> Tensor:
-        """Train the policy's logits on the client's samples, and choose a model for each layer.
+    def learn(self, world: World, job: Job, received: Params, last_model: Params) -> Tensor:
+        """Train the policy on the client's samples, and choose a model for each layer.
 
-        Return [layers]: True for a layer that is loaded from the received model.
+        Return a boolean tensor [layers]: True for a layer that is loaded from the received model.
+        False is for a layer that is loaded from the client's last model.
 
-        The training uses a mixture of the models `received` and `last_models`. The weights of the
-        mixture are a softmax of the logits with Gumbel noise.
+        The training changes `self.logits`. It minimises the cross-entropy of a weighted mean of
+        both models. The two weights of a layer are the softmax of (its logits + Gumbel noise) /
+        temperature.
+        received: the tensors of the received model.
+        last_model: the tensors of the model that the client trained in its last job.
         """
         settings, (x, y) = self.settings, world.data[job.client]
         temperature = max(settings.floor, settings.start * settings.decay**job.version)
@@ -76,7 +82,7 @@ class Policy:
             pi = self.logits.clone().requires_grad_()
             soft = dict(zip(self.layers, ((pi + gumbel) / temperature).softmax(1), strict=True))
             model = {
-                n: soft[layer(n)][0] * received[n] + soft[layer(n)][1] * last_models[n]
+                n: soft[layer(n)][0] * received[n] + soft[layer(n)][1] * last_model[n]
                 for n in received
             }
             (slope,) = torch.autograd.grad(

@@ -1,9 +1,9 @@
 """pFedAvg: FedAvg, in which each client is scored with a personal model.
 
 The personal model is the model that the client trained last, or a fine-tuned copy of the shared
-model. Fine-tuning is local training with a new optimizer, at the learning rate of the scored
-version. The random stream "finetune" shuffles the samples. If only the head is fine-tuned, the
-extractor is in eval mode.
+model. Fine-tuning is local training with a new optimizer. A copy of version t is fine-tuned at the
+learning rate with which jobs train from version t. The random stream "finetune" shuffles the
+samples. If only the head is fine-tuned, the extractor is in eval mode.
 """
 
 from __future__ import annotations
@@ -79,11 +79,15 @@ def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = F
 def tuned(
     world: World, model: Params, client: int, version: int, epochs: int, head_only: bool
 ) -> Params:
-    """Return the fine-tuned copy of a model for a client.
+    """Return a copy of a model that is fine-tuned on a client's samples.
 
-    It is trained on the client's training samples. If world.drawn has "spared", it is also trained
-    on the client's samples there.
-    version: the version of the model, which chooses the learning rate and the random stream.
+    These are the client's training samples. If `world.drawn` has the key "spared", the samples
+    `world.drawn["spared"][client]`, which jobs do not use, are added.
+    model: the shared model.
+    version: the version of the model. It determines the random stream, and the learning rate if it
+    decays.
+    epochs: the number of passes over the samples.
+    head_only: True: only the head is fine-tuned.
     """
     spared = world.drawn.get("spared")
     parts = [world.data[client], *([spared[client]] if spared else [])]

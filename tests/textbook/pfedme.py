@@ -1,7 +1,7 @@
 """pFedMe: Dinh et al. 2020, Algorithm 1.
 
-Symbols: w, the client's copy of the shared parameters; theta, its personal parameters. On each
-batch, theta makes some gradient steps, then w makes one step towards theta.
+Symbols: x, the shared parameters; w, the client's copy of them; theta, its personal parameters. On
+each batch, theta makes some gradient steps, then w makes one step towards theta.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from textbook.world import Book, Job, Params, World
 
 
 def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Book:
-    """Minimise f(theta) + lam/2 |theta - w|^2 from theta = w, and step w along lam (w - theta).
+    """Compute a run of pFedMe, in which a client trains personal parameters theta beside a copy w.
 
-    f: the cross-entropy of the batch. A client is scored with its last theta.
+    w starts a job at the received shared parameters x. On each batch, theta starts at w, and makes
+    `steps` gradient steps on f(theta) + lam/2 |theta - w|^2. f is the cross-entropy of the batch.
+    Then the client's optimizer steps w with the gradient lam (w - theta), which moves w towards
+    theta. After a round, x <- (1 - beta) x + beta times the mean of the clients' w. A client is
+    scored with its last theta.
     steps: the number of steps of theta on a batch.
+    lam: the weight that ties theta to w.
     rate: the learning rate of theta.
-    beta: at the end of a round, x <- (1 - beta) x + beta mean w.
+    beta: the weight of the mean w in the next x.
     """
     x, names = dict(world.start), trainable(world.start)
     thetas = dict[int, Params]()

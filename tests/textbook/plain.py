@@ -1,4 +1,4 @@
-"""Parts of FedAvg that most textbooks share: a network, gradients, SGD, weighted means."""
+"""Functions that most textbooks of methods need: the network, gradients, SGD, weighted means."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def gradients(loss: Tensor, p: Mapping[str, Tensor], names: Iterable[str]) -> Pa
 class Sgd:
     """SGD with momentum and weight decay, as PyTorch defines it; the momentum starts at zero.
 
-    clip: the largest norm of all gradients together, without weight decay; 0: no bound.
+    clip: if the norm of the concatenated gradients of a step is larger than `clip`, they are scaled
+    to this norm. Weight decay is added afterwards. 0: gradients are not scaled.
     """
 
     def __init__(
@@ -113,9 +114,10 @@ class Sgd:
 
 
 def optimizer(world: World, job: Job, factor: float = 1.0) -> Sgd:
-    """Return a job's optimizer; its learning rate depends on the version that the job received.
+    """Return a new SGD optimizer for a job, with the settings of the run.
 
-    factor: the learning rate, divided by that of the run.
+    Its learning rate is factor * local.lr * local.lr_decay^v, where v is the version that the job
+    received.
     """
     local = world.local
     return Sgd(
@@ -230,12 +232,13 @@ def run_with_loss(
     losses: Callable[[Job, Params], Parts],
     trained: Callable[[Job, Params], None] = lambda job, p: None,
 ) -> Book:
-    """Run FedAvg with another local loss, and report the task loss in the column train_loss.
+    """Compute a run of FedAvg with a different local loss, and report only the task loss.
 
-    losses(job, received): returns the job's loss function, which computes the task loss and
-    further terms of a batch.
-    trained(job, model): a function that is called after each job.
-    train_loss is the mean over all rows that the clients trained on.
+    The local loss is the task loss plus a penalty. The column train_loss has the mean task loss of
+    each round, over all samples of all steps of its clients.
+    losses(job, received): returns a function of a batch that computes two numbers, the task loss
+    and the penalty.
+    trained(job, model): a function that is called with the trained model after each job.
     """
     seen: dict[tuple[int, int], RowMean] = {}
 

@@ -1,8 +1,9 @@
 """q-FedAvg: Li et al. 2020, Algorithm 2.
 
-Symbols: F_i, the loss of x on all samples of client i, in eval mode; L = 1 / eta, with eta the
-local learning rate, which replaces the unknown Lipschitz constant; d_i = L (x - y_i); h_i = q
-F_i^(q-1) |d_i|^2 + L F_i^q.
+Symbols: x, the shared model; y_i, the model that client i has trained; q, the exponent of the
+losses; F_i, the loss of x on all samples of client i, in eval mode; L = 1 / eta, with eta the local
+learning rate, which replaces the unknown Lipschitz constant; d_i = L (x - y_i); h_i = q F_i^(q-1)
+|d_i|^2 + L F_i^q.
 """
 
 from __future__ import annotations

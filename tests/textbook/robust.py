@@ -31,14 +31,15 @@ def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
 
 
 def coordinate_median(world: World) -> Book:
-    """Add the median of the updates to x, coordinate by coordinate."""
+    """Compute a run whose server adds the coordinate-wise median of the updates to the model."""
     return _each(world, statistics.median)
 
 
 def trimmed_mean(world: World, share: float) -> Book:
-    """Add the trimmed mean of the updates to x, coordinate by coordinate.
+    """Compute a run whose server adds the coordinate-wise trimmed mean of the updates to the model.
 
-    The mean leaves out the floor(share n) smallest and the floor(share n) largest values.
+    In each coordinate, the mean leaves out the k smallest and the k largest values. k is `share`
+    times the number of updates, rounded down.
     """
 
     def rule(values: list[float]) -> float:
@@ -49,10 +50,12 @@ def trimmed_mean(world: World, share: float) -> Book:
 
 
 def krum(world: World, f: int, selected: int | None = 1) -> Book:
-    """Add to x the mean of the updates that have the smallest scores s(i).
+    """Compute a run of Krum, whose server uses only the updates with the smallest scores.
 
-    s(i) is the sum of |g_i - g_j|^2 over the updates j that are nearest to i. The number of these
-    updates is n - f - 2, but at least 1.
+    The server adds the mean of these updates to the model.
+    The score of update i is the sum of |g_i - g_j|^2 over the updates j that are nearest to it. g_i
+    is the update itself. The number of the nearest updates is n - f - 2, but at least 1, where n is
+    the number of all updates.
     f: the number of attackers.
     selected: the number of updates in the mean; None: n - f.
     """
@@ -71,10 +74,12 @@ def krum(world: World, f: int, selected: int | None = 1) -> Book:
 
 
 def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
-    """Add z to x, the point with the least weighted sum of distances to the updates.
+    """Compute a run whose server adds the geometric median of the updates to the model.
 
-    z starts at the weighted mean. Each of the `steps` iterations is z <- sum b_i g_i / sum b_i,
-    with b_i = a_i / max(nu, |z - g_i|).
+    The geometric median is the point z with the smallest weighted sum of distances to the updates.
+    It is approximated: z starts at the weighted mean, and is then replaced `steps` times by sum_i
+    b_i g_i / sum_i b_i. Here g_i is an update, a_i its weight, and b_i = a_i / max(nu, |z - g_i|).
+    nu: the smallest distance that the formula uses.
     """
 
     def rule(at: Cohort) -> Tensor:
@@ -91,7 +96,11 @@ def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
 
 
 def norm_clipping(world: World, bound: float) -> Book:
-    """Add the weighted mean of g_i min(1, bound / |g_i|) to x."""
+    """Compute a run whose server adds the weighted mean of clipped updates to the model.
+
+    An update whose norm is larger than `bound` is scaled to this norm before the mean. The column
+    "norm_clipping.clipped" has the number of these updates in each round.
+    """
     counts: list[float] = []
 
     def rule(at: Cohort) -> Tensor:
