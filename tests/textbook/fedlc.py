@@ -1,9 +1,9 @@
 """FedLC: Zhang et al. 2022, the calibrated cross-entropy in its pairwise form.
 
-Symbols: z, logits; y, true classes; n_c, the client's number of samples of class c; m_c = tau
-n_c^(-1/4), the margin of class c. A class without samples of the client is left out. The paper's
-sum is over the classes other than the true one. As in public code, the default sum includes the
-true class.
+The loss of a sample with logits z and true class y is log(sum_c exp(z_c - z_y + m_y - m_c)). Here
+m_c = tau n_c^(-1/4) is the margin of class c, and n_c the client's number of samples of class c. A
+class without samples of the client is left out of the sum. In the paper, the sum is over the
+classes other than y. By default, this textbook includes y, as public code does.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -
 
     z: logits [B, C].
     y: classes [B].
-    counts: n_c, the client's number of samples of class c, [C].
+    counts: the client's number n_c of samples of class c, [C]. A class with n_c = 0 is left out of
+    the sum. If only one class is left, the loss is 0.
     tau: the scale of the margins m_c = tau n_c^(-1/4).
-    others: True: omit the 1, which is the term of the true class.
+    others: True: omit the 1, which comes from the true class.
     """
     present = counts.nonzero().flatten()
     if len(present) == 1:
@@ -39,12 +40,17 @@ def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -
 def fedlc(
     world: World, tau: float, others: bool = False, floor: float = 0.0, mixed: float | None = None
 ) -> Book:
-    """Run FedAvg with the loss `calibrated`.
+    """Compute a run of FedLC: FedAvg with the calibrated cross-entropy as the local loss.
 
-    tau, others: arguments of `calibrated`.
-    floor: the smallest n_c that the loss uses; smaller numbers n_c are replaced by it.
-    mixed: the parameter alpha of Mixup, or None. With Mixup, the loss is the weighted mean over
-    both labels of a sample.
+    The loss shifts the logit of class c by a margin tau n_c^(-1/4), where n_c is the client's
+    number of training samples of class c.
+    tau: the scale of the margins.
+    others: True: the loss sums over the classes other than the true one, as in the paper. False: it
+    sums over all classes.
+    floor: numbers n_c below `floor` are replaced by it. If it is above 0, the sum also includes
+    classes without samples.
+    mixed: the parameter alpha of Mixup; None: no Mixup. With Mixup, a sample has two labels, and
+    its loss is the mean of the losses for them, weighted as the inputs are mixed.
     """
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 
