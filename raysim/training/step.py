@@ -259,7 +259,7 @@ class Step:
                     correct(ctx.view(name), part, run)
         if self.clip:
             flat.mul_((self.clip / (flat.norm() + 1e-6)).clamp(max=1.0))
-        if len(group.parts) > 1 or group.parts[0].name:
+        if group.parts[0].name:
             sizes = [view.numel() for view in group.views]
             pieces = zip(flat.split(sizes), group.views, strict=True)
             parts = [piece.view(view.shape) for piece, view in pieces]
