@@ -157,7 +157,7 @@ def best_rate(folder: Path, method: str) -> float | None:
     if len(tried) < len(RATES[method]):
         raise ValueError(
             f"{folder}: runs of {method} at some learning rates are missing. Make them with the "
-            "command run."
+            "subcommand 'run' of this script."
         )
     return min(tried, key=lambda rate: tried[rate])
 
@@ -267,7 +267,7 @@ def collect(folder: Path) -> None:
             raise ValueError(
                 f"{folder} has another base model than {STORE.name}, so the numbers of its methods "
                 "cannot be shown with the stored ones. Run all methods, or use the device and the "
-                "versions of the stored runs."
+                "software versions of the stored runs, on which the base model depends."
             )
     for method in RATES:
         if method in present and str(SEEDS[0]) in store[method]:

@@ -1060,7 +1060,8 @@ def _report(arguments: argparse.Namespace) -> int:
     if form and (out is not None or arguments.format):
         flag = f"--out {out}" if out is not None else f"--format {arguments.format}"
         raise RefusedError(
-            f"{flag}: --{form} prints a table and writes nothing. Leave one of them out."
+            f"{flag} is for files, but --{form} only prints a table and writes no file. Leave out "
+            f"{flag} or --{form}."
         )
     formats = _split(arguments.format)
     check_formats(formats)
@@ -1088,7 +1089,7 @@ def _report(arguments: argparse.Namespace) -> int:
     tables = ", ".join(str(path) for path in files if path.suffix == ".tex")
     print(f"tables for LaTeX: {tables}")
     if figures:
-        print(f"number of files with figures: {len(figures)}, such as {figures[0]}")
+        print(f"number of files with plots: {len(figures)}; the first is {figures[0]}")
     return 0
 
 

@@ -209,8 +209,8 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
     say(
         "thousands of events (dispatches and ends of jobs) that the planner simulates per CPU "
-        f"second, with {CLIENTS:,} clients and {IN_FLIGHT:,} jobs in flight. Each row has a "
-        "schedule. Each column but the last one has another fleet; the last one has the selection oort"
+        f"second, with {CLIENTS:,} clients and {IN_FLIGHT:,} jobs in flight. Rows: schedules. "
+        "Columns: one fleet each; the last column has the selection oort"
     )
     say(format_table(text_columns(("schedule", *fleets), rows), terminal_width()))
     jobs, start = whole_run(100)

@@ -259,9 +259,9 @@ def bench(
             f"{ratios[-1]:.2f} times the CPU time of the same run with all of them in memory"
         )
     say(
-        f"median of {blocks} measurements of a run of {FEW:,} clients with {SHARE:.0%} of their "
-        f"client states in memory: {statistics.median(ratios):.2f} times the CPU time of the same "
-        "run with all of them in memory"
+        f"a run of {FEW:,} clients with {SHARE:.0%} of their client states in memory: "
+        f"{statistics.median(ratios):.2f} times the CPU time of the same run with all of them in "
+        f"memory (median of {blocks} measurements)"
     )
     runs = [run for pair in pairs for run in pair]
     if clients:

@@ -87,7 +87,8 @@ def store_run(folder: Path) -> Path:
         raise RefusedError(f"{folder}: this run has not finished. Name finished runs.")
     if "/" not in experiment:
         raise RefusedError(
-            f"{folder}: experiment={experiment} is not a paper's preset. Name runs of such presets."
+            f"{folder}: experiment={experiment} is not a paper's preset. Give only folders of runs "
+            "with experiment=PAPER/PRESET."
         )
     identity = cast("Mapping[str, object]", run.summary.get("identity") or {})
     config = {key: value for key, value in run.config.items() if key not in PLACES} | {

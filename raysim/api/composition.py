@@ -125,7 +125,7 @@ def _check_hooks(method: Method) -> None:
         if not callable(function):
             raise ValueError(
                 f"method '{method.name}' sets {hook}={function!r}, but {hook} is the name of a "
-                "hook. Rename this attribute."
+                "hook, which must be a function. Rename this attribute."
             )
         wanted = [*inspect.signature(getattr(Method, hook)).parameters]
         try:

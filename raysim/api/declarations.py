@@ -379,7 +379,7 @@ class Local:
         warmup, end = getattr(self, key), getattr(self, end_key)
         if end is not None and warmup >= end > 0:
             raise ValueError(
-                f"local.{key}={warmup} leaves no time to local.schedule={self.schedule}, which "
+                f"local.{key}={warmup} leaves no time for local.schedule={self.schedule}, which "
                 f"ends after local.{end_key}={end}. Reduce local.{key}, or increase "
                 f"local.{end_key}."
             )

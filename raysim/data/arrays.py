@@ -175,9 +175,10 @@ def _split_halves(data: object) -> tuple[object, object]:
         )
     length = f" of {len(data)}" if isinstance(data, (tuple, list)) else ""
     raise ValueError(
-        f"data={type(data).__name__}{length} is not supported. Give (inputs, labels) or (inputs, "
-        'labels, users), a pair of these for training and test, {"train": ..., "test": ...}, a '
-        "torch Dataset, or a table of pandas, polars, Arrow or datasets."
+        f"data={type(data).__name__}{length} is not supported. Give one of these: (inputs, "
+        "labels); (inputs, labels, users); a pair (training, test) of such tuples; "
+        '{"train": ..., "test": ...}; a torch Dataset; a table of pandas, polars, Arrow or the '
+        "library datasets."
     )
 
 

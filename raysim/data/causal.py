@@ -97,7 +97,7 @@ def character_vocabulary(letters: Iterable[str], has_other: bool = False) -> Voc
         if unknown and not has_other:
             raise ValueError(
                 f"the vocabulary has only the characters of the data, and {unknown[0]!r} is not "
-                "one of them; remove this character from the text"
+                "one of them. Remove this character from the text to encode, such as a prompt."
             )
         return np.array([token_of.get(letter, other) for letter in text], np.int64)
 
@@ -120,8 +120,8 @@ def number_vocabulary(size: int, end: int = 0) -> Vocabulary:
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < size:
             wrong = numbers.min() if numbers.min() < 0 else numbers.max()
             raise ValueError(
-                f"the tokens of the data are 0 to {size - 1}, and {wrong} is not one of them; "
-                "remove this token from the text"
+                f"the tokens of the data are 0 to {size - 1}, and {wrong} is not one of them. "
+                "Remove this token from the text to encode, such as a prompt."
             )
         return numbers
 

@@ -133,9 +133,9 @@ def find_inputs(
         settings = " or ".join(f"data.columns={choice}" for choice in choices[:MAX_CHOICES])
         action = f"Set {settings}, or encode the others as numbers"
     raise ValueError(
-        f"{place}: the input would be {described}, but only columns of numbers can be one input "
-        f"together. {action}, or set data.separate=true to give your own network each column as a "
-        "separate input."
+        f"{place}: the input would be {described}, but only columns of numbers can be joined "
+        f"into one input. {action}, or set data.separate=true, which passes each column to your "
+        "own network as a separate input."
     )
 
 

@@ -261,8 +261,9 @@ def _check_image_sizes(source: Source, clean: Dataset) -> None:
         )
     if "crop" in source.augment and source.crop_padding > max(height, width):
         raise ValueError(
-            f"data.crop_padding={source.crop_padding} is more than images of {height} x {width} "
-            "pixels, so that a crop could lie outside an image. Decrease it."
+            f"data.crop_padding={source.crop_padding} is more than the longer side of the images, "
+            f"which have {height} x {width} pixels, so that a crop could lie outside an image. "
+            "Decrease it."
         )
 
 
@@ -331,7 +332,10 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
         "samples"
     )
     if not count:
-        raise ValueError(f"{selection}. Increase evaluate.unseen, or set it to 0.")
+        raise ValueError(
+            f"{selection}, so that no client is unseen. Increase evaluate.unseen, or set it to 0 "
+            "to train all clients."
+        )
     if count == len(candidates):
         raise ValueError(
             f"{selection}, so that no client is left to train. Decrease evaluate.unseen."

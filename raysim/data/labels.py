@@ -171,7 +171,8 @@ def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, plac
     if values.dtype.kind not in "iuf":
         raise ValueError(
             f"{place} has labels of type {type_name(values)} and shape {list(values.shape)}, and "
-            f"data.kind={kind} needs numbers. Give numbers, or one class for each sample."
+            f"data.kind={kind} needs numbers. Give numbers, or give one class for each sample "
+            "and set data.kind=classification."
         )
     values = values[:, None] if values.ndim == 1 else values
     outputs = int(values.shape[1])

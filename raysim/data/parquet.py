@@ -234,8 +234,8 @@ class Parquet(TableSource):
             names = [folder.name for folder in folders]
             if len(set(names)) < len(names):
                 raise ValueError(
-                    f"data.root={self.root} has two folders with the same name, but domains are "
-                    "named after their folders. Rename one folder."
+                    f"data.root={self.root} lists two paths that end in the same folder name, but "
+                    "raysim names each domain after its folder. Rename one of the two folders."
                 )
         else:
             root = user_path(self.root)
@@ -510,7 +510,7 @@ def _read_names_of_file(path: Path, label: str) -> list[str] | None:
     except (ValueError, AttributeError) as error:
         raise ValueError(
             f"{path}: its class names cannot be read ({error}). Store them in the file's metadata "
-            "as a JSON list of different texts."
+            "as a JSON list of texts without duplicates."
         ) from error
     has_names = names is None or are_names(names)
     return require(f"{path}: its class names", names, has_names, "a list of different texts")

@@ -126,9 +126,9 @@ class Partitioner:
             )
         if self.test_fraction is None and type(self).tests is Partitioner.tests:
             raise ValueError(
-                "partition.test_fraction=null tests clients on central samples of their domain, "
-                "and only partition=domain and partition=domain_class give clients a domain. Set "
-                "a share such as 0.2."
+                "partition.test_fraction=null needs partition=domain or partition=domain_class: "
+                "it tests each client on the central test samples of the client's domain, and "
+                "other partitions have no domains. Set a share such as 0.2."
             )
         self.check()
 

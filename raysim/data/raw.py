@@ -337,8 +337,8 @@ def convert_inputs(
         if lowest < 0:
             wrong, allowed = lowest, "0 or more"
         raise ValueError(
-            f"data source {name} has the token {wrong}, but its tokens are {allowed}. Integers are "
-            "token numbers: store measurements as floats."
+            f"data source {name} has the token {wrong}, but only tokens {allowed} are allowed. "
+            "raysim reads integers as token numbers: store measurements as floats."
         )
     return inputs.astype(np.int64), tokens
 
@@ -395,8 +395,9 @@ def _read_as_kind(raw: Raw, kind: Kind | None, ignore: int | str, place: str) ->
         )
     if "structure" in (kind, raw.kind):
         raise ValueError(
-            f"data.kind={kind}: {place} has labels of kind {raw.kind}. Set data.kind=null, which "
-            "recognises structured labels (lists of dictionaries)."
+            f"data.kind={kind}: {place} has labels of kind {raw.kind}, which cannot be converted. "
+            "Set data.kind=null: raysim then recognises the kind of the labels (lists of "
+            "dictionaries are of kind structure)."
         )
     labels: NDArray[Any] = raw.labels
     names: list[str] | None = raw.class_names

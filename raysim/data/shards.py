@@ -102,7 +102,7 @@ class WebDataset(Source):
             "data.columns",
             self.columns,
             self.columns != [],
-            "a list of at least one ending, or null",
+            "a list of at least one file name ending, such as [jpg], or null",
         )
 
     def with_domains(self, column: str) -> WebDataset:
@@ -186,9 +186,9 @@ class WebDataset(Source):
         columns = self.columns or [ending for ending in sample if ending not in (label, user)]
         if not columns:
             raise ValueError(
-                f"{place}: the samples have only the endings {endings}, and these hold labels or "
-                "users. Set data.columns to the endings of the input, or data.label to another "
-                "ending."
+                f"{place}: the samples have only files with the endings {endings}, which hold "
+                "labels or users, so that no file is left for the input. Set data.columns to the "
+                "endings of the input, or data.label to another ending."
             )
         return columns, label, user
 

@@ -277,7 +277,7 @@ def _download(folder: Path, set_name: str, missing: str) -> None:
         raise ValueError(
             f"data.root={folder} does not hold {set_name}: {missing} is missing, and torchvision "
             f"cannot download it because an old version of torchvision wrote {processed}. Remove "
-            "this folder."
+            f"the folder {processed.name}."
         )
     try:
         for split in ("train", "test"):

@@ -62,4 +62,4 @@ def _report_unwritable_files(folder: Path) -> Iterator[None]:
         command = "start the run again with the same settings"
         if has_begun:
             command = f"continue the run with out={folder} resume=latest"
-        raise RunStoppedError(f"{reason}. {fix}, and {command}.") from error
+        raise RunStoppedError(f"{reason}. {fix}. Then {command}.") from error

@@ -210,8 +210,8 @@ def check_options(group: str, value: object, groups: Groups) -> list[str]:
     for name in values:
         if group in NONE and name == NONE[group]:
             raise RefusedError(
-                f"{group}={join_options(values)} combines options with {name}, which means an "
-                f"empty list. Leave {name} out."
+                f"{group}={join_options(values)} combines options with {name}, but {name} "
+                f"stands for an empty list of options. Leave {name} out."
             )
         if not isinstance(name, str) or name not in options:
             raise RefusedError(_unknown_option(group, name, options))

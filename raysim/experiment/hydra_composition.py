@@ -161,7 +161,8 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
         reason = first_line(error).rstrip(".:")
         raise RefusedError(
             f"the configuration files cannot be combined ({reason}). Correct your own "
-            "configuration files, which are in the folders of --conf and --allow."
+            "configuration files: in the folders given with --conf, or in the folder conf of the "
+            "packages given with --allow."
         ) from error
     config = OmegaConf.create(composition.values)
     has_preset = "experiment" in chosen

@@ -186,8 +186,9 @@ def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
     for line in lines:
         if line.startswith(ERROR + "no folder"):
             raise RefusedError(
-                f"job {job}: {line.removeprefix(ERROR)} on its node. Wait until the run has "
-                "started, or give the folder with --folder."
+                f"job {job}: the run's results folder is missing on the job's node "
+                f"({line.removeprefix(ERROR)}). Wait until the run has started, or give the folder "
+                "with --folder."
             )
         if line.startswith(ERROR):
             size_mb = int(line.removeprefix(ERROR).split()[0]) / MB

@@ -299,7 +299,10 @@ def _check_space(space: Mapping[str, ValueRange], group_names: set[str]) -> None
         if reason:
             raise RefusedError(f"{key} cannot be searched: {reason}. Give it one value.")
         if key in group_names and isinstance(values, Interval):
-            raise RefusedError(f"{key}: its values are names of options. Write {key}=a,b.")
+            raise RefusedError(
+                f"{key} cannot be searched in an interval of numbers, because its values are names "
+                f"of options. Write a list of options, {key}=a,b."
+            )
 
 
 def _check_changeable(space: Mapping[str, ValueRange], option_keys: set[str]) -> None:
