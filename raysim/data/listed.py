@@ -115,7 +115,9 @@ def _check_lists(content: Any, place: str, total: int | None) -> CSR:
     form = FORM if place == "partition" else f"a JSON file with {FORM}"
     lists = list(content.values()) if isinstance(content, Mapping) else content
     if not isinstance(lists, (list, tuple)) or not lists:
-        raise ValueError(f"{place} does not contain a list of rows for each client. Give {form}.")
+        raise ValueError(
+            f"{place} does not contain lists of row numbers for the clients. Give {form}."
+        )
     names = list(content if isinstance(content, Mapping) else range(len(content)))
     parts = []
     for name, rows in zip(names, lists, strict=True):
