@@ -1060,8 +1060,7 @@ def _report(arguments: argparse.Namespace) -> int:
     if form and (out is not None or arguments.format):
         flag = f"--out {out}" if out is not None else f"--format {arguments.format}"
         raise RefusedError(
-            f"{flag} is for files, but --{form} only prints a table and writes no file. Leave out "
-            f"{flag} or --{form}."
+            f"{flag}: --{form} only prints a table and writes no file. Leave out {flag} or --{form}."
         )
     formats = _split(arguments.format)
     check_formats(formats)
