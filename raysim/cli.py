@@ -1060,7 +1060,8 @@ def _report(arguments: argparse.Namespace) -> int:
     if form and (out is not None or arguments.format):
         flag = f"--out {out}" if out is not None else f"--format {arguments.format}"
         raise RefusedError(
-            f"{flag}: --{form} only prints a table and writes no file. Leave out {flag} or --{form}."
+            f"{flag}: --{form} only prints a table and writes no file. Leave out {flag} or "
+            f"--{form}."
         )
     formats = _split(arguments.format)
     check_formats(formats)
