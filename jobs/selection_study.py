@@ -83,7 +83,7 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the numbers that the page shows of one finished run.
+    """Return the numbers of a finished run that the study's page shows.
 
     folder: the run's folder.
     """

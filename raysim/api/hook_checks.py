@@ -220,8 +220,8 @@ def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> No
             if tensor.numel() != expected and not varies:
                 raise HookError(
                     f"job.upload['{name}'] of method '{declared.method}' has {tensor.numel()} "
-                    f"floats, but {expected} are declared. Correct the declaration in `setup`, "
-                    f'run.upload("{name}", ...), or the tensor.'
+                    f"floats, but run.upload('{name}', ...) in `setup` declares {expected}. "
+                    "Correct the declaration or the tensor."
                 )
 
 

@@ -130,7 +130,8 @@ class Learner(Method):
         data: the samples; `data.arrays()` returns their inputs and labels.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no function 'evaluate'. Define it, or use 'predict'."
+            f"{type(self).__name__} has no function 'evaluate'. Define `evaluate` or "
+            "`predict` in the learner."
         )
 
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:

@@ -228,7 +228,7 @@ def _harmonize_in_tree(
         """Return a - overlap / (|direction|^2 + eps) direction, as coefficients [m].
 
         a, direction: two weighted sums of the m updates, given by the m coefficients of the sum.
-        overlap: the inner product of the two vectors of the pair, before any of them is changed.
+        overlap: the inner product of the two updates, from before either of them was changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction

@@ -68,9 +68,8 @@ class FedSpeed(Method):
     Each step mixes the gradient at the model with the gradient at a point uphill. The point uphill
     is the model plus rho times the gradient at the model.
     lam: the pull is divided by this number, so a large value makes the pull weak.
-    rho: the factor on the gradient in the point uphill.
-    alpha: the weight of the gradient at the point uphill; the gradient at the model has the weight
-    1 - alpha.
+    rho: how far the point uphill lies from the model, as a factor on the gradient.
+    alpha: the share of the gradient at the point uphill in the mixture, from 0 to 1.
     """
 
     name = "fedspeed"

@@ -1,4 +1,4 @@
-"""Compare methods with personal models, and the scores of these models, with their textbooks."""
+"""Test that methods with personal models, and the scores of these models, equal textbooks."""
 
 from __future__ import annotations
 
