@@ -191,10 +191,10 @@ def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
         is_free = key.rpartition(".")[0] in FREE_MAPPINGS
         OmegaConf.update(config, key, value, merge=True, force_add=is_free)
     except OmegaConfBaseException as error:
-        expected = f"{key} takes a list. Write {key}=VALUE+VALUE."
+        expected = f"the key {key} takes a list. Write {key}=VALUE+VALUE."
         if OmegaConf.is_dict(OmegaConf.select(config, key)):
             expected = f"{key} is a group of keys. Set one of its keys: {key}.KEY=VALUE."
-        raise RefusedError(f"'{text}' sets one value, but {expected}") from error
+        raise RefusedError(f"the override '{text}' has a single value, but {expected}") from error
 
 
 def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:

@@ -207,9 +207,9 @@ class Result:
                 raise RefusedError("this run has no learner. Use result.model().")
             if network.content is not None and not final.path:
                 raise RefusedError(
-                    "checkpoint.every: the run wrote no checkpoint of its last round, and only "
-                    "such a checkpoint has these parameters. Set checkpoint.every above 0, and "
-                    "start the run again."
+                    "checkpoint.every: the run wrote no checkpoint of its last round. The final "
+                    "parameters of the learner are only in this checkpoint. Set checkpoint.every "
+                    "above 0, and start the run again."
                 )
             worker.scored_tensors(task, published, state)
             return network.parameters_as_arrays()
@@ -261,11 +261,12 @@ class Result:
         data = self.experiment.spec.data
         rows = data.central if client is None else data.partition.test.rows(self._client(client))
         if not len(rows):
-            reason = "the data has no central test set. Give a client"
+            reason = "the data has no central test set. Choose a client"
             if client is not None:
-                reason = f"{data.label(client)} has none. Give another client"
+                reason = f"{data.label(client)} has no test samples. Choose another client"
             raise RefusedError(
-                f"there are no test samples to predict: {reason}, result.predictions(client=...)"
+                f"there are no test samples to predict: {reason} with "
+                "result.predictions(client=NUMBER)."
             )
         with self._final_state() as final:
             worker, task, published, state = final.scoring(client)

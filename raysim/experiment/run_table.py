@@ -100,8 +100,8 @@ def load_plan(folder: Path, command: str) -> Node:
     plan = load_yaml(path)
     if not {"overrides", "conf"} <= plan.keys():
         raise RefusedError(
-            f"{path}: raysim {command} writes overrides and conf into this file, but they are "
-            f"missing. Restore the file, or start the {command} in a new folder."
+            f"{path}: the file lacks the entry 'overrides' or 'conf'. raysim {command} writes "
+            f"both. Restore the file, or start the {command} in a new folder."
         )
     return plan
 

@@ -170,10 +170,10 @@ class Dann(Method):
         steps = run.local.steps
         run.require(
             self.mode == "grl" or steps is None or steps >= period,
-            f"local.steps={steps} is less than {period}, the steps of method 'dann' until both its "
-            "networks are trained: one step of the classifier, and "
-            f"method.dann.discriminator_steps={self.discriminator_steps} of the discriminator. "
-            f"Set local.steps={period} or more.",
+            f"local.steps={steps}: method 'dann' alternates one step of the classifier with "
+            f"method.dann.discriminator_steps={self.discriminator_steps} steps of the "
+            f"discriminator. A job needs at least {period} steps to train both. Set "
+            f"local.steps={period} or more.",
         )
         size, width = run.model.feature_dim, self.width
         layers = (

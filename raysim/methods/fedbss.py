@@ -190,8 +190,9 @@ class FedBSS(Method):
             key, parts = "phases", min(local.phases, local.steps or 1)
         if parts == 1 and self.kind != "filter":
             run.warn(
-                f"method 'fedbss' with local.{key}=1 trains on every sample, as FedAvg does. "
-                f"Increase local.{key}."
+                f"local.{key}=1: method 'fedbss' leaves samples out only before the last of a "
+                f"job's {key}. With one, it uses every sample, as FedAvg does. Increase "
+                f"local.{key}."
             )
         run.client_state("losses", torch.zeros)
         run.client_state("uncertainties", torch.zeros)

@@ -100,7 +100,8 @@ def margin_control_penalty(
     if kind == "threshold":
         if labels is None:
             raise ValueError(
-                "kind=threshold of the margin penalty needs labels. Pass the labels of the batch."
+                "labels=None: the margin penalty with kind='threshold' needs labels. Pass the "
+                "labels of the batch."
             )
         return lam * (margins(logits, labels) - threshold).clamp(min=0.0).square().mean()
     squares = logits.square().sum(dim=1)

@@ -342,10 +342,11 @@ class FedPAC(Method):
         run.warn_if_single("every client keeps the head that it trained")
         self._require_parts(run)
         key, budget = _local_work(run.local)
+        unit = key.removeprefix("local.")
         run.require(
             budget > self.head_epochs,
-            f"{key}={budget}: the head trains first, for "
-            f"method.fedpac.head_epochs={self.head_epochs} of these, so none is left for the "
+            f"{key}={budget}: the first {self.head_epochs} {unit} of a job train the head "
+            f"(method.fedpac.head_epochs={self.head_epochs}). No {unit} are left for the "
             f"extractor. Set {key}={self.head_epochs + 1} or more.",
         )
         run.private_parameters(

@@ -111,8 +111,9 @@ class FedRep(Method):
         )
         run.require(
             steps is None or steps >= self._fewest_steps,
-            f"local.steps: {steps} leaves no step for the head, whose share is "
-            f"method.fedrep.head_epochs={self.head_epochs} of {self._total_epochs}. Set "
+            f"local.steps: {steps} steps are too few. The head trains in {self.head_epochs} of "
+            f"{self._total_epochs} parts of the steps (method.fedrep.head_epochs="
+            f"{self.head_epochs}), which is less than one step. Set "
             f"local.steps={self._fewest_steps} or more.",
         )
         run.stages(self._stages)

@@ -36,7 +36,7 @@ class FedSALoRA(Method):
             run.require(
                 not adapter.is_embedding,
                 f"model.lora.layers: method 'fedsa_lora' would average the factor A of layer "
-                f"'{adapter.layer}', but factor A of an embedding has values for each token. "
-                "Leave the layer out.",
+                f"'{adapter.layer}'. This layer is an embedding. Its factor A has separate values "
+                "for each token. Leave the layer out of model.lora.layers.",
             )
         run.private_parameters([f"model.{adapter.b}" for adapter in adapters])

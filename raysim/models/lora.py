@@ -56,8 +56,9 @@ class Lora:
         one_of("model.lora.base", self.base, get_args(BaseType))
         if self.base != "float32" and not self.rank:
             raise ValueError(
-                f"model.lora.base={self.base} stores frozen weights, and no weight is frozen "
-                "without adapters. Set model.lora.rank above 0, or model.lora.base=float32."
+                f"model.lora.base={self.base}: this is the storage type of frozen weights, but "
+                "model.lora.rank=0 adds no adapters, so no weight is frozen. Set model.lora.rank "
+                "above 0, or model.lora.base=float32."
             )
 
 
@@ -157,9 +158,9 @@ def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
     candidates = linear or convolutions
     if not candidates:
         raise ValueError(
-            f"model.lora.rank={lora.rank}: by default, linear layers or convolutions in front of "
-            "the model's head get adapters, but this model has none there. Set model.lora.rank=0, "
-            "or name layers of another type in model.lora.layers, such as embeddings."
+            f"model.lora.rank={lora.rank}: the model has no linear layer or convolution in front "
+            "of its head. By default, only such layers get adapters. Set model.lora.rank=0, or "
+            "name layers of another type, such as embeddings, in model.lora.layers."
         )
     widths = {name: _width(inner.get_submodule(name)) for name in candidates}
     names = [name for name in candidates if widths[name] >= lora.rank]

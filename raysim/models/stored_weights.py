@@ -188,8 +188,9 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
         layers[id(layer)] = StoredLayer(layer, stored[key], dtype)
     if not layers:
         raise ValueError(
-            f"model.lora.base={lora.base}: the model has no linear layer, convolution or embedding "
-            "with a frozen weight. Set model.lora.base=float32."
+            f"model.lora.base={lora.base}: this type is only for frozen weights of linear layers, "
+            "convolutions and embeddings, and the model has no such weight. Set "
+            "model.lora.base=float32."
         )
     for module in list(model.modules()):
         if isinstance(module, StoredLayer):

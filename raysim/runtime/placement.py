@@ -303,12 +303,14 @@ def size_in_group(options: RayOptions, bundles: Sequence[Resources], device: str
     worker_bundles, workers = bundles[1:], options.workers or 1
     if len(worker_bundles) < workers:
         available = len(worker_bundles)
-        rest = f"only {available}" if available else "none"
+        rest = "none is"
+        if available:
+            rest = f"only {available} {'is' if available == 1 else 'are'}"
         fewer = f", or set runtime.workers={available}" if available else ""
         raise ValueError(
-            f"runtime.workers={workers} needs a bundle for each worker, but the placement group of "
-            f"this process has {rest} after its first bundle. Add {workers - available} to the "
-            f"group{fewer}."
+            f"runtime.workers={workers}: each worker needs a bundle of the trial's placement "
+            f"group. The first bundle is for the trial itself, and {rest} left for workers. "
+            f"Add {workers - available} to the group{fewer}."
         )
     names = [name for bundle in worker_bundles for name in bundle]
     least = {name: min(bundle.get(name, 0.0) for bundle in worker_bundles) for name in names}

@@ -374,7 +374,8 @@ class WorkerCalls:
         calls = self._unanswered[worker]
         if has_states:
             raise ProcessLostError(
-                f"{name} {node.reason}, and its client states are on no other node"
+                f"{name} {node.reason}, and no other node has a copy of the client states that "
+                "were on it"
             )
         if not remaining:
             raise ProcessLostError(f"{name} {node.reason}, and no other worker is left")

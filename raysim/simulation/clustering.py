@@ -61,8 +61,8 @@ def bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
         part_of[part_of == part_of[second]] = part_of[first]
         parts -= 1
     raise AssertionError(
-        "the clients are in two parts, but the two clients of every pair are in the same part. "
-        "This is a bug in raysim; please report it."
+        "the clients are in two groups, but no two clients are in different groups. This "
+        "contradiction is a bug in raysim; please report it."
     )
 
 

@@ -153,8 +153,9 @@ class Evaluator:
             return
         if not self.personal:
             raise ValueError(
-                "evaluate.common=true scores the clients' own models, but this run has one model "
-                "for all clients. Set evaluate.common=false."
+                "evaluate.common=true scores each client's personal model on the central test "
+                "set, but the clients of this run have no personal models. Set "
+                "evaluate.common=false."
             )
         if not len(self.spec.data.central):
             raise ValueError(

@@ -606,7 +606,8 @@ class Planner:
             if not earliest < job.number < latest:
                 raise RuntimeError(
                     f"{self._name}: job {job.number} of client {job.client} would be aggregated "
-                    "before the client's earlier job. Keep the order of dispatch."
+                    "before the client's earlier job. Change this schedule's decide to aggregate "
+                    "a client's jobs in the order of their dispatch."
                 )
             previous[job.client] = job.number
         return jobs
@@ -834,7 +835,9 @@ class Planner:
             if arrival < math.inf:
                 wait = f"no client is available for the first {arrival:,.0f} s"
             raise ValueError(
-                f"fleet: {wait}. Set fleet.availability=always, or increase fleet.patience."
+                f"fleet: {wait}. A run waits at most fleet.patience={self._patience:g} s of "
+                "virtual time for its first client. Set fleet.availability=always, or increase "
+                "fleet.patience."
             )
         if arrival == math.inf and not self._events:
             advice = "Set fleet.wrap=true to repeat the trace"

@@ -247,12 +247,19 @@ class Replicas:
         view: what the rule knows about the replica that the clients leave.
         """
         is_member = np.isin(clients, view.members)
-        if target not in view.free or not is_member.all() or len(clients) >= len(view.members):
+        reason = ""
+        if target not in view.free:
+            reason = "the target is not in view.free"
+        elif not is_member.all():
+            reason = "some clients are not in this replica"
+        elif len(clients) >= len(view.members):
+            reason = "no client would stay"
+        if reason:
             raise ValueError(
                 f"topology: {type(self.network.clusters).__name__}.regroup moves clients "
-                f"{clients.tolist()} of replica {view.replica} to replica {target}, which is not "
-                f"allowed. Move some clients of view.members, but not all, to one of the replicas "
-                f"of view.free ({list(view.free)})."
+                f"{clients.tolist()} of replica {view.replica} to replica {target}: {reason}. "
+                "Move some clients of view.members, but not all, to a replica of view.free "
+                f"({list(view.free)})."
             )
 
     @staticmethod

@@ -271,6 +271,6 @@ def check_norm(norm: float, max_norm: float | None) -> None:
         )
     if max_norm is not None and norm > max_norm:
         raise ValueError(
-            f"faults.norm={max_norm:g}: the update has the norm {norm:g}. Decrease local.lr, or "
-            "increase faults.norm."
+            f"faults.norm={max_norm:g}: the norm of the update is {norm:g}, which is above this "
+            "limit. Decrease local.lr, or increase faults.norm."
         )

@@ -285,7 +285,8 @@ class _Targets:
                 inside |= {full for name, full in scheme.items() if _is_in(name, part)}
             if not inside:
                 raise ValueError(
-                    f"init.{key}={part} is not a part of this run: {suggest(part, self._parts())}"
+                    f"init.{key}={part}: this run has no network, module or tensor of this name: "
+                    f"{suggest(part, self._parts())}"
                 )
             full_names |= inside
         return full_names

@@ -287,8 +287,9 @@ def build_model(spec: RunSpec) -> nn.Module:
         model = split_network(model, task.num_classes, task.example(2))
     if task.kind == "structure" and is_split(model):
         raise ValueError(
-            f"the model {type(spec.model).__name__} makes outputs for classes or values, but "
-            "each target of this data is a dictionary or list of values. Give your own network."
+            f"the model {type(spec.model).__name__} returns one tensor, of class scores or "
+            "numbers. Each target of this data is a dictionary or a list, which needs another "
+            "output. Give your own network."
         )
     if task.kind != "structure" and (len(task.output_shape) > 1 or not is_split(model)):
         author = model.net if isinstance(model, WholeNetwork) else spec.model

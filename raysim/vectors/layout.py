@@ -138,8 +138,9 @@ def plan_layout(networks: Mapping[str, nn.Module], personal: Iterable[str] = ())
         f"{network}.{path}" for network, path, _ in (*parameters, *buffers, *integers)
     }:
         raise ValueError(
-            f"no network has the tensors {sorted(unknown)}, which a method keeps on the clients. "
-            "Correct the names in this method's run.private_parameters(...)."
+            f"a method declares the tensors {sorted(unknown)} as personal, but no network of the "
+            "run has tensors with these names. Correct the names in the method's "
+            "run.private_parameters(...)."
         )
 
     entries: list[Entry] = []

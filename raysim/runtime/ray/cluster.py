@@ -50,9 +50,9 @@ def connect(options: RayOptions) -> bool:
         and not address.startswith("127.")
     ):
         raise ValueError(
-            f"runtime.address={address}: {RAY_CLUSTERS_VARIABLE}=0 restricts Ray to this machine. "
-            "Remove this variable from the environment; if an earlier run of this process set it, "
-            "start a new process."
+            f"runtime.address={address}: the environment variable {RAY_CLUSTERS_VARIABLE}=0 "
+            "restricts Ray to this machine. Remove the variable. If an earlier call of raysim in "
+            "this Python process set it, start a new process."
         )
     try:
         host, _, port = address.rpartition(":")

@@ -402,9 +402,9 @@ def _receive(
                 f"{REPLACEMENT_TIMEOUT_S} s.{place}"
             )
     raise ProcessLostError(
-        f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s, which "
-        "include the time to start or replace a worker. The coordinator's process may be stopped "
-        "or overloaded. If it is only slow, increase faults.timeout"
+        f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s. This "
+        "limit is faults.timeout plus the time to start or replace a worker. The coordinator's "
+        "process may be stopped or overloaded. If it is only slow, increase faults.timeout"
     )
 
 
