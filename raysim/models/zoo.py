@@ -168,7 +168,7 @@ class HuggingFaceModel(ExternalModel):
         vocabulary_size = getattr(net.config, "vocab_size", None)
         if vocabulary_size is not None and vocabulary_size < tokens.size:
             raise ValueError(
-                f"model.name={self.name}: the model's vocabulary has {vocabulary_size} different "
+                f"model.name={self.name}: the model's vocabulary has {vocabulary_size} "
                 f"tokens, but the vocabulary of the data's tokenizer has {tokens.size}. Set "
                 "data.tokenizer to the model's tokenizer."
             )
