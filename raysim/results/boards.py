@@ -125,7 +125,10 @@ def _finite_numbers(row: Row) -> dict[str, float]:
 
 
 def _summary_numbers(run: CurrentRun) -> dict[str, float]:
-    """Return the finite numbers of the summary that no row of the history has."""
+    """Return the finite numbers of the summary whose keys are no columns of the history.
+
+    A nested key is joined by dots. The key `rounds` and the keys in `run.facts` are left out, too.
+    """
     summary = {key: value for key, value in run.summary().items() if key not in run.facts}
     in_rows = {"rounds", *(key for row in run.rows for key in row)}
     numbers = {}

@@ -167,7 +167,10 @@ def read_users(folder: Path) -> list[str] | None:
 
 # --- the scores of all rounds ---------------------------------------------------------------------
 class ScoreWriter:
-    """A writer of client_scores.parquet that keeps only the rows of the newest file in memory.
+    """A writer of the clients' scores into the folder client_scores.parquet of a run.
+
+    The folder has one or more Parquet files. A file is full, and the next file begins, once it has
+    at least `SCORES_FILE_ROWS` rows. Only the rows of the newest file are in memory.
 
     folder: the run's folder.
     rounds: the number of finished rounds: 0 in a new run, and the round of the checkpoint in a
@@ -207,7 +210,10 @@ class ScoreWriter:
         return sum(map(len, self._tables))
 
     def write(self) -> None:
-        """Write the newest file. Files that are full are not written again."""
+        """Write the newest file of the folder again, with all scores that are in memory.
+
+        These are all scores that no full file has. Full files stay unchanged.
+        """
         if not self._tables:
             return
         self._folder.mkdir(exist_ok=True)

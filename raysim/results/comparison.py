@@ -41,9 +41,9 @@ class Report:
     """Several runs, grouped by their settings, with tables and figures that compare them.
 
     groups: one group of runs for each setting, in the order of the tables' rows.
-    view: the columns and thresholds of the tables, whether shares are in percent, and the rule for
-    bold values.
-    width: width of the figures in inches.
+    view: the columns and thresholds of the tables, and the rule for bold values. `view.percent` is
+    True if scores between 0 and 1 are shown in percent.
+    width: the width of the figures in inches.
     """
 
     groups: Sequence[RunGroup]
@@ -63,22 +63,34 @@ class Report:
 
     @property
     def thresholds(self) -> pd.DataFrame:
-        """Return a row for each score and setting: the costs until the setting reaches the score.
+        """Return a row for each threshold score and setting, with the costs to reach the score.
 
-        The columns are rounds, bytes, virtual seconds and wall seconds until the first round with
-        this score. They are means over the seeds that reach the score. Columns such as "rounds_std"
-        are standard deviations.
+        The costs are rounds, bytes, virtual seconds and wall seconds, counted up to the first round
+        that reaches the score. Energy, money and CO2 follow if the fleet has them. Each cost is the
+        mean over the seeds that reach the score. A column such as "rounds_std" has the sample
+        standard deviation of the column "rounds".
         """
         return to_frame(threshold_columns(self.groups, self.view))
 
     @property
     def differences(self) -> pd.DataFrame:
-        """Return a row for each comparison of a setting with its reference setting.
+        """Return the paired tests of settings against their reference settings, a row per test.
 
-        A comparison is for one column of `results`, named by `metric`. The reference is the first
-        setting with the same data and split. The runs of equal seeds are compared in pairs. `low`
-        to `high` is the 95 % interval, and `p` the p-value of the paired t-test. `holm` is this
-        p-value after Holm's correction, and `wilcoxon` the p-value of the signed-rank test.
+        The reference is the first setting with the same data and split. A pair is two runs with the
+        same seed, one of each setting.
+
+        - metric: the number that is compared; it is the name of a column of `results`.
+        - compared, reference: the labels of the two settings.
+        - pairs: the number of pairs.
+        - mean, deviation: the mean and the sample standard deviation of the paired differences,
+          compared minus reference.
+        - low, high: the ends of the 95 % confidence interval of the mean difference.
+        - p: the p-value of the paired t-test.
+        - holm: the value of p after Holm's correction for the number of tests of this metric.
+        - wilcoxon: the p-value of Wilcoxon's signed-rank test.
+        - note: why two settings are not tested; "" if they are tested.
+
+        A number is None if there are too few pairs for it.
         """
         import pandas as pd
 
@@ -142,7 +154,10 @@ class Report:
         return to_latex(self._columns, "\n".join(filter(None, notes)))
 
     def latex_thresholds(self) -> str:
-        """Return the table of costs for LaTeX; "" if no score was reached."""
+        """Return the table `thresholds` for LaTeX: the costs until settings reach threshold scores.
+
+        Return "" if no run reached any of these scores.
+        """
         columns = threshold_columns(self.groups, self.view)
         if not columns:
             return ""
@@ -189,25 +204,30 @@ def report(
     width: float = COLUMN_WIDTH_IN,
     warn: Callable[[str], object] = print,
 ) -> Report:
-    """Compare runs as `raysim report` does.
+    """Compare runs with tables, figures and tests; the command `raysim report` does the same.
 
         comparison = raysim.report("studies/mine", labels={"fedavg": "FedAvg"}, percent=True)
         comparison.results, comparison.differences, comparison.thresholds
         comparison.figures["accuracy-round"]
         comparison.write("paper", formats=["pdf"])
 
+    Runs that differ only in their seeds are one setting, which is one row of the tables.
+
     runs: folders of runs, studies and sweeps.
-    columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual ones.
+    columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
     labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
     order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". A setting
-    that is not named comes after the settings with the same data and split; if there are none, it
-    comes last. Tests compare each setting with the first one that has the same data and split.
-    percent: True shows shares in percent.
-    thresholds: scores between 0 and 1 for the table of costs. () takes them from `rounds_to` in the
-    runs' summaries: up to four, the highest ones that any run reached.
-    bold: when the best value of a column is bold. "best" means always. "clear" means only if it
-    differs from the second-best value by more than each of their standard deviations.
-    width: the figures' width in inches.
+    missing from `order` follows the last setting before it that has the same data and split.
+    Without such a setting, it goes to the end. Each setting is tested against the first setting
+    with the same data and split.
+    percent: True shows scores between 0 and 1, such as accuracy, in percent.
+    thresholds: target scores. The table `thresholds` has the costs until a setting reaches each of
+    them. () takes the target scores that the summaries list in `rounds_to`, and keeps the highest
+    ones that any run reached: four in the table, two on the HTML page.
+    bold: the rule by which the best value of a column is bold. "best" always makes it bold. "clear"
+    does so only if its distance from the second-best value is larger than both values' standard
+    deviations.
+    width: the width of the figures in inches.
     warn: function that gets a sentence about skipped folders.
 
     Raise `RefusedError` if a folder has no run or a choice does not exist.
@@ -247,7 +267,7 @@ def _threshold(value: float | str) -> float:
 def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:
     """Parse new labels such as "fedavg=FedAvg,fedprox=FedProx" into a mapping from old to new.
 
-    settings: the old labels, which may contain commas and equal signs.
+    settings: the old labels of all settings. A label may contain commas and equal signs.
     Raises `ValueError` for a name that is no old label.
     """
     labels = {}
@@ -270,10 +290,11 @@ def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:
 
 
 def parse_order(text: str, settings: Sequence[str]) -> list[str]:
-    """Parse text such as "fedprox,fedavg" into a list of labels.
+    """Split a text such as "fedprox,fedavg" at its commas into a list of labels.
 
-    settings: all labels, which may contain commas. The result may also have names that are no
-    labels.
+    A comma inside a known label does not split the text. Names that are no known label stay in the
+    list.
+    settings: the known labels: those of all settings. A label may contain commas.
     """
     order = []
     rest = text

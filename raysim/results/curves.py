@@ -340,10 +340,12 @@ def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
 
 
 def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
-    """Draw curves against each axis on which some curve is not 0.
+    """Draw one SVG for each quantity of the horizontal axis, such as rounds, traffic or time.
 
-    Returns, for each panel, the title of its axis, an SVG, and the result of `is_informative`. The
-    SVGs have no legend, because the page has one legend for all.
+    A quantity is left out if it is 0 at every point of all curves. Each entry of the result has the
+    label of the horizontal axis, the SVG and a bool. The bool is False if the SVG shows no more
+    than the plot against the rounds does. The SVGs have no legend, because the page has one legend
+    for all plots.
     ylabel: the label of the vertical axis.
     """
     drawn = []
@@ -364,19 +366,26 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
 
 
 def draw_comparison(curves: Sequence[Curve], path: Path, title: str, ylabel: str) -> None:
-    """Write a PNG, 1300 pixels wide, with a panel of all curves for each axis."""
+    """Write a PNG, 1300 pixels wide, whose panels show the same curves against several quantities.
+
+    The horizontal axes of the panels are rounds, traffic, virtual time and wall time. Energy, money
+    and CO2 follow if some curve has values of them.
+    path: the file to write.
+    title: the title of the figure.
+    ylabel: the label of the vertical axes.
+    """
     replace_file(path, _draw_png(curves, title, ylabel))
 
 
 def _draw_png(
     curves: Sequence[Curve], title: str, ylabel: str, axes_shown: Sequence[Axis] = ()
 ) -> bytes:
-    """Draw curves as a PNG, with a panel for each axis; return the PNG.
+    """Return a PNG with one panel for each horizontal axis; every panel shows all curves.
 
-    ylabel: the label of the vertical axis.
-    axes_shown: the horizontal axes. () takes the usual axes, and each further axis on which some
-    curve is not 0.
-    title: the figure's title.
+    title: the title of the figure.
+    ylabel: the label of the vertical axes.
+    axes_shown: the quantities on the horizontal axes. () takes rounds, traffic, virtual time and
+    wall time. Energy, money and CO2 are added if some curve has values of them.
     """
     import matplotlib
     from matplotlib.figure import Figure

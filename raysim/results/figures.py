@@ -1,8 +1,10 @@
-"""Draw probes, domains, the loss decomposition and the numbers that methods report.
+"""Draw probes, scores of domains, loss decompositions and the numbers that methods report.
 
 A probe (`evaluate.probe`) compares a client's trained model with the received one, before the
 aggregation, on samples of the central test set. A domain is a group of samples of one origin, such
-as the photos of a data set with photos and sketches.
+as the photos of a data set with photos and sketches. A loss decomposition splits the loss after an
+aggregation into a sum: the local loss, the shift between clients' data, and the effect of the
+aggregation.
 """
 
 from __future__ import annotations
@@ -211,11 +213,12 @@ def _draw_by_model(ax: Axes, points_MBD: Floats, names: Sequence[str]) -> None:
 
 # --- outputs --------------------------------------------------------------------------------------
 def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
-    """Write a picture of local models' outputs on classes of which the client has no samples.
+    """Write a picture of the classes that local models predict for samples of unseen classes.
 
-    The picture has a panel for each of up to 6 clients. A bar is the mean probability that the
-    client's model gives to a class. The mean is over test samples whose classes do not occur in the
-    client's training samples.
+    An unseen class does not occur in the client's training samples. The picture has a panel for
+    each of up to 6 clients, with a bar for each class. A bar is the mean probability that the
+    client's model predicts for its class. The mean is over the central test samples of the
+    client's unseen classes.
     """
     outputs = []
     for probe in probes:

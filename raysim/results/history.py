@@ -186,10 +186,13 @@ def threshold_name(threshold: float) -> str:
 def rounds_to(
     values: Values, thresholds: Sequence[float], higher: bool = True
 ) -> dict[str, int | None]:
-    """Map the name of each threshold to the first round that reaches it, or to None.
+    """Return, for each threshold, the first round whose value reaches it; None if no round does.
 
-    values: one for each round; the first round is 1. A value is None if the round was not scored.
-    higher: True if a higher value is better.
+    The keys are the thresholds as text with at least two decimals: 0.8 is "0.80". Rounds are
+    counted from 1.
+    values: the scores of the rounds, in order; None for a round that was not scored.
+    higher: True if a higher value is better. A round then reaches a threshold with a value of at
+    least the threshold. If it is False, the value must be at most the threshold.
     """
 
     def first_round(threshold: float) -> int | None:

@@ -129,7 +129,11 @@ def _column(table: pa.Table, name: str) -> np.ndarray:
 
 
 class JobWriter:
-    """A writer of jobs.parquet that keeps only the rows of the newest file in memory."""
+    """A writer of the jobs of a run into the folder jobs.parquet.
+
+    The folder has one or more Parquet files. A file is full, and the next file begins, once it has
+    at least `_FILE_ROWS` rows. Only the rows of the newest file are in memory.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -176,7 +180,10 @@ class JobWriter:
             self.write()
 
     def write(self) -> None:
-        """Write the newest file. Files that are full are not written again."""
+        """Write the newest file of the folder again, with all jobs that are in memory.
+
+        These are all jobs that no full file has. Full files stay unchanged.
+        """
         arrays = {}
         for name, values in self._columns.items():
             arrays[name] = pa.array(np.array(values, values.typecode))

@@ -4,8 +4,8 @@ The round is the step of MLflow's metrics. Each new connection reads the last ro
 and sends only later rounds. Therefore no round is missing or repeated, even after an interruption.
 
 A study or a sweep is also a run in MLflow, and the parent of its runs. The data set is an input of
-the run, and the trained model an output. A model that MLflow loads takes inputs as the data set
-stores them, because it normalises them itself.
+the run, and the trained model an output. The stored model normalises its inputs itself. A user who
+loads it from MLflow therefore passes raw samples, as the data set stores them.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Mlflow:
         return self._run
 
     def _use(self, run: Run) -> None:
-        """Read which rows, parameters, data and model of a run MLflow has already."""
+        """Send to this run from now on, and read what MLflow already stores of the run."""
         self._run = run.info.run_id
         self._started = float(run.info.start_time)
         self._last = int(run.data.metrics.get("round", 0))
@@ -179,10 +179,10 @@ class Mlflow:
         return run if run is not None and run.info.lifecycle_stage == "active" else None
 
     def _find_id(self, record: Record) -> str:
-        """Return MLflow's id of a run that `raysim ui` sends; "" for other runs.
+        """Search MLflow for the run of a record; return the run's MLflow id.
 
-        The run is found by raysim's own id of the run, which is a tag in MLflow. Return "" if
-        MLflow has no such run.
+        MLflow stores the `id` of the record as a tag of the run. Return "" if no run has this tag.
+        Also return "", without a search, unless the record says that `raysim ui` sends the run.
         record: the content of the run's tracking.json.
         """
         if record.get("sent_by") != UI:
@@ -240,9 +240,9 @@ class Mlflow:
             return str(experiment.experiment_id)
 
     def describe(self, record: Record) -> None:
-        """Log the parameters of the configuration, and the data set.
+        """Log the configuration as parameters, and the name and digest of the data set.
 
-        Parameters that MLflow has already are not sent again, and neither is the data set.
+        What MLflow stores already of this run is not sent again.
         record: the content of the run's tracking.json, with the configuration.
         """
         from mlflow.entities import Param
@@ -269,9 +269,9 @@ class Mlflow:
         )
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Log the rows that come after the last logged row.
+        """Log the rows of rounds after the last round that MLflow stores.
 
-        A call sends several rows; no row is split over two calls.
+        Each request to MLflow has the numbers of one or more complete rows.
         """
         from mlflow.entities import Metric
 
@@ -463,9 +463,10 @@ def save_model(model: nn.Module, example: np.ndarray, folder: Path) -> None:
 
 
 def _tensor_schema(array: np.ndarray) -> Schema:
-    """Describe batches of any length with the shape and type of `array` [B, ...].
+    """Return MLflow's schema of a tensor that has the type of `array`, and any batch size.
 
-    Booleans are described as uint8, because MLflow has no boolean tensors.
+    The first dimension of `array` [B, ...] is the batch; the schema has all later dimensions
+    unchanged. A boolean array gets the type uint8, because MLflow has no boolean tensors.
     """
     import numpy as np
     from mlflow.types import Schema, TensorSpec

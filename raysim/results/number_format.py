@@ -65,12 +65,13 @@ class UnitFormat:
     def __call__(
         self, value: float | None, *, like: float | None = None, unit_of: float | None = None
     ) -> str:
-        """Return a number with this unit and a prefix k, M, G or T.
+        """Return a number as text with this unit, and a prefix k, M, G or T for thousands or more.
 
-        like: if `value` is a standard deviation, the mean to which it belongs. The text then has
-        the mean's prefix and decimals. None if `value` is no deviation.
-        unit_of: the number that decides the prefix, such as 1000000 for M. If it is None, `like`
-        decides the prefix; if `like` is None, too, `value` decides.
+        value: the number; None, for a missing number, becomes "–".
+        like: None if `value` is no standard deviation. For a standard deviation it is the mean. The
+        text then has the mean's decimals. It also has the mean's prefix if `unit_of` is None.
+        unit_of: a number whose prefix the text gets, such as 1000000 for M. If it is None, the
+        prefix suits `like`, or `value` if `like` is None.
         """
         text = format_count(value, like=like, unit_of=unit_of)
         if text == MISSING:
@@ -88,10 +89,11 @@ def format_count(
 ) -> str:
     """Return a number with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
-    like: if `value` is a standard deviation, the mean to which it belongs. The text then has the
-    mean's prefix and decimals. None if `value` is no deviation.
-    unit_of: the number that decides the prefix, such as 1000000 for M. If it is None, `like`
-    decides the prefix; if `like` is None, too, `value` decides.
+    value: the number; None, for a missing number, becomes "–".
+    like: None if `value` is no standard deviation. For a standard deviation it is the mean. The
+    text then has the mean's decimals. It also has the mean's prefix if `unit_of` is None.
+    unit_of: a number whose prefix the text gets, such as 1000000 for M. If it is None, the prefix
+    suits `like`, or `value` if `like` is None.
     """
     if value is None:
         return MISSING
@@ -104,8 +106,9 @@ def format_count(
 def format_rounds(value: float | None, *, like: float | None = None) -> str:
     """Return a number of rounds as text: 12.0 becomes "12", and 12.5 becomes "12.5".
 
-    like: if `value` is a standard deviation, the mean to which it belongs. The text then has one
-    decimal. None if `value` is no deviation.
+    value: the number of rounds; None, for a missing number, becomes "–".
+    like: None if `value` is no standard deviation. For a standard deviation it is any number, such
+    as the mean. The text then always has one decimal.
     """
     if value is None:
         return MISSING
@@ -117,11 +120,12 @@ def format_seconds(
 ) -> str:
     """Return a time in the unit that suits it: seconds, minutes, hours or days.
 
-    value: the time in seconds.
-    like: if `value` is a standard deviation, the mean to which it belongs, in seconds. The text
-    then has the mean's unit and decimals. None if `value` is no deviation.
-    unit_of: the time in seconds that decides the unit, such as 7200 for hours. If it is None,
-    `like` decides the unit; if `like` is None, too, `value` decides.
+    value: the time in seconds; None, for a missing time, becomes "–".
+    like: None if `value` is no standard deviation. For a standard deviation it is the mean in
+    seconds. The text then has the mean's decimals. It also has the mean's unit if `unit_of` is
+    None.
+    unit_of: a time in seconds whose unit the text gets, such as 7200 for hours. If it is None, the
+    unit suits `like`, or `value` if `like` is None.
     """
     if value is None:
         return MISSING
@@ -179,8 +183,9 @@ def _format_digits(value: float, like: float | None, size: float) -> str:
 def format_mean(mean: float | None, deviation: float | None, show: FormatNumber) -> str:
     """Return "mean ± deviation", or only the mean if `deviation` is None.
 
-    The unit is written once, at the end: "7.68 ± 1.55 MB".
-    show: function that formats both numbers.
+    The text has the unit only once, at its end: "7.68 ± 1.55 MB".
+    show: function that formats one number with its unit, here first the deviation, then the mean.
+    `format_mean` removes the unit from the text of the mean.
     """
     if deviation is None:
         return show(mean)

@@ -226,7 +226,8 @@ def _table(columns: Sequence[Column], has_swatches: bool = False) -> Shown:
     """Convert a table for the page's template, report.html, which writes it as HTML.
 
     columns: the columns, all with the same number of rows.
-    has_swatches: True puts the colour of each group's curve in front of its row.
+    has_swatches: True puts a coloured mark in front of each row. The mark of row i has the colour
+    of curve i in the page's plots.
     """
     rows = []
     for row in range(len(columns[0].texts)):
@@ -296,9 +297,10 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
 
 
 def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
-    """Return the page's part about the rounds, bytes and times that settings need for a score.
+    """Return the page's section about the rounds, bytes and times until groups reach target scores.
 
-    Return None if no run reached any score.
+    The target scores are `view.thresholds`, or the highest ones in the summaries that some run
+    reached. Return None if no run reached any target score.
     """
     columns = threshold_columns(groups, view, MAX_COST_SCORES)
     if not columns:
@@ -481,12 +483,11 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
 
 
 def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
-    """Return a list with one table of the clients with the lowest scores, and their users' names.
+    """Return the table of the clients with the lowest scores, as a list with one entry.
 
-    A user is the person whose data a client has. For each setting, the table has up to
-    `LOWEST_USERS` clients of the run with the first seed. If no run stores the names of users,
-    return [].
-    factor: scores are multiplied by this: 100 for scores in percent, else 1.
+    The table has up to `LOWEST_USERS` clients of the first run of each group. It names the user of
+    each client: the person whose data the client has. Return [] if none of these runs stores users.
+    factor: 100 shows scores in percent, and 1 shows them unchanged.
     """
     labels: list[str] = []
     clients: list[str] = []
@@ -561,7 +562,11 @@ class _SharedSplit:
 
 
 def _splits(groups: Sequence[RunGroup]) -> PagePart:
-    """Return the page's part with the classes of each client; equal splits are shown once."""
+    """Return the page's section about the classes of each client's training samples.
+
+    The samples are those of the first run of each group. Groups whose clients have the same numbers
+    of samples per class are shown as one.
+    """
     title = "Split of the data"
     splits: dict[bytes, _SharedSplit] = {}
     for group in groups:
@@ -725,9 +730,10 @@ def _texts(groups: Sequence[RunGroup]) -> PagePart | None:
 
 # --- virtual time ---------------------------------------------------------------------------------
 def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
-    """Return the page's part with a timeline of each setting's first run.
+    """Return the page's section with a timeline of the first run of each group.
 
-    Return None if the timelines show nothing.
+    A run has no timeline if it stores no jobs or all its rounds look alike. Return None if no run
+    has a timeline.
     """
     pictures: list[Shown] = []
     left_out = 0

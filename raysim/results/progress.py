@@ -189,10 +189,10 @@ class Progress:
         clients: the names of the clients that the worker trains.
         seconds: the time since the worker's last answer.
         node: name and address of the worker's node; "" if unknown.
-        replaced_after: the seconds without an answer after which another worker replaces this one.
-        Infinity means that the run waits forever.
-        node_timeout: the seconds without an answer after which the worker's node counts as lost;
-        None if the node answers.
+        replaced_after: a worker without an answer for this many seconds is replaced. Infinity means
+        that the run waits forever.
+        node_timeout: None if the worker's node still answers. If the node does not answer either,
+        it is the number of seconds after which the run counts the node as lost.
         stacks: the file that shows which code the worker's threads are executing; "" without one.
         ray_messages: the file for Ray's own messages; "" without one.
         """

@@ -73,12 +73,13 @@ CLIENT_TESTS, CENTRAL_TEST = "on the clients' own tests (mean)", "on the central
 # --- the table ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TableView:
-    """The choices for tables and figures that `raysim report` has flags for.
+    """The choices of a user for tables and figures, set by flags of `raysim report`.
 
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
-    percent: True shows shares such as accuracy in percent.
-    thresholds: the scores in the table of costs. () takes them from `rounds_to` in the runs'
-    summaries: up to four, the highest ones that any run reached.
+    percent: True shows scores between 0 and 1, such as accuracy, in percent.
+    thresholds: target scores. The table of costs shows what a setting needs to reach each of them.
+    () takes the target scores that the summaries list in `rounds_to`, and keeps the highest ones
+    that any run reached. At most four are kept, or two on the HTML page.
     bold: the rule by which a value is marked as the best, a name in `BOLD_RULES`.
     """
 
@@ -181,8 +182,9 @@ def _threshold_columns(
 def _columns(runs: Sequence[Run], limit: int, view: TableView = USUAL_VIEW) -> list[Column]:
     """Return the columns of a table that compares runs, with one row for each run.
 
-    limit: the largest number of columns for thresholds. Each shows the first round in which a run
-    reached one score. It has no effect if `view.columns` names the columns.
+    limit: the largest number of threshold columns. A threshold column belongs to one target score
+    and shows the first round in which each run reached it. `limit` has no effect if `view.columns`
+    names the columns.
     Raises `ValueError` for a column that no run has.
     """
     data = [str(_data_settings(run)) for run in runs]
@@ -219,10 +221,11 @@ def _chosen_columns(runs: Sequence[Run], view: TableView) -> list[Column]:
 
 
 def _summary_column(runs: Sequence[Run], key: str, percent: bool) -> Column | None:
-    """Return the column of a number in the summaries; None if no run has the number.
+    """Return a column with one number of each run's summary; None if all runs lack the number.
 
-    A number such as "rounds_to.0.80" has a column even if no run reached this score.
-    key: the number's key, with dots.
+    A number "rounds_to.0.80" is the first round that reached the score 0.80. If a summary has this
+    key without a number, because the score was not reached, the column still exists.
+    key: the key of the number; dots join the keys of nested entries.
     percent: True shows the number in percent if it is a score between 0 and 1.
     """
     values = [score(run.summary, key) for run in runs]
@@ -441,10 +444,12 @@ class RunGroup:
 
 
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
-    """Group runs by their settings, and return the groups with the best setting first.
+    """Group runs that differ only in their seeds; return the groups, sorted by their scores.
 
-    The best setting has the best mean over its seeds. Settings with the same data and split follow
-    each other. An unfinished run, or a second run with the same seed, is a group by itself.
+    Groups with the same data and split follow each other. They are sorted by the mean score over
+    their runs, the best first. The best group of all comes first, with all groups of its data. Then
+    comes the best of the remaining groups with all groups of its data, and so on.
+    Finished and unfinished runs are in different groups. No group has two runs with the same seed.
     """
     groups: list[list[Run]] = []
     for run in sorted(runs, key=lambda run: _rank([run])):
@@ -511,12 +516,14 @@ def _setting_labels(firsts: Sequence[Run]) -> list[str]:
 def arrange_groups(
     groups: Sequence[RunGroup], labels: Mapping[str, str], order: Sequence[str]
 ) -> list[RunGroup]:
-    """Return settings with new labels and in a new order.
+    """Return groups of runs with new labels and in a new order.
 
-    labels: a dict from old to new labels; a setting that is not in it keeps its label.
-    order: labels of settings, old or new, in the wanted order. A setting that is not named comes
-    after the settings with the same data and split; if there are none, it comes last.
-    Raises `ValueError` for a label of a setting that does not exist.
+    groups: the groups; the runs of a group differ only in their seeds.
+    labels: a dict from old to new labels; a group whose label is no key keeps its label.
+    order: labels of groups, old or new, in the wanted order. A group missing from `order` follows
+    the last group before it that has the same data and split. Without such a group, it goes to the
+    end.
+    Raises `ValueError` if `labels` or `order` has a label that no group has.
     """
     known = [group.label for group in groups]
     for name in labels:
@@ -550,10 +557,11 @@ def result_columns(
     """Return the columns of the table of results, with a row for each group.
 
     Numbers are the mean ± the sample standard deviation over the group's seeds. Each group is
-    compared with the first group that has the same data, by a paired t-test over their common
-    seeds.
-    limit: the largest number of columns for thresholds. Each shows the first round in which a run
-    reached one score.
+    compared with the first group that has the same data and split. The test is a paired t-test over
+    the seeds that both groups have.
+    limit: the largest number of threshold columns. A threshold column belongs to one target score
+    and shows the first round that reached it. The highest target scores that any run reached get
+    columns. `limit` has no effect if `view.columns` names the columns.
     view: the choice of columns and units.
     """
     runs = [run for group in groups for run in group.runs]
@@ -618,14 +626,13 @@ def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
 def _compare_with_first(
     by_seed: Sequence[Mapping[str, float | None]], blocks: Sequence[object]
 ) -> list[Difference | None]:
-    """Compare each row with the first row that has the same data, by the seeds of both rows.
+    """Test each row of a table against the first row with the same data.
 
-    Return a `Difference` for each row. It is None for a row that is itself the first one with its
-    data. It is also None if the two rows have no seed in common. Holm's correction is for the
-    number of all comparisons.
-    by_seed: for each row, a dict from seed to score.
-    blocks: for each row, a value that describes the data; rows with equal values have the same
-    data.
+    The test is paired: a pair is the two rows' scores for the same seed. Return a `Difference` for
+    each row, or None for the first row with its data. A row without any pair also gets None. Holm's
+    correction counts all tests of the table's column.
+    by_seed: for each row, a dict from seed to score; None for a seed without a score.
+    blocks: for each row, a value that identifies its data; rows with equal values are compared.
     """
     tests: list[Difference | None] = []
     for row, (scores, block) in enumerate(zip(by_seed, blocks, strict=True)):
@@ -689,13 +696,15 @@ def difference_rows(
 def threshold_columns(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW, limit: int = 4
 ) -> list[Column]:
-    """Return the columns of the table that shows what it costs a setting to reach a score.
+    """Return the columns of a table with the costs until groups of runs reach target scores.
 
-    The table has a row for each score and setting. The costs are the rounds, bytes, virtual seconds
-    and wall seconds until the first round that reaches the score. Each cost is the mean ± the
-    standard deviation over the seeds that reach the score. Returns [] if no score was reached.
-    view: the choice of columns and units; `view.thresholds` lists the scores of the table.
-    limit: if `view.thresholds` is empty, the table has the `limit` highest scores that any run
+    The table has a row for each target score and group. The costs are the rounds, bytes, virtual
+    seconds and wall seconds up to the first round that reaches the score. Energy, money and CO2
+    follow if the fleet has them. Each cost is the mean ± the sample standard deviation over the
+    seeds that reach the score. Returns [] if no run reached any target score.
+    view: `view.thresholds` lists the target scores. () takes them from `rounds_to` in the runs'
+    summaries, such as 0.80 and 0.90.
+    limit: with () as thresholds, the table has only the `limit` highest target scores that any run
     reached.
     """
     runs = [run for group in groups for run in group.runs]

@@ -228,10 +228,11 @@ def chosen_options(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Map each key whose values differ between runs to the values of all runs, as text.
+    """Return the configuration keys whose values differ between runs, with the value of each run.
 
-    The values are in the order of the runs.
-    The options of groups come first.
+    The result maps a key, such as "local.lr", to the runs' values as text, in the order of the
+    runs. A run without the key has "–". The first keys are names of configuration groups,
+    such as "method"; their values are options.
     """
     settings = [{**chosen_options(run.config), **flat_settings(run.config)} for run in runs]
     keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
@@ -244,12 +245,14 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the settings that distinguish runs, and the number of settings left out.
+    """Return the configuration keys that distinguish runs, and how many differing keys are omitted.
 
-    The settings are a dict from a key, such as "local.lr", to the values of all runs. It has the
-    settings that differ between runs, with one exception. A key is left out if some runs do not
-    have it, and all other runs have its default value. An example is `partition.alpha`, which
-    exists only with `partition=dirichlet`.
+    The first result maps a key, such as "local.lr", to the values of all runs. It has the keys of
+    `differing_settings`, except omitted keys. The second result is the number of omitted keys.
+
+    A key is omitted if its value follows from the option that a run has chosen. An example is
+    `partition.alpha`, which exists only with `partition=dirichlet`. This key is omitted if every
+    run with this option has the default alpha.
     """
     differing = differing_settings(runs)
     shown = {}
@@ -287,11 +290,12 @@ def _defaults(group: str, option: str) -> dict[str, str]:
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run.
+    """Return a label for each run, in the order of the runs.
 
-    This is the name of the run's folder. Runs whose folders have the same name are named by the
-    settings in which they differ ("fedprox, alpha=0.1"). If no settings differ, the address of the
-    run is added to the name. The name of an unfinished run ends with `UNFINISHED`.
+    The label is the name of the run's folder. Runs whose folders have the same name are labelled by
+    the configuration values in which they differ ("fedprox, alpha=0.1"). Runs whose labels are
+    still equal get the URL or path of the folder in brackets. The label of an unfinished run ends
+    with " (unfinished)".
     """
     names = [run.name for run in runs]
     for name in {name for name in names if names.count(name) > 1}:
@@ -318,9 +322,11 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _without_implied(settings: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Leave out each setting that has the same value in all runs with the same methods.
+    """Return the settings without those whose values follow from the methods of the runs.
 
-    settings: the values of all runs, by key; the key "method" has the methods of each run.
+    A value follows from the methods if any two runs with equal methods have equal values. The key
+    "method" itself stays. Without this key, all settings stay.
+    settings: a dict from a key to the values of all runs; "method" has the methods of each run.
     """
     methods = settings.get("method")
     if methods is None:

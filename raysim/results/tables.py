@@ -53,8 +53,8 @@ class Column:
     tests: for each row, the paired test against the reference row of its group; None for the
     reference.
     bold: the rule by which the best score is marked. "best" always marks it. "clear" marks it only
-    if it differs from the second-best score by more than both deviations. Without
-    `deviations` this rule is the same as "best".
+    if its distance from the second-best score is larger than the larger of these two scores'
+    deviations. Without `deviations`, "clear" is the same as "best".
     incomplete: the positions of rows whose mean is over some seeds only; they are never marked as
     the best.
     """
@@ -120,10 +120,11 @@ class Column:
 
 
 def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Column]:
-    """Return columns of texts.
+    """Return the columns of a table whose cells are given as texts.
 
-    head: the titles.
-    rows: the texts of each row. The first column holds labels, all other columns hold numbers.
+    head: the titles of the columns.
+    rows: the cells of each row. The first cell is a label. All later cells are numbers, written as
+    text, so their columns are aligned on the right.
     """
     label, *numbers = zip(head, *rows, strict=True)
     columns = [Column(label[0], list(label[1:]))]
@@ -247,9 +248,10 @@ _LATEX_MARKS = {
 def to_latex(columns: Sequence[Column], note: str = "") -> str:
     """Return a table for LaTeX's package booktabs.
 
-    The best values are bold. A dagger (†) marks values that are significantly better than those of
-    the first row in the same group. A double dagger (‡) marks values that are significantly worse.
-    If the rows of each group are neighbours, a line separates the groups.
+    Rows form a group if they are compared with each other (`Column.groups`), usually because their
+    data are the same. The best values of a group are bold. A dagger (†) marks a value that is
+    significantly better than the value in the first row of its group. A double dagger (‡) marks a
+    significantly worse value. A line separates the groups if the rows of each group are neighbours.
 
     note: a comment above the table.
     """

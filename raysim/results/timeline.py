@@ -39,8 +39,8 @@ _UNUSED = {
 def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write the picture of a run's timeline; return True if it was written.
 
-    Write nothing if all rounds look alike (`has_events`): no job was stale, lost, discarded or
-    failed, and clients did not wait long for each other.
+    Write nothing if `has_events` is False, because all rounds look alike. Then no job was stale,
+    lost, discarded or failed, and clients waited at most half of the time for each other.
     jobs: the jobs of the run.
     rows: the history.
     path: the file to write.
@@ -137,11 +137,11 @@ def shown_window(jobs: Jobs, end: float) -> tuple[float, float]:
 
 
 def sample_clients(jobs: Jobs) -> list[tuple[str, np.ndarray]]:
-    """Choose the clients to draw: the fastest, some random ones, and the slowest.
+    """Choose the clients that the timeline's picture shows: the fastest, random and slowest ones.
 
     Return three pairs of a name and an array of clients. The names are "fastest", "random" and
     "slowest". In each array, faster clients come first. If there are few clients, return one pair
-    with the name "" and all clients. Each call with the same jobs chooses the same random clients.
+    with the name "" and all clients. Equal jobs always give the same random clients.
     jobs: the jobs of the run, from which the speed of each client is computed.
     """
     clients, members = np.unique(jobs.client, return_inverse=True)

@@ -42,9 +42,11 @@ def read_record(folder: Path) -> Record:
 
 
 def read_backlog(folder: Path) -> list[Row]:
-    """Return the rows of the backlog file.
+    """Return the history rows of a run that were not yet sent to MLflow.
 
-    Lines that cannot be read are skipped, such as a last line that a crash has cut off.
+    They are the lines of the file `tracking_backlog.jsonl`. Lines that cannot be read are skipped,
+    such as a last line that a crash has cut off. Return [] if the file cannot be read.
+    folder: the run's folder.
     """
     try:
         lines = regular_file(folder / BACKLOG).read_bytes().splitlines()
