@@ -222,9 +222,9 @@ def test_trial_has_one_worker_for_each_bundle_after_the_first() -> None:
     bundles = [{"CPU": 1.0}, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0, "GPU": 0.5}]
     assert size_in_group(RayOptions(), bundles, "cuda") == Size(2, {"CPU": 2.0, "GPU": 0.5})
     assert size_in_group(RayOptions(workers=1, cpus=2), bundles, "cpu").workers == 1
-    with pytest.raises(ValueError, match=r"^runtime\.workers=3 .* 2"):
+    with pytest.raises(ValueError, match=r"^runtime\.workers=3: .* 2 "):
         size_in_group(RayOptions(workers=3), bundles, "cpu")
-    with pytest.raises(ValueError, match=r"^runtime\.workers=3 .* none .*\. Add 3 to the group\.$"):
+    with pytest.raises(ValueError, match=r"^runtime\.workers=3: .* none .* Add 3 to the group\.$"):
         size_in_group(RayOptions(workers=3), bundles[:1], "cpu")
     with pytest.raises(ValueError, match=r"^runtime\.cpus=4 .* 2 CPU"):
         size_in_group(RayOptions(cpus=4), bundles, "cpu")
