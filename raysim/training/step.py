@@ -74,8 +74,8 @@ def _find_module(networks: Mapping[str, nn.Module], name: str) -> nn.Module:
 def set_modes(networks: Mapping[str, nn.Module], modes: Mapping[str, bool]) -> None:
     """Set the train or eval mode of networks and modules.
 
-    The modes are set in the order of `modes`. A module inside another module can so get a different
-    mode later.
+    The modes are set in the order of `modes`. Therefore an entry for a module inside a network must
+    come after the entry for the network.
     networks: the neural networks by name.
     modes: for each name of a network or module, True for train mode or False for eval mode.
     """
