@@ -91,9 +91,9 @@ def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: i
         added = statistics.median(more / plain - 1 for plain, more in pairs)
         plain, more = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
         print(
-            f"workload {name}, {compressor!r}: CPU time of a round {plain:.0f} ms without and "
-            f"{more:.0f} ms with it ({added:+.1%}); a client sends {share:.2%} as many floats as "
-            "the model has",
+            f"workload {name}, {compressor!r}: a round takes {plain:.0f} ms of CPU time without "
+            f"this compressor and {more:.0f} ms with it ({added:+.1%}); a client sends "
+            f"{share:.2%} as many floats as the model has",
             flush=True,
         )
 

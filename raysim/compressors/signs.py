@@ -101,9 +101,9 @@ class SignSGD(Compressor):
             if feedback != "none":
                 raise ValueError(
                     f"compression.size={size} cannot be used with "
-                    f"compression.feedback={feedback}: error feedback needs decoded values whose "
-                    "size is the mean absolute value of the originals, but compression.size "
-                    "fixes this size. Set compression.size=null."
+                    f"compression.feedback={feedback}. With error feedback, each decoded value "
+                    "must be plus or minus the mean absolute value of the encoded vector, but "
+                    "compression.size is a fixed number. Set compression.size=null."
                 )
 
     def words(self, layout: Layout) -> int:

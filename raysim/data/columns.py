@@ -252,8 +252,8 @@ def read_inputs(
     if len(columns) > 1:
         raise ValueError(
             f"{place}: column {odd[0]} of data.columns={'+'.join(columns)} holds "
-            f"{plain[odd[0]].type}, but only columns of numbers can be one input together. Set "
-            f"data.columns={odd[0]}, or leave this column out."
+            f"{plain[odd[0]].type}, but only columns of numbers can be joined into one input. "
+            f"Set data.columns={odd[0]} to use this column alone, or leave it out of data.columns."
         )
     return _read_column(plain[odd[0]].combine_chunks(), odd[0], settings, place)
 

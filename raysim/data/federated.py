@@ -176,8 +176,9 @@ def _central_tests(source: Source, clean: Dataset, partitioner: Partitioner) -> 
     if source.rotation.per != "none":
         raise ValueError(
             "partition.test_fraction=null takes clients' test samples from the central test set, "
-            f"but with data.rotation.per={source.rotation.per} its images have other angles than "
-            "the clients' training images. Set partition.test_fraction to a share, such as 0.2."
+            f"but with data.rotation.per={source.rotation.per} the images of the central test set "
+            "have other angles than the clients' training images. Set partition.test_fraction to "
+            "a share, such as 0.2."
         )
     start = clean.train_rows
     if start == len(clean):
@@ -227,7 +228,8 @@ def _check_settings(source: Source, clean: Dataset) -> None:
     if source.label_noise and clean.has_unlabelled:
         raise ValueError(
             f"data.label_noise={source.label_noise} needs a class for every sample, but some "
-            "samples have none (data.ignore). Set it to 0."
+            "samples have no class: their label is the value of data.ignore. Set "
+            "data.label_noise=0."
         )
     if clean.is_images:
         _check_image_sizes(source, clean)

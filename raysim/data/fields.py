@@ -114,9 +114,10 @@ def _pack_column(
     has_integers = all(array.dtype.kind in "iub" for array in filled)
     for row, array in enumerate(arrays):
         if array.size and array.shape[1:] != inner:
+            expected = ", ".join(["n", *map(str, inner)])
             raise ValueError(
-                f"{place}: row {row} has the shape {list(array.shape)}, but shapes of earlier rows "
-                f"end in {list(inner)}. Only the first axis may differ."
+                f"{place}: row {row} has the shape {list(array.shape)}, but earlier rows have the "
+                f"shape [{expected}]. Only the length n of the first axis may differ between rows."
             )
         if array.dtype.kind not in "iufb":
             raise ValueError(f"{place}: values have the type {array.dtype}. Give numbers.")

@@ -141,7 +141,7 @@ def _check_lists(content: Any, place: str, total: int | None) -> CSR:
             allowed = f"the training data has the rows 0 to {total - 1}"
         raise ValueError(
             f"{place} gives row {csr.indices[wrong]} to client {names[csr.owners[wrong]]}, but "
-            f"{allowed}. Leave it out."
+            f"{allowed}. Remove this row number from the client's list."
         )
     return csr
 

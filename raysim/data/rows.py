@@ -70,8 +70,8 @@ def number_labels(
     if not names and highest >= samples and lowest >= 0:
         raise ValueError(
             f"{place} has the label {highest}, but only {samples} samples. Labels without names "
-            "are class numbers from 0: number classes without gaps, name all classes, or set "
-            "data.kind=regression for values."
+            "are read as class numbers. Renumber the classes from 0 without gaps, name all "
+            "classes, or set data.kind=regression if the labels are values to predict."
         )
     classes = len(names) if names else highest + 1
     if lowest < 0 or highest >= classes:

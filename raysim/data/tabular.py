@@ -347,7 +347,9 @@ def _read_archive(path: Path) -> dict[str, NDArray[Any]]:
             )
         if key in arrays and parts:
             raise ValueError(
-                f"{path} has both {key} and {parts[0]}. Write {key}, or its parts {start}NAME."
+                f"{path} has an array {key} and an array {parts[0]}, which would be a part of "
+                f"{key}. Store only the array {key}, or only arrays whose names begin with "
+                f"'{start}'."
             )
     for key, array in arrays.items():
         arrays[key] = plain_array(array, f"{path}: the values of {key}")

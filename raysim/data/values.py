@@ -129,7 +129,7 @@ def _read_frame(frame: pd.DataFrame, place: str) -> NDArray[Any]:
         if values.dtype.kind not in "biuf" and frame.shape[1] > 1:
             raise ValueError(
                 f"{place}: column {name} does not hold numbers, but only columns of numbers can be "
-                "one input together. Leave the column out, or encode it as numbers."
+                "joined into one array. Remove this column from the table, or encode it as numbers."
             )
         columns.append(values)
     return np.stack(columns, axis=1) if columns else np.empty((len(frame), 0))

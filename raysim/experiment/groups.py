@@ -144,9 +144,9 @@ def load_option(path: Path, group: str) -> Node:
         raise RefusedError(f"{path} is empty. Name a class in it (_target_), or remove the file.")
     if group in LISTS and TARGET in node:
         raise RefusedError(
-            f"{path} has {TARGET} as a key of the top level. All files of the group {group} "
-            f"begin with a name: write {path.stem}: as the first line, and indent all other "
-            "lines below it."
+            f"{path} has {TARGET} as a key of the top level. In the group {group}, the first line "
+            "of a file must be a name and a colon. Insert the line "
+            f"'{path.stem}:' at the top, and indent all other lines below it."
         )
     return node
 

@@ -72,8 +72,8 @@ def import_target(
         package = str(target).partition(".")[0]
         if package in sys.stdlib_module_names:
             raise RefusedError(
-                f"{setting} is part of Python, which is not allowed here. Give a class of raysim, "
-                "or of your own package."
+                f"{setting} is a name from Python's standard library, which this setting does not "
+                "allow. Give a class of raysim or of your own package."
             )
         raise RefusedError(
             f"{setting} is not part of raysim. If you trust its code, allow it with --allow "

@@ -107,9 +107,9 @@ def conf_folders_of(packages: Sequence[str]) -> list[Path]:
             inner = location / name
             if not (location / "__init__.py").exists() and (inner / "__init__.py").is_file():
                 raise RefusedError(
-                    f"allow={name}: Python would import the folder {location} in place of the "
-                    f"package {inner}, because both have the same name. Go to the folder "
-                    f"{location}, and start raysim there."
+                    f"allow={name}: the package {inner} lies in a folder of the same name, "
+                    f"{location}. From the current folder, Python would import this outer folder "
+                    f"and not the package. Go to {location}, and start raysim there."
                 )
             folders.append(location / "conf")
     return [folder for folder in folders if folder.is_dir()]

@@ -199,10 +199,12 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
     if run_folder is None:
         is_same_run = (folder / CONFIG).is_file()
     if folder.exists() and not is_same_run:
+        action = "Set out to a new folder"
+        if run_folder is not None:
+            action += f", or remove out=... to continue the run in {run_folder}"
         raise RefusedError(
-            f"out={folder} exists already, but {address} is not one of its checkpoints. Choose "
-            "another folder, or set no out: the run then continues in the folder of the "
-            "checkpoint's run."
+            f"out={folder} exists already, but resume={without_password(address)} is a checkpoint "
+            f"of a run in another folder. {action}."
         )
     settings = experiment.spec.settings
     check_writable(folder, settings.checkpoint)

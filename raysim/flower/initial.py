@@ -174,8 +174,9 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
             ) from error
     if grid.first is None:
         raise RefusedError(
-            f"{key} sends no message for training, so raysim cannot read the initial parameters "
-            "from it. Set learner.parameters=module:function, a function that returns the model."
+            f"{key} sends no message for training. raysim reads the initial parameters from the "
+            "first message for training. Set learner.parameters=module:function instead, a "
+            "function that returns the model."
         )
     content = grid.first.content
     return InitialModel(_only_arrays(content, key), _config_of(content))

@@ -258,8 +258,9 @@ def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[
     ]
     if required:
         raise RefusedError(
-            f"{setting}: the client_fn also needs '{required[0].name}'. Give it a default, or use "
-            "functools.partial."
+            f"{setting}: raysim calls the client_fn with one argument only, but its argument "
+            f"'{required[0].name}' also needs a value. Give '{required[0].name}' a default, or set "
+            "it with functools.partial."
         )
     if parameters[0].name == "cid" or parameters[0].annotation in (str, "str"):
         return lambda cid: client_fn(cid)  # Flower knows an older client_fn by this name
@@ -286,8 +287,9 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
     ]
     if len(required) > 1:
         raise RefusedError(
-            f"{setting}: the class needs {len(required)} arguments. Give a client_fn(context) "
-            "that makes the client."
+            f"{setting}: the constructor of this class needs {len(required)} arguments, but raysim "
+            "passes at most one, the context. Give a function client_fn(context) that makes the "
+            "client."
         )
 
     def client_fn(context: Any) -> Any:

@@ -87,10 +87,10 @@ class Krum(Method):
         least = 2 * self.byzantine + 3
         if self.byzantine and run.max_updates < least:
             run.warn(
-                f"method.krum.byzantine={self.byzantine}: method 'krum' withstands so many "
-                f"arbitrary updates only if there are at least {least} updates, but an aggregation "
-                f"has at most {run.max_updates}. Aggregate more updates, or decrease "
-                "method.krum.byzantine."
+                f"method.krum.byzantine={self.byzantine}: to withstand this number of arbitrary "
+                f"updates, method 'krum' needs at least {least} updates in each aggregation, but "
+                f"an aggregation has at most {run.max_updates}. Aggregate more updates, or "
+                "decrease method.krum.byzantine."
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

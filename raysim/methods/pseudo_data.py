@@ -127,9 +127,10 @@ class PseudoData:
         pool = self.means_per_client * clients
         run.require(
             self.fresh or self.rows <= pool,
-            f"method.fedbr.pseudo_batch={self.rows} is more than the {pool} means that the "
-            f"{clients} clients with samples send. Set method.fedbr.pseudo_batch={pool} or less, "
-            "or increase method.fedbr.means_per_client.",
+            f"method.fedbr.pseudo_batch={self.rows} needs {self.rows} means of samples, but the "
+            f"{clients} clients with samples send only {pool}. Set "
+            f"method.fedbr.pseudo_batch={pool} or less, or increase "
+            "method.fedbr.means_per_client.",
         )
 
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:

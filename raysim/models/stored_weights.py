@@ -172,9 +172,9 @@ def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
         weight = getattr(model.get_submodule(f"{adapter.layer}.base_layer"), "weight", None)
         if not isinstance(weight, nn.Parameter):
             raise ValueError(
-                f"model.lora.base={lora.base}: a method changes the weight of the layer "
-                f"'{adapter.layer}', which is therefore not frozen. Set model.lora.base=float32, "
-                "or leave the method out."
+                f"model.lora.base={lora.base} is only for frozen weights, but a method of this run "
+                f"changes the weight of the layer '{adapter.layer}'. (Of raysim's methods, only "
+                "'flora' does this.) Set model.lora.base=float32, or remove this method."
             )
     frozen = list(_frozen_layers(model))
     tables = {id(layer.weight) for layer in frozen if isinstance(layer, nn.Embedding)}

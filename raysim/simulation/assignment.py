@@ -179,7 +179,7 @@ def _equal_load(work: float, loads: Sequence[float]) -> float:
         level = total / count
         if count == len(ascending) or level <= ascending[count]:
             return level
-    raise ValueError("there is no worker")
+    raise ValueError("loads=[]: no worker can get this work. Give the load of at least one worker.")
 
 
 def _nearest(ascending: Sequence[float], value: float) -> int:

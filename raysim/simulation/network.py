@@ -116,9 +116,9 @@ def _check_compression(network: Network, declarations: Declarations) -> None:
         )
     if compressor.compresses_down and network.replicas > 1:
         raise ValueError(
-            f"compression.direction={compressor.direction} compresses the server's steps, which "
-            f"needs one model, but this topology has {network.replicas} models. Set "
-            "compression.direction=up or topology=star."
+            f"compression.direction={compressor.direction} compresses the changes of the server's "
+            "model, so the server must have a single model. This topology has "
+            f"{network.replicas} models. Set compression.direction=up or topology=star."
         )
 
 

@@ -509,12 +509,13 @@ class Planner:
         removed = {job.number: job for job in site.arrived if job.number in numbers}
         missing = sorted(numbers - removed.keys())
         if missing:
-            state = "do not wait for an aggregation, because their updates have not arrived"
+            state, allowed = "whose updates have not arrived", "view.arrived"
             if purpose == "discard":
-                state = "are neither in flight nor waiting for an aggregation"
+                state = "which are neither in flight nor waiting for an aggregation"
+                allowed = "view.running or view.arrived"
             raise RuntimeError(
-                f"{self._name}: decide returned jobs {missing} to {purpose}, but they {state}. "
-                "Give only jobs that the argument of decide lists."
+                f"{self._name}: decide returned {purpose.capitalize()} with jobs {missing}, "
+                f"{state}. In decide(view), {purpose} only jobs of {allowed}."
             )
         site.arrived = [job for job in site.arrived if job.number not in numbers]
         return removed

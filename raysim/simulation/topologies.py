@@ -280,11 +280,15 @@ class Gossip(Topology):
                 f"topology.degree={self.degree} must be even, because an expander consists of "
                 "rings, and each ring gives a client two neighbours. Set an even number."
             )
-        if (self.edges is None) == (self.graph == "edges"):
+        if self.graph == "edges" and self.edges is None:
             raise ValueError(
-                f"topology.graph={self.graph}: topology.edges must be set with "
-                "topology.graph=edges, and with no other graph. Set both topology.graph=edges "
-                "and topology.edges, or choose another graph with topology.edges=null."
+                "topology.graph=edges needs a list of edges, but topology.edges is null. Set "
+                "topology.edges, for example to [[0,1],[1,2]], or choose another graph."
+            )
+        if self.graph != "edges" and self.edges is not None:
+            raise ValueError(
+                f"topology.graph={self.graph} has its own edges, but topology.edges is also set. "
+                "Set topology.graph=edges to use your edges, or topology.edges=null."
             )
 
     def connect(self, federation: Federation) -> Network:

@@ -155,5 +155,8 @@ class NoReading(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`. Raises RuntimeError if it reads a value."""
         if func in _READING:
-            raise RuntimeError(f"the step reads the value of a tensor with `{func.__name__}`")
+            raise RuntimeError(
+                f"`{func.__name__}` reads the value of a tensor in Python, but a recording repeats "
+                "only tensor operations; use tensor operations in place of this value"
+            )
         return func(*args, **(kwargs or {}))

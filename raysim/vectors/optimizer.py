@@ -179,9 +179,9 @@ class LocalOptimizer:
         for param, grad, momentum in zip(params, grads, self.first, strict=True):
             if param.ndim < 2:
                 raise ValueError(
-                    "local.optimizer=muon trains only matrices, but a method of this run trains "
-                    "biases with it, as 'ditto' does. Set local.optimizer=adamw, for example, or "
-                    "remove this method."
+                    "local.optimizer=muon trains only matrices, but a method of this run also uses "
+                    "it for biases. (Of raysim's methods, only 'ditto' does this.) Set another "
+                    "optimizer, such as local.optimizer=adamw, or remove this method."
                 )
             momentum.lerp_(grad, 1 - MUON_MOMENTUM)
             matrix = grad.lerp(momentum, MUON_MOMENTUM).flatten(1)

@@ -277,7 +277,7 @@ def test_default_weighting_of_updates_depends_on_the_method() -> None:
         (["method=[fedavgm,fedadam]"], ["'fedavgm'", "'fedadam'", "(step)"]),
         (
             ["method=[fedprox]", "method.fedprox._target_=os.system"],
-            ["os.system", "is part of Python"],
+            ["method.fedprox._target_=os.system", "own package"],
         ),
         (
             ["method=[fedprox]", "method.fedprox._target_=numpy.a"],

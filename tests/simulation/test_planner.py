@@ -276,9 +276,9 @@ class Script:
     [
         (Aggregate([]), r"Aggregate\(\[\]\)"),
         (Aggregate([0, 0]), r"Aggregate\(\[0, 0\]\)"),
-        (Aggregate([7]), r"jobs \[7\] to aggregate"),
+        (Aggregate([7]), r"Aggregate with jobs \[7\]"),
         (Discard([]), r"Discard\(\[\]\)"),
-        (Discard([9]), r"jobs \[9\] to discard"),
+        (Discard([9]), r"Discard with jobs \[9\]"),
         (None, "None"),
     ],
 )

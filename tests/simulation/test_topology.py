@@ -441,6 +441,7 @@ class TestGossip:
         [
             ({"graph": "star"}, r"topology\.graph"),
             ({"graph": "edges"}, r"topology\.edges"),
+            ({"graph": "ring", "edges": [[0, 1]]}, r"topology\.graph=ring .*topology\.edges"),
             ({"degree": 3}, r"topology\.degree=3"),
         ],
     )

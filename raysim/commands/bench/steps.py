@@ -241,9 +241,9 @@ def report(title: str, results: Sequence[StepCost], blocks: int, out: Path) -> N
         rows.append((result.method, f"{result.seconds * 1000:.1f}", *texts, promised))
     head = ("method", "ms", "ratio", "lowest", "highest", "promised")
     print(
-        f"{title}. ms: median of {blocks} measurements of this time. ratio: this time divided by "
-        "that of the reference (median, lowest and highest of the measurements). promised: the "
-        "highest ratio that raysim promises"
+        f"{title}. ms: time of the method in the row (median of {blocks} measurements). ratio: "
+        "this method's time divided by the reference's time (median, lowest and highest of the "
+        "measurements). promised: the highest ratio that raysim promises"
     )
     print(format_table(text_columns(head, rows), terminal_width()))
 

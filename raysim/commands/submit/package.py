@@ -295,8 +295,8 @@ def _check_packed(command: JobCommand, files: Sequence[PackedFile]) -> None:
         top = Path(value).parts[0]
         if top not in names:
             raise RefusedError(
-                f"{flag} {value} is not among the files to upload. Add --with {top} before the "
-                "command."
+                f"{flag} {value} is not among the files to upload. Add --with {top} directly "
+                f"after submit: raysim submit --with {top} {command.words[0]} ..."
             )
 
 

@@ -82,8 +82,9 @@ def update_database(path: str) -> int:
     """
     if path.startswith(("http://", "https://")):
         raise RefusedError(
-            f"--update {path}: this is the address of a server, but only the database of a "
-            "folder can be updated. Runs write to a server themselves. Give a folder with runs."
+            f"--update {path}: this is the address of a server, but --update is only for the "
+            "database of a folder. A server needs no update, because each run sends its results to "
+            "the server. Give a folder with runs."
         )
     database = RunDatabase(find_root(path), _print)
     make_experiment(database.uri)

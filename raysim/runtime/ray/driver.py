@@ -215,9 +215,10 @@ def _measure_remotely(
             raise error.cause from None
         except ray.exceptions.RayError as error:
             raise ValueError(
-                f"local.batch={spec.settings.local.batch}: the process that measures how much "
-                f"memory a job needs died ({first_line(error)}). Probably the job of the client "
-                "with the most samples does not fit into memory. Decrease local.batch."
+                f"local.batch={spec.settings.local.batch}: raysim trains one job to measure its "
+                f"memory, and the process of this job died ({first_line(error)}). Probably the job "
+                "of the client with the most samples does not fit into memory. Decrease "
+                "local.batch."
             ) from None
 
 
