@@ -228,7 +228,9 @@ class TestRefusals:
         assert "out=a " in printed(["run", "out=a", "resume=latest"], capsys, status=2)
         assert list(Path().iterdir()) == []
 
-    def test_auto_resume_needs_only_an_output_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_auto_resume_is_accepted_if_only_the_output_folder_is_set(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         folders: list[Any] = []
 
         def record_folder(config: Any, **_: object) -> None:
@@ -570,7 +572,7 @@ class TestFullDisk:
             ("model", 1),
         ],
     )
-    def test_run_continues_after_a_full_disk(
+    def test_run_that_stopped_at_a_full_disk_can_be_resumed_to_the_same_bits(
         self,
         writer: str,
         first_failure: int,

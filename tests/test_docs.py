@@ -55,7 +55,7 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     assert pages == {"fedavg", *find_groups().files["method"]}
 
 
-def test_method_page_shows_paper_costs_and_settings_of_a_method(from_docs: Any) -> None:
+def test_method_page_shows_costs_and_settings_and_cites_the_paper(from_docs: Any) -> None:
     reference: ModuleType = from_docs("reference")
     page = reference.method_page("scaffold")
     assert "Karimireddy et al., ICML 2020" in page
@@ -108,7 +108,7 @@ def test_reference_explains_every_option_of_the_configuration(from_docs: Any) ->
     assert lacking == []
 
 
-def test_tables_of_the_many_nodes_page_equal_computed_tables(from_docs: Any) -> None:
+def test_tables_on_the_page_many_nodes_equal_computed_tables(from_docs: Any) -> None:
     many: ModuleType = from_docs("many_nodes")
     text = many.PAGE.read_text(encoding="utf-8")
     assert many.fill_tables(text) == text, "uv run python docs/many_nodes.py"
@@ -129,7 +129,7 @@ def test_every_panel_of_the_asynchrony_pictures_contains_data(from_docs: Any) ->
     assert all(panel.has_data() for panel in pictures.staleness().axes)
 
 
-def test_check_functions_of_the_extending_page_exist() -> None:
+def test_functions_on_the_page_extending_exist_with_the_listed_arguments() -> None:
     table = re.findall(
         r"^\| `(\w+)\((.*?)\)` \|", (DOCS / "extending.md").read_text(), re.MULTILINE
     )

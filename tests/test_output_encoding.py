@@ -95,7 +95,7 @@ def test_command_succeeds_in_every_output_encoding(
     assert all(stream.errors == "strict" for stream in streams), "as they were"
 
 
-def test_raysim_run_called_from_python_prints_ascii_to_an_ascii_console(
+def test_python_function_raysim_run_prints_only_ascii_to_an_ascii_console(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stream = strict("ascii")
@@ -120,13 +120,13 @@ def test_terminal_shows_bars_and_spinners_in_any_encoding(encoding: str) -> None
     assert "waiting for Ray" in written(stream) and "round 1/2" in written(stream)
 
 
-def test_missing_characters_have_readable_equivalents() -> None:
+def test_characters_that_an_encoding_lacks_are_replaced_by_readable_ones() -> None:
     text = "μ ± σ · café → 東"
     assert text.encode("ascii", HANDLER) == b"mu +/- sigma | cafe -> ?"
     assert "ー".encode("cp932", HANDLER) == "ー".encode("cp932"), "what an encoding has stays"
     assert [ascii_equivalent(character) for character in "━⠋\udcff"] == ["-", "*", "?"]
 
 
-def test_lossy_output_accepts_missing_closed_and_in_memory_streams() -> None:
+def test_function_lossy_output_accepts_none_stringio_and_a_closed_stream() -> None:
     with lossy_output(io.StringIO(), None, closed := strict("ascii")):
         closed.close()

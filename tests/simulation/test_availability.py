@@ -119,7 +119,7 @@ def test_availability_change_at_the_end_of_a_period_is_listed() -> None:
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 
 
-def test_availability_changes_at_one_moment_are_listed_together() -> None:
+def test_clients_that_change_availability_at_the_same_time_are_listed_together() -> None:
     presence = intervals([10.0, 30.0], [30.0, 40.0], wrap=False)
     changes_of_both = [
         (change.at, change.came.tolist(), change.gone.tolist())
@@ -271,7 +271,7 @@ def test_list_of_availability_changes_has_those_of_all_clients(
     members=st.sets(st.integers(0, 8), min_size=1),
 )
 @settings(max_examples=60, deadline=None)
-def test_idle_clients_updated_after_each_event_equal_a_full_recount(
+def test_set_of_idle_clients_equals_a_newly_computed_set_after_each_event(
     presence: Availability, events: list[tuple[float, int]], members: set[int]
 ) -> None:
     clients, busy, now = np.array(sorted(members)), set[int](), 0.0

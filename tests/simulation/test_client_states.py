@@ -95,7 +95,7 @@ def test_state_read_from_disk_counts_as_memory_until_its_job_ends() -> None:
     assert books.client_states.bytes == EACH
 
 
-def test_only_the_newest_state_of_a_client_counts_in_memory() -> None:
+def test_used_memory_includes_only_the_newest_state_of_each_client() -> None:
     books = Books(budget=2 * EACH)
     books.done(*[7] * 6, 3)
     assert books.client_states.spilled_bytes == 0 and books.client_states.bytes == 2 * EACH
@@ -181,7 +181,7 @@ def test_states_restored_beyond_the_memory_budget_are_spilled_to_disk() -> None:
     assert values(state for _, state in books.client_states.committed()) == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_states_restored_from_a_checkpoint_are_counted_in_memory() -> None:
+def test_used_memory_includes_states_restored_from_a_checkpoint() -> None:
     states = [ClientState(np.zeros(n, np.float32), np.empty(0, np.int64), {}) for n in (3, 50)]
     books = Books()
     arrays = {

@@ -74,7 +74,7 @@ def test_clusters_are_split_again_in_later_rounds() -> None:
     assert len({*result.coordinator.replicas.clients_of.tolist()}) == 4
 
 
-def test_number_of_lanes_does_not_change_which_cluster_clients_choose() -> None:
+def test_clients_choose_the_same_clusters_with_one_or_three_lanes() -> None:
     one, several = (run(spec(CHOICE, lanes=lanes), ALL, rounds=3) for lanes in (1, 3))
     choices = [found.coordinator.replicas.clients_of.tolist() for found in (one, several)]
     assert choices[0] == choices[1] and len({*choices[0]}) > 1

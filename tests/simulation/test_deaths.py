@@ -287,7 +287,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "schedule"), PAIRS)
-def test_silent_worker_is_replaced_with_the_same_bits(
+def test_run_has_the_same_bits_if_a_silent_worker_is_replaced(
     name: str, schedule: str, clock: None
 ) -> None:
     (whole, calls), revived = calls_of(name, schedule), []
@@ -541,7 +541,9 @@ class Deadly(Method):
             os.kill(os.getpid(), self.how)
 
 
-def test_killed_actor_is_replaced_with_the_same_bits(ray_session: None, tmp_path: Path) -> None:
+def test_run_has_the_same_bits_if_a_killed_actor_is_replaced(
+    ray_session: None, tmp_path: Path
+) -> None:
     from raysim.runtime import ray as on_ray
 
     def of(times: int) -> RunSpec:
@@ -811,7 +813,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_loss_of_a_node_with_states_changes_no_bits(
+def test_run_has_the_same_bits_if_a_node_with_client_states_is_lost(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-c", LOSE_A_NODE]

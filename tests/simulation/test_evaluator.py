@@ -248,7 +248,7 @@ def test_parts_of_the_loss_decomposition_sum_to_the_global_loss() -> None:
     assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
 
 
-def test_loss_decomposition_ignores_personalisation_of_models() -> None:
+def test_hook_personalise_does_not_change_the_loss_decomposition() -> None:
     asked: dict[str, Any] = {"rounds": 2, "evaluate": Evaluation(decompose=1)}
     plain, zeroed = (
         decomposed(run(run_spec(*methods, data=data_with_tests()), Synchronous(3), **asked).rows)
@@ -257,7 +257,7 @@ def test_loss_decomposition_ignores_personalisation_of_models() -> None:
     assert plain == zeroed and all(plain)
 
 
-def test_loss_decomposition_of_one_client_has_no_distribution_shift() -> None:
+def test_loss_parts_distribution_shift_and_aggregation_are_0_for_one_client() -> None:
     (part, *_) = decomposed(
         run(run_spec(data=data_with_tests()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows
     )

@@ -255,7 +255,7 @@ def test_infinite_loss_in_first_step_is_not_blamed_on_local_lr() -> None:
     assert "method 'infinite'" in failure.error and "local.lr" not in failure.error
 
 
-def test_error_of_an_infinite_upload_contains_its_method() -> None:
+def test_error_of_an_upload_with_infinite_values_contains_name_of_method() -> None:
     (failure,) = run(run_spec(Overflowing(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert failure.method == "overflowing"
     assert "overflowing.value" in failure.error
@@ -590,7 +590,7 @@ class Exploding(Method):
         return direction * (3e38 if server.version else 1.0)
 
 
-def test_error_of_a_diverged_server_lists_clients_of_longest_updates() -> None:
+def test_error_of_a_diverged_server_lists_clients_with_largest_update_norms() -> None:
     hits = frozenset({(2, 1), (4, 1)})
     with pytest.raises(
         RunStoppedError,

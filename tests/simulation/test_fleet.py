@@ -175,7 +175,7 @@ def test_job_duration_is_within_the_bounds_of_the_clients_delay_kind() -> None:
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_delay_kind_of_a_client_is_the_largest_part_of_a_dirichlet_draw() -> None:
+def test_client_gets_the_delay_kind_with_the_largest_value_of_a_dirichlet_draw() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}

@@ -39,7 +39,7 @@ def test_predicted_staleness_is_right_if_updates_arrive_at_the_same_time() -> No
     assert result == Forecast(in_flight=3.0, seconds=0.4, staleness=1.0, lost=0.0, discarded=0.0)
 
 
-def test_forecast_of_two_aggregations_at_second_1_is_0_5_seconds_for_each() -> None:
+def test_two_aggregations_in_one_second_are_forecast_as_half_a_second_each() -> None:
     # All three updates arrive after 1 s, each of them is an aggregation.
     result = forecast(planner(Immediate(3), TimedFleet((1.0,) * 3), 3), 2)
     assert result.seconds == 0.5 and result.in_flight == 3.0
@@ -85,7 +85,7 @@ def test_forecast_accepts_jobs_that_last_0_seconds() -> None:
     assert forecast(planner(BUFFER, TimedFleet((0.0,) * 6), 6), 3).in_flight == 0
 
 
-def test_forecast_of_a_run_that_stops_uses_its_finished_rounds(
+def test_forecast_uses_the_finished_rounds_if_the_run_stops_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2)

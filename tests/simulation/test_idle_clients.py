@@ -25,7 +25,7 @@ def crowds(each: int) -> Intervals:
 
 
 @pytest.mark.parametrize("each", [_FEW - 1, _FEW, _FEW + 1, 3 * _FEW])
-def test_idle_clients_are_correct_after_several_change_at_the_same_time(each: int) -> None:
+def test_idle_clients_are_correct_if_several_clients_change_availability_at_once(each: int) -> None:
     presence, members = crowds(each), np.arange(3 * each)
     busy = {0, each, 2 * each}
     waiting = IdleClients(presence, members, busy, 0.0)

@@ -49,27 +49,27 @@ def test_queue_returns_each_job_once_and_in_order(
     assert not queue
 
 
-def test_bundle_is_limited_by_number_of_jobs_and_by_their_samples() -> None:
+def test_jobs_taken_together_are_limited_in_number_and_in_total_samples() -> None:
     jobs = [(job(number, work=2.0), 0) for number in range(10)]
     assert take_bundle(queue_of(jobs), max_work=5.0) == [0, 1, 2]
     assert take_bundle(queue_of(jobs), max_jobs=4) == [0, 1, 2, 3]
 
 
-def test_jobs_that_a_bundle_does_not_accept_stay_in_queue() -> None:
+def test_jobs_that_a_worker_does_not_accept_stay_in_the_queue() -> None:
     queue = queue_of([(job(number, client=number % 2), 0) for number in range(6)])
     bundle = queue.take_bundle(lambda job, is_first: job.client == 1, 2, math.inf)
     assert [each.number for each in bundle] == [1, 3]
     assert take_bundle(queue) == [0, 2, 4, 5]
 
 
-def test_bundle_is_closed_after_many_jobs_that_its_worker_refuses() -> None:
+def test_queue_stops_offering_jobs_after_the_worker_has_refused_many() -> None:
     queue = queue_of([(job(number), 0) for number in range(MAX_PASSED_JOBS + 1)])
     bundle = queue.take_bundle(lambda job, is_first: job.number == MAX_PASSED_JOBS, 10, math.inf)
     assert bundle == []
     assert len(take_bundle(queue, max_jobs=1000)) == MAX_PASSED_JOBS + 1
 
 
-def test_queue_tells_the_worker_which_job_would_be_its_first() -> None:
+def test_queue_tells_the_worker_whether_it_has_accepted_an_earlier_job() -> None:
     heard: list[tuple[int, bool]] = []
 
     def accepts(job: Job, is_first: bool) -> bool:

@@ -180,7 +180,7 @@ def test_arrays_in_a_mapped_file_are_unchanged_while_it_grows(
         assert (array == len(array)).all() and file.contains(array)
 
 
-def test_error_of_a_full_disk_says_that_it_wrote_mapped_arrays(tmp_path: Path) -> None:
+def test_error_of_a_full_disk_says_that_the_file_contains_replicas(tmp_path: Path) -> None:
     file = MappedFile(tmp_path, "replicas", resident=0)
     file.move(np.ones(4))
     assert list(tmp_path.iterdir()) == []  # the file has no name

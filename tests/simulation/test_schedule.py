@@ -121,7 +121,7 @@ def test_schedules_declare_if_updates_can_be_stale() -> None:
     assert [schedule.stale for schedule in (*fresh, *stale)] == [False] * 3 + [True] * 4
 
 
-def test_view_of_a_schedule_has_zero_or_empty_values_by_default() -> None:
+def test_view_that_a_schedule_receives_is_zero_or_empty_by_default() -> None:
     assert View() == View(0.0, 0, {}, (), 0, 0, 0.0, (), ())
 
 

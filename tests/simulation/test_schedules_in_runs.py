@@ -85,7 +85,9 @@ def test_schedules_have_same_bits_on_several_workers_and_after_resume(
         assert again.jobs == [end for end in whole.jobs if end.round > stop]
 
 
-def test_run_on_a_trace_has_the_same_bits_on_several_workers(tmp_path: Path) -> None:
+def test_run_with_fleet_trace_has_same_bits_on_several_workers_and_after_resume(
+    tmp_path: Path,
+) -> None:
     starts = [[c / 10 + 2.0 * k for k in range(20)] for c in range(8)]
     rows = [
         {

@@ -133,7 +133,7 @@ def test_restored_selection_continues_unchanged(
     assert steps(again, 8 - at) == expected[at:]
 
 
-def test_random_selection_makes_the_same_plan_as_no_selection_rule() -> None:
+def test_random_selection_dispatches_the_same_jobs_as_a_run_without_selection() -> None:
     fleet = Lognormal(availability="markov", on=1, off=1)
     one, other = (planner(rule, Buffered(5, 2), fleet) for rule in (None, Random()))  # type: ignore[arg-type]
     assert steps(one, 10) == steps(other, 10)
@@ -292,7 +292,7 @@ def test_weighted_selection_draws_clients_in_proportion_to_samples() -> None:
     assert set(draw_weighted(generator, clients, np.zeros(4), 2)) == {0, 1}
 
 
-def test_fedcs_chooses_most_clients_that_meet_the_deadline() -> None:
+def test_fedcs_chooses_clients_until_no_further_client_meets_the_deadline() -> None:
     generator = stream(1, "test")
     rule = FedCS(3.0)
     for _ in range(30):

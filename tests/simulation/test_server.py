@@ -365,7 +365,7 @@ def test_aggregation_contains_single_updates_only_if_a_method_needs_them() -> No
     assert seen == [0, CLIENTS, CLIENTS]
 
 
-def test_server_computes_a_methods_messages_only_when_it_sends_them() -> None:
+def test_server_computes_the_messages_of_a_method_only_when_they_are_sent() -> None:
     class Sending(Method):
         name = "sending"
 

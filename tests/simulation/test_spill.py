@@ -233,7 +233,7 @@ def test_new_spilled_client_state_overwrites_the_earlier_one(tmp_path: Path) -> 
     )
 
 
-def test_error_of_a_full_disk_says_that_it_wrote_client_states() -> None:
+def test_error_of_a_full_disk_says_that_the_file_contains_client_states() -> None:
     spill = SpillFile()
     spill._file._file.close()
     spill._file._file = open("/dev/full", "w+b", buffering=0)  # noqa: SIM115

@@ -120,7 +120,7 @@ def check_replica_schedules(found: Sequence[PlannedAggregation], network: Networ
 
 @settings(deadline=None, max_examples=60)
 @given(NAMES, st.sampled_from(sorted(SELECTIONS)), SCHEDULES, FLEETS, st.integers(0, 99), COUNTS)
-def test_restored_plans_of_all_topologies_continue_unchanged(
+def test_restored_planner_continues_unchanged_with_every_topology(
     topology: str, rule: str, schedule: Schedule, fleet: Fleet, seed: int, counts: list[int]
 ) -> None:
     words = topology, rule, schedule, fleet, seed, counts

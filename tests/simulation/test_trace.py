@@ -187,7 +187,7 @@ def test_availability_setting_replaces_availability_of_a_trace(tmp_path: Path) -
 
 
 # --- who is which row -----------------------------------------------------------------------------
-def test_each_client_gets_one_trace_row_if_there_are_as_many_as_clients() -> None:
+def test_client_n_gets_trace_row_n_if_there_are_as_many_rows_as_clients() -> None:
     assert rows_of(5, 4, 4).tolist() == [0, 1, 2, 3]
 
 

@@ -253,7 +253,9 @@ def test_methods_see_a_population_without_the_unseen_clients(method: Any) -> Non
         (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
     ],
 )
-def test_batch_limits_of_fedbr_and_fedmix_ignore_unseen_clients(words: list[str], key: str) -> None:
+def test_batch_larger_than_the_means_of_all_trained_clients_is_refused(
+    words: list[str], key: str
+) -> None:
     words = [*COMMON, *words]
     build(words)
     with pytest.raises(RefusedError, match=key):

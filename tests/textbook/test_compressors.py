@@ -369,7 +369,7 @@ class TestFeedback:
 
     @pytest.mark.parametrize("compressor", ALL, ids=str)
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_error_feedback_delivers_an_update_that_is_sent_repeatedly(
+    def test_received_values_approach_the_exact_update_if_it_is_sent_repeatedly(
         self, compressor: Compressor, kind: str
     ) -> None:
         """Compare the received values with an update that is sent again and again.
@@ -395,7 +395,7 @@ class TestFeedback:
 
     @pytest.mark.parametrize("compressor", FAST, ids=str)
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_fast_exchange_of_a_compressor_has_the_bits_of_the_base_class(
+    def test_fast_error_feedback_equals_that_of_the_base_class_bit_for_bit(
         self, compressor: Compressor, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(compressor, "feedback", kind)

@@ -197,7 +197,7 @@ def test_round_lasts_as_long_as_its_slowest_client() -> None:
     assert [row["virtual_seconds"] for row in coordinator.rows] == pytest.approx([14.0, 28.0])
 
 
-def test_jobs_that_end_at_the_same_time_are_aggregated_by_client_number() -> None:
+def test_jobs_that_end_at_the_same_time_are_aggregated_in_client_order() -> None:
     coordinator, ledger, _ = untrained_run(
         [20, 10, 20, 10, 20], Buffered(5, 2), Ideal(speed=10.0), rounds=3
     )

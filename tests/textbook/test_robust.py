@@ -114,7 +114,7 @@ def test_geometric_median_is_near_honest_updates(attack: float) -> None:
     assert geometric_median(updates, 50).norm() < 2 * honest.norm()
 
 
-def test_robust_rules_of_five_numbers_equal_results_computed_by_hand() -> None:
+def test_results_of_robust_rules_for_five_numbers_equal_a_computation_by_hand() -> None:
     values = torch.tensor([[1.0], [2.0], [4.0], [8.0], [100.0]], dtype=torch.float64)
     assert coordinate_median(values).item() == 4.0
     assert coordinate_median(values[:4]).item() == 3.0
@@ -134,6 +134,8 @@ def test_number_of_trimmed_updates_is_rounded_down_exactly() -> None:
 
 
 @pytest.mark.parametrize(("max_updates", "count"), [(1, 1), (2, 1), (3, 0)])
-def test_coordinate_median_warns_of_at_most_two_updates(max_updates: int, count: int) -> None:
+def test_coordinate_median_warns_if_there_are_at_most_two_updates(
+    max_updates: int, count: int
+) -> None:
     declarations = declare_run(run_spec(CoordinateMedian(), size=max_updates))
     assert len([*declarations.warnings]) == count

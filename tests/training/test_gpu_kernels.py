@@ -126,7 +126,7 @@ def test_garbage_collector_stops_during_cuda_graph_capture(on: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
-def test_aligned_rows_are_copies_on_aligned_addresses() -> None:
+def test_stacked_rows_are_copies_that_start_at_multiples_of_the_alignment() -> None:
     flat = torch.arange(5.0)
     rows = stacked_rows(flat, 3, alignment=4)
     assert rows.tolist() == 3 * [flat.tolist()]

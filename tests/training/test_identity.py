@@ -98,7 +98,7 @@ def test_workers_with_equal_identities_are_accepted() -> None:
     ]
 
 
-def test_error_of_unequal_hardware_lists_workers_nodes_and_differences() -> None:
+def test_error_lists_each_unequal_worker_with_its_node_and_its_differences() -> None:
     slow = {"CPU_capability": "AVX2", INSTRUCTIONS.replace(" ", "_"): "avx avx2"}
     with pytest.raises(UnequalWorkersError) as refused:
         Participants(DRIVER).add(
@@ -174,7 +174,7 @@ def test_checksum_changes_with_any_file_of_a_package(
     code_checksum.cache_clear()
 
 
-def test_used_packages_are_those_allowed_and_those_in_the_configuration() -> None:
+def test_used_packages_are_those_the_user_allows_and_those_of_configured_classes() -> None:
     node = {
         "method": {
             "fedprox": {"_target_": "raysim.methods.fedprox.FedProx"},

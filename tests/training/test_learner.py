@@ -159,7 +159,7 @@ def test_error_of_the_predict_function_contains_its_learner(
     [(sys.exit, "SystemExit"), (lambda: {"a": "text"}, "'a'.*bytes"), (lambda: None, "bytes")],
     ids=["exit", "text", "none"],
 )
-def test_error_in_a_learners_initial_function_refuses_the_run(
+def test_run_is_refused_if_function_initial_of_a_learner_is_faulty(
     initial: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Centroids, "initial", lambda self, task, rng: initial())
@@ -187,7 +187,7 @@ def test_learner_parameters_may_have_any_name(key: str) -> None:
     np.testing.assert_array_equal(copy[key] if key else copy, np.ones(2))
 
 
-def test_learner_error_contains_the_step_method_that_it_refuses() -> None:
+def test_combination_of_learner_and_fedprox_is_refused_with_both_names() -> None:
     with pytest.raises(ValueError, match=r"'fedprox'.*'centroids'"):
         run(run_spec(Centroids(), FedProx(0.1)), rounds=1)
 

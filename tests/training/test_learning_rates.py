@@ -53,7 +53,9 @@ def torch_rates(make: Any) -> list[float]:
     ],
     ids=["cosine", "linear", "step", "decay"],
 )
-def test_schedules_have_the_learning_rates_of_torch(settings: dict[str, Any], make: Any) -> None:
+def test_learning_rate_of_each_version_equals_that_of_a_torch_scheduler(
+    settings: dict[str, Any], make: Any
+) -> None:
     local = Local(lr=0.4, **settings)
     rates = [local.rate(version) for version in range(ROUNDS)]
     assert rates == pytest.approx(torch_rates(make), rel=1e-12)

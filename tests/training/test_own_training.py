@@ -147,7 +147,7 @@ def test_own_training_combines_with_server_methods() -> None:
     assert plain.bits != with_momentum.bits
 
 
-def test_own_training_error_contains_the_step_method_it_refuses() -> None:
+def test_combination_of_own_training_and_fedprox_is_refused_with_both_names() -> None:
     with pytest.raises(ValueError, match=r"'fedprox'.*'plain_sgd'"):
         run(run_spec(PlainSgd(), FedProx(0.1)), rounds=1)
 
@@ -212,7 +212,9 @@ def test_error_of_a_wrong_initial_client_state_contains_its_name() -> None:
 
 
 @pytest.mark.parametrize("metrics", [{"score": float("nan")}])
-def test_local_result_refuses_nan_metrics_and_negative_samples(metrics: dict[str, float]) -> None:
+def test_local_result_refuses_nan_metrics_and_a_negative_number_of_samples(
+    metrics: dict[str, float],
+) -> None:
     with pytest.raises(ValueError, match="metrics"):
         LocalResult(metrics=metrics)
     with pytest.raises(ValueError, match=r"LocalResult\.samples"):

@@ -98,7 +98,7 @@ def test_feature_distance_to_zero_features_is_nan() -> None:
 # ---------------------------------------------------------------- classifier
 
 
-def test_classifier_bias_uses_probabilities_on_samples_of_unseen_classes() -> None:
+def test_bias_towards_seen_classes_is_measured_on_samples_of_unseen_classes() -> None:
     assert diagnostics.unseen_probability(PROBABILITIES, LABELS, SEEN) == 0.125
     assert diagnostics.seen_share(PROBABILITIES, LABELS, SEEN) == 0.875
     output = diagnostics.output_distribution(PROBABILITIES, LABELS, SEEN)
@@ -106,14 +106,14 @@ def test_classifier_bias_uses_probabilities_on_samples_of_unseen_classes() -> No
     assert output.tolist() == [0.375, 0.5, 0.125]
 
 
-def test_classifier_bias_of_a_client_with_one_class_is_computed() -> None:
+def test_bias_towards_seen_classes_is_computed_for_a_client_with_one_class() -> None:
     seen = np.array([True, False, False])
     assert diagnostics.unseen_probability(PROBABILITIES, LABELS, seen) == (1 + 0.25 + 0) / 3
     assert diagnostics.seen_share(PROBABILITIES, LABELS, seen) == 0.25
 
 
 @pytest.mark.parametrize("measure", ["unseen_probability", "seen_share", "output_distribution"])
-def test_client_with_all_classes_has_no_classifier_bias(measure: str) -> None:
+def test_bias_towards_seen_classes_is_none_without_samples_of_unseen_classes(measure: str) -> None:
     assert getattr(diagnostics, measure)(PROBABILITIES, LABELS, np.ones(3, bool)) is None
     # The one class which this client lacks has no test sample either.
     assert getattr(diagnostics, measure)(PROBABILITIES[:2], LABELS[:2], SEEN) is None

@@ -58,7 +58,7 @@ def context(worker: Worker) -> Context:
     return ctx
 
 
-def test_second_gradient_of_a_step_uses_all_shifted_parameters() -> None:
+def test_second_gradient_uses_shifted_values_of_shared_and_personal_parameters() -> None:
     asking = ShiftedGradient(0.25)
     step, ctx = at_work(
         [asking], OptimizerSettings(), personal=("model.extractor.weight", "model.extractor.bias")
@@ -129,7 +129,7 @@ def test_ascending_stage_passes_the_negated_gradient_to_methods() -> None:
     assert torch.equal(here, expected) and torch.equal(there, expected)
 
 
-def test_stage_with_another_loss_is_not_perturbed() -> None:
+def test_perturb_hook_is_called_only_in_stages_with_the_task_loss() -> None:
     class Ones(Method):
         name = "ones"
 
@@ -163,7 +163,7 @@ def test_second_gradient_does_not_change_the_client_state() -> None:
     assert torch.equal(ctx.state["counting.sum"], logits.sum())
 
 
-def test_failed_second_pass_restores_parameters() -> None:
+def test_parameters_are_restored_if_the_second_gradient_fails() -> None:
     class Failing(Method):
         name = "failing"
 

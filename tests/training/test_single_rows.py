@@ -137,7 +137,7 @@ def build_experiment(
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_search_finds_layer_that_needs_two_samples(name: str) -> None:
+def test_layer_that_cannot_train_on_one_sample_is_found(name: str) -> None:
     model = network(REFUSING[name]())
     assert refusing_layer(model, lambda rows: torch.randn(rows, 4)).startswith("layer '1")
 
@@ -152,11 +152,11 @@ def test_convolutions_with_batchnorm_train_on_one_sample() -> None:
     assert refusing_layer(model, lambda rows: torch.randn(rows, 1, 8, 8)) == ""
 
 
-def test_search_finds_no_layer_if_the_network_fails_on_any_batch() -> None:
+def test_no_layer_is_found_if_the_network_fails_on_batches_of_all_sizes() -> None:
     assert refusing_layer(network(nn.Linear(7, 7)), lambda rows: torch.randn(rows, 4)) == ""
 
 
-def test_search_for_layers_does_not_change_the_network() -> None:
+def test_search_for_layers_that_need_two_samples_does_not_change_the_network() -> None:
     model = network(nn.BatchNorm1d(4)).eval()
     model[1].train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -199,7 +199,7 @@ def test_plan_warns_that_clients_of_one_sample_are_left_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_client_of_one_sample_trains_if_the_network_can(name: str) -> None:
+def test_client_with_one_sample_is_included_if_the_network_can_train_on_it(name: str) -> None:
     experiment = build_experiment(FINE[name])
     assert not [text for text in experiment.warnings if "one training sample" in text]
     assert experiment.spec.data.partition.train.counts.tolist() == SIZES
@@ -234,7 +234,9 @@ def test_batches_of_one_sample_are_refused_before_the_start(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_batches_of_one_sample_are_trained_if_the_network_can(name: str, tmp_path: Path) -> None:
+def test_batches_of_one_sample_are_used_if_the_network_can_train_on_them(
+    name: str, tmp_path: Path
+) -> None:
     run_without_failures(
         build_experiment(FINE[name], "local.batch=1", "faults.tolerate=0"), tmp_path
     )
@@ -267,7 +269,7 @@ def test_client_of_one_sample_is_not_finetuned(head: bool, tmp_path: Path) -> No
     run_without_failures(experiment, tmp_path)
 
 
-def test_centralized_training_uses_clients_of_one_sample(tmp_path: Path) -> None:
+def test_centralized_training_includes_samples_of_clients_with_one_sample(tmp_path: Path) -> None:
     experiment = build_experiment(REFUSING["BatchNorm1d"], "method=centralized")
     assert experiment.spec.data.partition.train.counts.tolist() == [sum(SIZES)]
     run_without_failures(experiment, tmp_path)
@@ -304,7 +306,7 @@ def test_epoch_is_left_out_if_a_method_chooses_a_single_sample_for_it(
     run_without_failures(build_experiment(REFUSING[name], *words, methods=[make()]), tmp_path)
 
 
-def test_method_that_chooses_one_sample_is_refused(tmp_path: Path) -> None:
+def test_method_that_chooses_one_sample_per_epoch_is_refused_with_batchnorm(tmp_path: Path) -> None:
     experiment = build_experiment(REFUSING["BatchNorm1d"], methods=[First(True)])
     with pytest.raises(Exception, match=r"method 'first'"):
         run_without_failures(experiment, tmp_path)

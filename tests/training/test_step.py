@@ -265,7 +265,7 @@ class TwoStages(Method):
         return height
 
 
-def test_stages_differ_in_networks_in_direction_and_in_learning_rate() -> None:
+def test_stage_can_train_another_network_by_ascent_with_another_learning_rate() -> None:
     method, extra = TwoStages(), nn.Linear(4, 1)
     start = {name: value.clone() for name, value in extra.state_dict().items()}
     step, ctx = at_work([method], OptimizerSettings(), **{"two.extra": extra})
@@ -341,7 +341,7 @@ def correcting(kind: Any, log: list[tuple[str, slice]]) -> Method:
 @pytest.mark.parametrize(
     "order", list(itertools.permutations(("add", "shift", "mix"))), ids="-".join
 )
-def test_gradient_corrections_apply_in_the_order_add_shift_mix(
+def test_gradient_corrections_are_made_in_order_add_then_shift_then_mix(
     order: tuple[str, ...],
 ) -> None:
     log: list[tuple[str, slice]] = []
@@ -381,7 +381,7 @@ def test_features_are_computed_once_for_all_methods() -> None:
     assert len(asked) == 1
 
 
-def test_batchnorm_statistics_do_not_change_inside_keep_statistics() -> None:
+def test_context_manager_keep_statistics_leaves_batchnorm_statistics_unchanged() -> None:
     worker = Worker(run_spec(model=NORMED))
     inputs, _ = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = Context(
@@ -414,7 +414,7 @@ def test_unused_parameter_has_zero_gradient() -> None:
     assert first.tolist() == [4.0, 6.0] and second.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_gradients_of_equal_size_are_flattened_into_the_same_memory() -> None:
+def test_flattened_gradient_reuses_memory_of_an_earlier_gradient_of_its_size() -> None:
     step, _ = at_work((), OptimizerSettings())
     sizes, places = (3, 5, 3), []
     for size in sizes:

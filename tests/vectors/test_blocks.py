@@ -172,7 +172,7 @@ def test_damaged_machine_code_is_compiled_again(tmp_path: Path) -> None:
     assert result(compile_function(rule(tmp_path))) == (7.0, 0)
 
 
-def test_every_process_compiles_if_its_machine_code_cannot_be_stored(
+def test_each_process_compiles_a_function_if_machine_code_cannot_be_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -74,7 +74,7 @@ def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_optimizer_of_several_lanes_steps_as_one_optimizer_per_client(
+def test_optimizer_of_several_lanes_equals_one_optimizer_per_client(
     settings: OptimizerSettings,
 ) -> None:
     whole = torch.ones(2, 3, dtype=torch.float64)

@@ -68,7 +68,7 @@ def test_row_cache_on_disk_uses_a_file_that_no_folder_lists(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_row_cache_restored_without_room_for_more_rows_is_copied(place: cache.Place) -> None:
+def test_row_cache_is_copied_only_if_it_lacks_space_for_more_rows(place: cache.Place) -> None:
     rows = filled(place)
     assert rows_with_room(rows, 5, place) is rows
     found = rows_with_room(rows.clone(), 5, place)
@@ -77,7 +77,7 @@ def test_row_cache_restored_without_room_for_more_rows_is_copied(place: cache.Pl
     assert in_file(found.data_ptr()) == (place == "disk")
 
 
-def test_row_cache_restored_at_its_full_size_is_moved_into_a_file() -> None:
+def test_row_cache_in_memory_is_moved_to_a_file_if_it_belongs_on_disk() -> None:
     restored = filled("disk", 5).clone()
     assert in_file(rows_with_room(restored, 5, "disk").data_ptr())
 

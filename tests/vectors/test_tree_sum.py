@@ -82,7 +82,7 @@ def test_tree_sum_has_same_bits_for_any_split_over_processes(
 
 
 @given(COUNTS, st.data())
-def test_covered_ranges_are_the_largest_parts_of_the_summation_tree(
+def test_leaf_positions_are_merged_into_the_fewest_parts_of_the_tree(
     count: int, data: st.DataObject
 ) -> None:
     positions = data.draw(st.sets(st.integers(0, count - 1)))
@@ -100,7 +100,7 @@ def test_covered_ranges_are_the_largest_parts_of_the_summation_tree(
     assert all(siblings.get(part) not in ranges for part in ranges)
 
 
-def test_covered_ranges_merge_positions_into_as_few_parts_as_possible() -> None:
+def test_merged_leaf_positions_equal_ranges_computed_by_hand() -> None:
     assert covered_ranges(range(10), 10) == [range(10)]
     assert covered_ranges(range(8, 10), 10) == [range(8, 10)]
     assert covered_ranges([1, 2, 3, 4], 10) == [range(1, 2), range(2, 4), range(4, 5)]
