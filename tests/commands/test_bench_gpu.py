@@ -26,7 +26,7 @@ main(sys.argv[1:])
 
 @pytest.mark.pictures
 @pytest.mark.slow
-def test_bench_gpu_writes_a_page_without_ray_or_hydra(tmp_path: Path) -> None:
+def test_bench_gpu_writes_a_page_if_ray_and_hydra_are_not_installed(tmp_path: Path) -> None:
     words = ["bench", "gpu", "--tiny", "--device", "cpu", "--out", str(tmp_path)]
     path = os.pathsep.join([str(Path(cli.__file__).parents[1]), FOLDERS])
     ran = subprocess.run(

@@ -72,7 +72,7 @@ def test_new_refuses_impossible_package_name(
 
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
-def test_error_of_flag_allow_with_project_folder_suggests_package_folder(
+def test_error_suggests_the_package_folder_if_user_allows_project_folder(
     words: list[str],
     mine: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -108,13 +108,13 @@ def scores_of_printed_command(option: str, folder: Path) -> list[float]:
     return [row["accuracy_global"] for row in raysim.load("run", allow=["mine"]).rows]
 
 
-def test_method_command_printed_by_raysim_new_trains_a_model(mine: Path) -> None:
+def test_printed_command_for_the_new_method_trains_a_model(mine: Path) -> None:
     scores = scores_of_printed_command("method=mine", mine)
     assert min(scores) < 0.7 < max(scores)
     assert json.loads(Path("run/summary.json").read_text())["accuracy_worst"] > 0.4
 
 
-def test_learner_command_printed_by_raysim_new_trains_a_model(mine: Path) -> None:
+def test_printed_command_for_the_new_learner_trains_a_model(mine: Path) -> None:
     assert min(scores_of_printed_command("learner=mine", mine)) > 0.9
 
 

@@ -66,7 +66,7 @@ def test_corner_points_have_every_choice_and_both_ends_of_each_range() -> None:
     assert {point["c"] for point in points} == {1, 9}
 
 
-def test_clip_point_moves_a_value_to_the_nearest_end_of_its_range() -> None:
+def test_value_outside_its_range_is_clipped_to_the_nearest_end() -> None:
     clipped = clip_point(SPACE, {"a": 2, "b": 7.7, "c": 3.4, "d": 0})
     assert clipped == {"a": 2, "b": 2.0, "c": 3, "d": 0}
 

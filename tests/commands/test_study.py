@@ -269,7 +269,7 @@ def test_study_prints_warnings_before_the_first_run(capsys: pytest.CaptureFixtur
     assert "out=s: " in error and "raysim study out=s resume=latest" in error
 
 
-def test_study_warning_lists_the_runs_with_it_unless_all_runs_have_it() -> None:
+def test_study_warning_lists_affected_runs_unless_all_runs_are_affected() -> None:
     def warnings(*texts: str) -> Sequence[str]:
         runs = []
         for number, text in enumerate(texts):

@@ -190,7 +190,7 @@ class TestCommand:
         ],
         ids=" ".join,
     )
-    def test_submit_refuses_a_results_folder_inside_the_folder_of_the_job(
+    def test_submit_refuses_a_results_folder_inside_the_folder_of_the_ray_job(
         self, words: tuple[str, ...]
     ) -> None:
         with pytest.raises(RefusedError, match=r"out="):
@@ -207,7 +207,7 @@ class TestCommand:
         ],
         ids=" ".join,
     )
-    def test_submit_accepts_a_results_folder_outside_the_folder_of_the_job(
+    def test_submit_accepts_a_results_folder_outside_the_folder_of_the_ray_job(
         self, words: tuple[str, ...]
     ) -> None:
         check_command(job_command(*words), find_files())
@@ -255,7 +255,7 @@ class TestCommand:
         command = job_command("run", "out=/s/a", "method=mine", conf=[str(tmp_path)])
         check_command(command, find_files())
 
-    def test_submit_refuses_conf_folder_that_is_not_packed(self) -> None:
+    def test_submit_refuses_a_configuration_folder_that_is_not_uploaded(self) -> None:
         command = job_command("run", "out=/s/a", conf=["mine/conf"])
         with pytest.raises(RefusedError, match=r"--conf mine/conf.*--with mine"):
             check_command(command, find_files())
@@ -431,7 +431,7 @@ class TestJobServer:
             ("python -m raysim run seed=1", ""),
         ],
     )
-    def test_fetch_reads_the_run_folder_from_the_command_of_the_job(
+    def test_fetch_finds_the_path_of_the_run_folder_in_the_submitted_command(
         self, entrypoint: str, folder: str
     ) -> None:
         assert fetch.find_folder(entrypoint) == folder
@@ -743,7 +743,7 @@ def test_submitted_run_that_fails_exits_with_1(cluster: Cluster, tmp_path: Path)
     assert ran.returncode == 1 and "no gradient today" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_connection_error_mentions_the_wrong_token_file_or_missing_token(
+def test_connection_error_mentions_the_token_if_it_is_wrong_or_missing(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     wrong = tmp_path / "wrong"

@@ -212,11 +212,11 @@ class TestPlan:
         points = shipped(name).points()
         assert values <= {point[key] for point in points}
 
-    def test_search_space_of_sweep_option_fedbr_includes_zero_for_tau2(self) -> None:
+    def test_search_space_of_the_sweep_named_fedbr_includes_zero_for_tau2(self) -> None:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 
-    def test_search_space_of_sweep_option_methods_has_ten_points(self) -> None:
+    def test_search_space_of_the_sweep_named_methods_has_ten_points(self) -> None:
         assert len(plan(["sweep=methods"]).points()) == 10
 
     @pytest.mark.parametrize(
@@ -440,7 +440,9 @@ def grid(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 class TestGrid:
-    def test_grid_writes_a_table_pictures_and_the_best_config(self, grid: tuple[Path, str]) -> None:
+    def test_grid_writes_a_table_and_pictures_and_the_best_configuration(
+        self, grid: tuple[Path, str]
+    ) -> None:
         folder, printed = grid
         rows = trials(folder)
         assert [(row["method"], row["local.lr"]) for row in rows] == [

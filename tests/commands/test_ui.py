@@ -53,12 +53,12 @@ def test_ui_starts_a_server_and_opens_the_charts(runs: Path, port: int) -> None:
         assert probe.connect_ex((ui.HOST, port)), "the server has ended"
 
 
-def test_run_and_its_parent_folders_share_one_database(runs: Path) -> None:
+def test_ui_finds_the_same_mlflow_database_for_a_run_and_its_parent_folders(runs: Path) -> None:
     for folder in (runs, runs / "a", runs.parent):
         assert find_root(str(folder)) == runs
 
 
-def test_ui_refuses_empty_folder_taken_port_and_address_without_server(
+def test_ui_refuses_an_empty_folder_or_a_used_port_or_an_unreachable_server(
     runs: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(RefusedError, match=f"^{tmp_path} "):

@@ -329,7 +329,7 @@ class Drawing(Source):
         return Raw(images, np.arange(30) % 3, 25, ["a", "b"])
 
 
-def test_check_finds_changing_data_and_labels_without_names() -> None:
+def test_check_finds_unnamed_labels_and_data_that_change_between_reads() -> None:
     assert "differ when the data are read again" in message_of(Drawing(), "the same samples twice")
     assert "a label has no name: there are 2" in message_of(Drawing(), "labels and domains")
 

@@ -339,7 +339,7 @@ def write_users(folder: Path, x: Any, y: Any) -> Path:
     return folder
 
 
-def test_leaf_reads_pictures_from_the_folder_of_key_data_images(tmp_path: Path) -> None:
+def test_leaf_reads_pictures_from_the_folder_in_the_setting_data_images(tmp_path: Path) -> None:
     pictures = {f"{user}{row}.png": picture(4, 4, 3) for user in "ab" for row in range(4)}
     for name, pixels in pictures.items():
         write_picture(tmp_path / "celeba" / name, pixels)
@@ -356,7 +356,7 @@ def test_leaf_reads_pictures_from_the_folder_of_key_data_images(tmp_path: Path) 
         Leaf(str(root), images=str(tmp_path)).build()
 
 
-def test_leaf_reads_text_from_the_field_of_key_data_field(tmp_path: Path) -> None:
+def test_leaf_reads_text_at_the_list_position_in_the_setting_data_field(tmp_path: Path) -> None:
     root = write_users(
         tmp_path, lambda user, row: ["14", "Mon", user, "I am happy", row], lambda row: row % 2
     )
@@ -400,7 +400,7 @@ def test_leaf_rejects_inputs_and_labels_that_it_cannot_read(
         Leaf(str(root), **settings).build()
 
 
-def test_markov_labels_follow_the_transition_chain_of_their_user() -> None:
+def test_markov_label_is_the_next_token_in_the_markov_chain_of_its_user() -> None:
     source = Markov(users=3, samples=400, test_samples=0, vocabulary=4, skew=1.0, shortest=16)
     data = federate(source, Natural(test_fraction=0.0), 0)
     dataset = data.open()
@@ -423,7 +423,7 @@ def test_markov_labels_follow_the_transition_chain_of_their_user() -> None:
     assert np.abs(transitions[0] - transitions[1]).max() > 0.3  # every user has its own chain
 
 
-def test_markov_label_is_the_number_of_the_chain_if_key_label_is_chain() -> None:
+def test_label_is_the_number_of_the_markov_chain_if_data_label_is_chain() -> None:
     dataset = Markov(users=4, label="chain", chains=2, skew=1.0).build()
     users = dataset.domains
     assert np.array_equal(
@@ -464,7 +464,7 @@ def test_hugging_face_source_reads_a_saved_data_set_folder(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("columns", [None, ["title", "text"]])
-def test_error_of_several_text_columns_suggests_the_key_data_columns(
+def test_error_of_several_text_columns_suggests_the_setting_data_columns(
     columns: list[str] | None, tmp_path: Path
 ) -> None:
     datasets = pytest.importorskip("datasets")

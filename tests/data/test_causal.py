@@ -69,7 +69,7 @@ def test_packed_rows_contain_each_token_exactly_once_as_a_label() -> None:
     assert raw.kind == "causal" and raw.tokens == Tokens(100, 0)
 
 
-def test_packed_rows_never_mix_users_or_training_and_test_text() -> None:
+def test_packed_row_never_mixes_two_users_nor_training_with_test_text() -> None:
     documents = [
         Document(np.array([1, 2]), "b", is_test=True),
         Document(np.array([3]), "b"),
@@ -169,7 +169,7 @@ def test_markov_labels_are_the_next_tokens() -> None:
 
 
 # --- text ---------------------------------------------------------------------------------
-def test_text_source_reads_users_and_test_files_of_folder(tmp_path: Path) -> None:
+def test_text_source_reads_a_file_per_user_from_folders_train_and_test(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "test").mkdir()
     (tmp_path / "train" / "anna.txt").write_text("abab")

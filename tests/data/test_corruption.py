@@ -37,7 +37,7 @@ def test_label_noise_changes_the_given_share_of_labels(ratio: float) -> None:
     assert changed.min() >= 0 and changed.max() < 7
 
 
-def test_label_noise_of_one_flips_all_labels_of_two_classes() -> None:
+def test_label_noise_with_share_one_inverts_all_binary_labels() -> None:
     labels = RNG.integers(0, 2, 50)
     assert np.array_equal(noisy(labels, 1.0, 2), 1 - labels)
 

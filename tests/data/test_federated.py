@@ -97,7 +97,7 @@ def test_central_test_set_has_every_rotation_if_key_rotation_test_is_all() -> No
     assert np.array_equal(every.open().labels[300:], np.tile(clean.labels[300:], 2))
 
 
-def test_low_concentration_rotates_most_images_of_a_client_by_one_angle() -> None:
+def test_low_dirichlet_concentration_gives_a_client_mostly_one_rotation_angle() -> None:
     rotation = Rotation(per="image", angles=ANGLES, concentration=0.05)
     data = federate(replace(SOURCE, rotation=rotation), IID(10), 0)
     turns = data.open().domains

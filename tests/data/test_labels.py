@@ -241,7 +241,7 @@ def test_kind_multilabel_reads_lists_of_equal_length_as_several_labels() -> None
     assert store_arrays((INPUTS, lists)).build().kind == "positions"
 
 
-def test_lists_of_labels_per_position_are_padded() -> None:
+def test_lists_with_a_label_per_token_are_padded_to_equal_length() -> None:
     labels = read_labels([[0, 2], [1], [2, 2]], "positions", None, "place")
     assert labels.values.tolist() == [[0, 2], [1, -100], [2, 2]]
     tags = read_labels([["noun", "verb"], ["verb"]], "positions", None, "place")
@@ -284,6 +284,6 @@ def test_training_label_lists_with_a_test_label_array_are_rejected() -> None:
         store_arrays(((INPUTS, [["a"], ["b", "a"]] * 6), (INPUTS, np.zeros(12, int))))
 
 
-def test_lists_of_one_text_each_are_read_as_class_labels() -> None:
+def test_list_with_a_single_text_is_read_as_the_class_of_the_sample() -> None:
     dataset = store_arrays((INPUTS, [["a"], ["b"]] * 6)).build()
     assert (dataset.kind, dataset.class_names) == ("classification", ["a", "b"])

@@ -123,7 +123,9 @@ def test_error_mentions_a_strip_whose_images_have_another_size(tmp_path: Path) -
         3,
     ],
 )
-def test_error_mentions_the_wrong_description_file_of_strips(meta: object, tmp_path: Path) -> None:
+def test_wrong_content_of_the_description_file_of_strips_is_refused(
+    meta: object, tmp_path: Path
+) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=rf"^{tmp_path / 'meta.json'}|not a multiple of 1000"):
@@ -195,7 +197,7 @@ def test_named_pipe_as_strip_file_is_refused_before_it_is_opened(tmp_path: Path)
         ),
     ],
 )
-def test_real_strips_have_the_documented_sizes(
+def test_public_data_sets_in_strips_have_their_documented_shapes_and_sizes(
     name: str, shape: tuple[int, ...], rows: tuple[int, int], classes: int, shared: Path
 ) -> None:
     built = Strips(root=str(shared / "data"), name=name).build()

@@ -158,7 +158,7 @@ def test_dirichlet_with_large_alpha_gives_clients_the_global_class_shares() -> N
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
-def test_dirichlet_scaled_by_class_shares_gives_clients_nearly_one_class() -> None:
+def test_small_alpha_scaled_by_class_shares_gives_a_client_mainly_one_class() -> None:
     settings = {
         "concentration": "prior_scaled",
         "remaining": True,
@@ -169,7 +169,7 @@ def test_dirichlet_scaled_by_class_shares_gives_clients_nearly_one_class() -> No
     assert np.median(counts.max(axis=1)) > 180
 
 
-def test_option_dirichlet_client_gives_all_clients_the_same_size() -> None:
+def test_all_clients_of_partition_dirichlet_client_have_the_same_size() -> None:
     partition = split(DirichletClient(30, 0.5, test_fraction=0))
     assert set(partition.train.counts.tolist()) == {len(LABELS) // 30}
     assert len(set(partition.train.indices.tolist())) == 30 * (len(LABELS) // 30)
@@ -187,7 +187,7 @@ def test_dirichlet_client_draws_other_classes_if_its_classes_are_used_up() -> No
 
 
 @pytest.mark.parametrize(("shares", "label"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
-def test_uniform_draw_of_1_selects_the_last_class_with_a_share_above_zero(
+def test_random_value_1_selects_the_last_class_with_a_positive_share(
     shares: list[float], label: int
 ) -> None:
     arguments = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
@@ -218,7 +218,7 @@ def test_dirichlet_split_is_redrawn_until_clients_have_enough_samples() -> None:
     assert split(Dirichlet(20, 0.3, minimum=0, test_fraction=0), seed=0).train.counts.min() < 20
 
 
-def test_minimum_of_a_client_may_be_equal_to_the_number_of_all_samples() -> None:
+def test_minimum_size_of_a_client_may_equal_the_number_of_all_samples() -> None:
     partition = split(Quantity(1, 1.0, minimum=len(LABELS), test_fraction=0))
     assert partition.train.counts.tolist() == [len(LABELS)]
 
@@ -439,7 +439,7 @@ def test_central_test_samples_of_a_domain_are_divided_among_its_clients() -> Non
     assert rows == [[0, 3], [1], [2], [4, 7], [5, 8], [6]]
 
 
-def test_domain_class_client_gets_test_samples_of_its_domain_and_classes() -> None:
+def test_client_of_partition_domain_class_is_tested_on_its_domain_and_classes() -> None:
     labels, domains = np.array([0, 0, 1, 1, 0]), np.array([0, 2, 1, 0, 2])
     tests = DomainClass([[0], [1]]).tests(labels, domains, 2)
     assert [tests.rows(client).tolist() for client in range(len(tests))] == [[0], [3], [], [2]]

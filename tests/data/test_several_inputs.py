@@ -72,7 +72,9 @@ def test_several_inputs_are_equal_after_packing_and_unpacking() -> None:
         ((NUMBERS, np.array(["x"] * 60)), "input 1: .*type"),
     ],
 )
-def test_several_inputs_of_wrong_length_type_or_value_are_refused(inputs: Any, text: str) -> None:
+def test_several_inputs_with_a_wrong_length_or_type_or_value_are_refused(
+    inputs: Any, text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         pack_fields(inputs, "here")
 
@@ -129,7 +131,9 @@ def test_data_with_several_inputs_are_packed_for_a_custom_network(data: Any) -> 
     assert "2 inputs" in dataset.columns and dataset.num_classes == 3
 
 
-def test_network_of_several_inputs_learns_and_reproduces_predictions(tmp_path: Path) -> None:
+def test_trained_network_with_several_inputs_gives_the_predictions_of_its_run(
+    tmp_path: Path,
+) -> None:
     settings = {**FAST, "rounds": 12, "local.lr": 0.3, "local.epochs": 5}
     data = ((INPUTS, LABELS), (INPUTS, LABELS))
     result = raysim.run(**settings, model=TwoInputs, data=data, out=tmp_path / "run", quiet=True)

@@ -130,7 +130,7 @@ def test_shards_refuse_missing_and_broken_tar_files(tmp_path: Path) -> None:
         WebDataset(root=str(tmp_path)).build()
 
 
-def test_shards_train_a_unet_by_configuration(shards: str, tmp_path: Path) -> None:
+def test_run_trains_a_unet_on_shards_with_masks_as_labels(shards: str, tmp_path: Path) -> None:
     settings = {**FAST, "partition": "natural", "partition.clients": None, "rounds": 1}
     result = raysim.run(
         data="webdataset",
@@ -163,7 +163,7 @@ def parquet(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("source", "write"), [(JsonLines, json_lines), (Parquet, parquet)])
-def test_parquet_columns_are_inputs_and_a_structured_target(
+def test_columns_become_inputs_and_a_dictionary_column_becomes_two_targets(
     source: type[Source], write: Any, tmp_path: Path
 ) -> None:
     built = source(**write(tmp_path), columns=["age", "height"], separate=True).build()  # type: ignore[call-arg]

@@ -61,7 +61,7 @@ def test_second_build_of_equal_data_reuses_the_stored_file(cache: Path) -> None:
     assert first.path.parent == cache and len(list(cache.glob("*.arrow"))) == 2
 
 
-def test_key_data_cache_takes_precedence_over_environment_variable(tmp_path: Path) -> None:
+def test_cache_folder_in_the_settings_takes_precedence_over_the_environment(tmp_path: Path) -> None:
     assert Synthetic(cache=str(tmp_path / "other")).build().path.parent == tmp_path / "other"
 
 
@@ -165,7 +165,7 @@ def test_checksum_of_a_data_file_is_verified_only_once_on_a_machine(
 
 
 # ---- data sets by name ---------------------------------------------------------------------------
-def test_digits_reach_pixel_255_and_hold_out_a_fifth_of_each_class() -> None:
+def test_digits_data_have_pixel_values_up_to_255_and_a_fifth_as_test_samples() -> None:
     digits = Digits().build()
     assert (
         digits.inputs.shape == (1797, 1, 8, 8)
@@ -341,7 +341,7 @@ def test_synthetic_data_have_balanced_classes_in_each_domain() -> None:
     assert set(cells.tolist()) == {10}
 
 
-def test_synthetic_classes_differ_between_domains() -> None:
+def test_synthetic_images_of_one_class_differ_between_domains() -> None:
     built = Synthetic(classes=2, domains=2, samples=8, test_samples=0, noise=0.0).build()
     assert len({image.tobytes() for image in built.inputs}) == 4
 
@@ -407,7 +407,7 @@ def test_mnist_and_fashion_mnist_have_their_published_sizes_and_means(
     assert abs(built.inputs[:60_000].mean() / 255 - mean) < 1e-4
 
 
-def test_data_have_only_the_classes_that_are_chosen_in_the_same_order(tmp_path: Path) -> None:
+def test_sources_read_only_the_listed_classes_in_the_order_of_the_list(tmp_path: Path) -> None:
     for domain in ("clipart", "sketch"):
         for index, name in enumerate(("axe", "bat", "cat")):
             for number in range(5):

@@ -317,7 +317,9 @@ INTS, FLOATS, TEXTS = [0, 1], [0.0, 1.0], ["a", "b"]
 
 
 @pytest.mark.parametrize("label", [6, 10**6, 10**12, 2**63 - 1])
-def test_list_with_a_label_above_the_number_of_rows_is_rejected(label: int, tmp_path: Path) -> None:
+def test_label_in_a_list_must_be_smaller_than_the_number_of_samples(
+    label: int, tmp_path: Path
+) -> None:
     source = write_labels(tmp_path, SETS[:3], [*SETS[:2], [1, label]])
     with pytest.raises(
         ValueError,
@@ -414,7 +416,9 @@ def test_error_mentions_label_types_that_differ_between_files(
 @pytest.mark.parametrize(
     "other", [pa.list_(pa.int64(), 1), pa.large_list(pa.uint64()), pa.list_(pa.int8())]
 )
-def test_label_lists_may_have_any_arrow_type(other: pa.DataType, tmp_path: Path) -> None:
+def test_lists_of_labels_per_sample_may_have_any_arrow_list_type(
+    other: pa.DataType, tmp_path: Path
+) -> None:
     built = write_labels(tmp_path, [[0], [0, 2], []], pa.array([[2], [1]], other)).build()
     assert built.kind == "multilabel" and built.class_names == ["0", "1", "2"]
     assert built.labels.tolist() == [[1, 0, 0], [1, 0, 1], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
@@ -431,7 +435,7 @@ def test_label_lists_may_all_be_empty_in_one_file(tmp_path: Path) -> None:
         ]
 
 
-def test_label_lists_of_three_files_must_have_one_type(tmp_path: Path) -> None:
+def test_files_with_lists_of_integer_labels_and_of_text_labels_are_rejected(tmp_path: Path) -> None:
     source = write_labels(tmp_path, [[], []], SETS)
     (tmp_path / "test.parquet").rename(tmp_path / "test-0.parquet")
     pq.write_table(pa.table({"x": [0.0], "label": [["a"]]}), tmp_path / "test-1.parquet")

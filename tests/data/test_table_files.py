@@ -71,7 +71,7 @@ Writer = Callable[..., Any]
 
 # ---- which column is which -----------------------------------------------------------------------
 @pytest.mark.parametrize("write", WRITERS)
-def test_inputs_label_and_users_are_inferred_from_the_columns_of_a_table(
+def test_table_source_infers_the_columns_of_inputs_and_labels_and_users(
     write: Writer, tmp_path: Path
 ) -> None:
     dataset = write(tmp_path, COLUMNS).build()
@@ -349,7 +349,7 @@ def test_error_of_wrong_csv_setting_mentions_its_key(key: str, value: Any) -> No
 
 
 # ---- JSON lines ----------------------------------------------------------------------------------
-def test_json_lists_become_input_vectors_tokens_or_multiple_labels(tmp_path: Path) -> None:
+def test_json_lists_become_input_vectors_or_tokens_or_several_labels(tmp_path: Path) -> None:
     vectors = write_json_lines(
         tmp_path, {"x": [[0.5, 1.0]] * 4, "y": [["a"], ["b", "a"], [], ["b"]]}
     ).build()

@@ -156,7 +156,7 @@ UNREADABLE = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_unreadable_types_are_rejected(name: str) -> None:
+def test_values_that_cannot_become_numbers_or_text_are_rejected(name: str) -> None:
     for parts in (
         (TABLE, UNREADABLE[name]),
         (UNREADABLE[name], INTEGERS),
@@ -189,7 +189,7 @@ class Items(torch.utils.data.Dataset):
         return self.items[row]
 
 
-def test_error_of_dictionary_samples_without_labels_lists_their_keys() -> None:
+def test_error_mentions_the_keys_of_dictionary_samples_without_a_label() -> None:
     items = Items(*[{"image": row, "age": row} for row in TABLE])
     with pytest.raises(ValueError, match=r"^data: .*image, age"):
         store_arrays(items)
@@ -310,7 +310,9 @@ def test_arrow_numbers_can_be_labels_and_inputs(column: pa.Array, tmp_path: Path
     ],
     ids=lambda column: str(column.type)[:30],
 )
-def test_arrow_text_can_be_labels_and_users(column: pa.Array, tmp_path: Path) -> None:
+def test_apache_arrow_strings_can_be_labels_and_names_of_users(
+    column: pa.Array, tmp_path: Path
+) -> None:
     dataset = read_parquet(tmp_path, label=column, user=column)
     assert dataset.class_names == dataset.domain_names == ["a", "b", "c"]
 

@@ -558,7 +558,7 @@ def test_stored_configuration_with_malformed_choices_is_refused(
         compose([], stored=tmp_path / "config.yaml")
 
 
-def test_stored_configuration_with_list_for_group_is_refused(
+def test_stored_configuration_is_refused_if_an_option_group_is_a_list(
     tmp_path: Path,
 ) -> None:
     content = to_dict(compose(QUICK)) | {"local": [1, 2]}

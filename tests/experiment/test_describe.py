@@ -38,7 +38,7 @@ def lines(*words: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("budget", ["local.epochs=5", "local.steps=7"])
-def test_printed_plan_has_the_steps_and_one_client_of_a_centralized_run(
+def test_printed_plan_of_centralized_run_shows_its_steps_and_a_single_client(
     budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

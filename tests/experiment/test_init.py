@@ -247,7 +247,7 @@ def test_redrawn_weights_equal_those_of_a_run_without_init_file(
     assert_starts(experiment, {k: t for k, t in drawn.items() if k.startswith("model.head.")})
 
 
-def test_head_of_stored_weights_for_other_classes_can_be_redrawn(
+def test_stored_head_for_other_classes_can_be_replaced_by_random_weights(
     trained: Path, tmp_path: Path
 ) -> None:
     stored = load_file(trained / "model.safetensors")

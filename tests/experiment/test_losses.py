@@ -62,7 +62,7 @@ def test_losses_equal_those_of_pytorch() -> None:
     assert torch.allclose(Focal(2.0)(outputs, classes), (1 - right) ** 2 * usual, atol=1e-6)
 
 
-def test_custom_loss_is_used_in_training_in_scores_and_after_resume() -> None:
+def test_custom_loss_is_used_in_training_and_in_scores_and_after_resume() -> None:
     """Train with half the loss at twice the learning rate, which gives the same model."""
     usual = raysim.run(**SMALL, local={"lr": 0.1}, out="usual")
     halved = importlib.import_module("ownlosses").halved

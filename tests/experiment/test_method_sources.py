@@ -26,7 +26,7 @@ def test_method_description_read_from_source_code_equals_that_of_the_class(name:
     assert source == methods._import_method(name, NODES[name], [])
 
 
-def test_order_of_hooks_is_the_same_in_source_code_and_in_the_class() -> None:
+def test_order_of_hooks_in_source_code_equals_that_of_the_imported_class() -> None:
     assert hook_order() == [hook for hook in HOOKS if hook != "settings"]
 
 

@@ -113,7 +113,7 @@ def test_observer_gets_all_events() -> None:
     assert never.pages == []  # the run had finished
 
 
-def test_run_resumes_after_an_error_in_the_function_on_round() -> None:
+def test_run_resumes_after_an_error_in_a_function_passed_as_on_round() -> None:
     def picky(row: dict[str, Any]) -> None:
         if row["round"] == 3:
             raise ZeroDivisionError("nothing to divide by")
@@ -142,7 +142,7 @@ def test_run_writes_its_summary_even_if_an_observer_fails_at_the_end() -> None:
     assert json.loads(Path("a/summary.json").read_text())["rounds"] == 1
 
 
-def test_interrupt_in_the_function_on_round_interrupts_the_run() -> None:
+def test_keyboard_interrupt_in_a_function_passed_as_on_round_ends_the_run() -> None:
     def stop(row: dict[str, Any]) -> None:
         raise KeyboardInterrupt
 

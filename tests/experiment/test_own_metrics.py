@@ -163,7 +163,7 @@ def test_wrong_metrics_passed_by_the_user_are_refused(metrics: Any, key: str) ->
         raysim.build(**{k: v for k, v in SMALL.items() if k != "quiet"}, metrics=metrics)
 
 
-def test_unknown_metric_in_key_evaluate_lower_is_refused() -> None:
+def test_unknown_metric_in_the_setting_evaluate_lower_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"^evaluate\.lower: brierr .*brier"):
         raysim.run(**SMALL, metrics=["accuracy", brier], **{"evaluate.lower": ["brierr"]})
 

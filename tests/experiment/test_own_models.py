@@ -97,7 +97,7 @@ def test_object_that_is_no_model_is_refused(package: str, text: str, sentence: s
         raysim.build(composed(option("mine", text)), allow=[package])
 
 
-def test_custom_nn_module_is_trained_as_a_copy_and_returned(
+def test_run_trains_a_copy_of_a_custom_nn_module_and_returns_the_copy(
     package: str,
 ) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 3))

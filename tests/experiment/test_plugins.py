@@ -111,7 +111,7 @@ def test_submitted_job_packs_packages_that_its_options_or_its_config_use(
     assert (again.words, same) == (command.words, extra), "what is named already comes once"
 
 
-def test_package_is_allowed_for_one_command_only(
+def test_allowed_package_must_be_allowed_again_in_the_next_command(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.call(["run", "method=quiet", *SMALL]) == 2
@@ -126,7 +126,7 @@ def test_package_is_allowed_for_one_command_only(
     assert cli.call(["partition", "--allow", "quietly", "method=quiet", *SMALL]) == 0
 
 
-def test_package_that_is_missing_or_a_single_file_has_no_options(package: Path) -> None:
+def test_package_adds_no_options_if_it_is_missing_or_is_a_single_file(package: Path) -> None:
     (package.parent / "single.py").write_text("")
     sys.path.insert(0, str(package.parent))
     assert conf_folders_of(["nowhere", "single", "..", ""]) == []
@@ -159,7 +159,7 @@ def test_allow_refuses_missing_package(package: Path, capsys: pytest.CaptureFixt
     assert conf_folders_of(["quitely"]) == [], "a job is told by the nodes, which may have it"
 
 
-def test_allow_accepts_package_in_current_folder(
+def test_package_in_the_current_folder_can_be_allowed_by_its_name(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     around = package.parent / "around" / "quietly"
@@ -232,7 +232,7 @@ def test_option_file_of_a_later_folder_replaces_that_of_an_earlier_folder(tmp_pa
     )
 
 
-def test_option_class_needs_installed_or_allowed_package(package: Path) -> None:
+def test_class_of_an_option_must_be_in_an_installed_or_allowed_package(package: Path) -> None:
     with pytest.raises(RefusedError, match="allow it with --allow quietly"):
         resolve("quietly.Quiet", "method.quiet")
     install(package)

@@ -138,7 +138,7 @@ def test_partition_passed_as_lists_is_stored_and_used_on_resume() -> None:
     assert json.loads(stored.read_text()) == {"7": [0, 1, 9], "8": [2, 3, 4, 5]}
 
 
-def test_partition_of_lists_may_have_client_names() -> None:
+def test_partition_passed_as_a_dictionary_has_client_names_as_keys() -> None:
     result = ran(partition={"alice": [0, 1, 9], "bob": (2, 3, 4, 5)})
     assert (
         result.summary["model_sha256"]
@@ -325,7 +325,7 @@ def test_object_of_wrong_type_is_refused(given: dict[str, Any], sentence: str) -
     assert "\n" not in str(refused.value) and not Path("a").exists()
 
 
-def test_key_set_as_override_and_argument_is_refused() -> None:
+def test_same_key_in_an_override_and_in_an_argument_is_refused() -> None:
     with pytest.raises(RefusedError, match="rounds=2"):
         raysim.run("rounds=3", **(SMALL | PARTS))
     with pytest.raises(RefusedError, match=r"model=\.\.\. has no effect here"):

@@ -58,7 +58,7 @@ class TestUnknownKeys:
         with pytest.raises(RefusedError, match="data=synthetic has"):
             compose([*resumed, "data.wrong=1"])
 
-    def test_resume_checks_overrides_against_the_stored_network(self) -> None:
+    def test_resume_refuses_override_of_a_setting_that_the_stored_network_lacks(self) -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
         raysim.run(
             [*WORDS, "out=run"], model=model, data=DATA, partition={"clients": 3}, quiet=True
@@ -104,7 +104,7 @@ class Empty(Source):
 
 
 class TestData:
-    def test_error_of_a_source_without_setting_root_does_not_mention_data_root(self) -> None:
+    def test_error_omits_the_setting_data_root_if_the_source_has_no_root(self) -> None:
         sentence = refused(data=Empty())
         assert "Empty" in sentence
         assert "data.root" not in sentence
@@ -121,7 +121,7 @@ class TestData:
         assert not any("partition.clients" in text for text in warnings)
 
 
-def test_batchnorm_warning_for_a_custom_network_mentions_no_key_model_norm() -> None:
+def test_batchnorm_warning_for_a_custom_network_suggests_model_small_cnn() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     warnings = build(
         [*WORDS, "method=fedbn"], data=DATA, model=network, partition={"clients": 3}

@@ -138,7 +138,7 @@ def test_sweep_folder_has_a_date_unless_out_is_set() -> None:
     assert read_request(words).is_dated and not read_request([*words, "out=s"]).is_dated
 
 
-def test_only_one_of_several_processes_writes_a_new_package() -> None:
+def test_only_one_of_several_processes_creates_a_package_with_raysim_new() -> None:
     def write() -> str:
         try:
             return str(package.write("mine"))

@@ -77,12 +77,14 @@ class TestOrder:
         assert names(data) == sorted(set(TEXTS))
         assert set(TEXTS[data.partition.train.rows(2)]) == {"user10"}
 
-    def test_users_of_array_files_are_ordered_by_value(self) -> None:
+    def test_user_numbers_in_array_files_are_ordered_by_value(self) -> None:
         np.savez("train.npz", x=INPUTS, y=CLASSES, user=NUMBERS)
         assert names(federate(NumPy(root="."), Natural(), 0)) == IN_ORDER
 
     @pytest.mark.parametrize("folders", [["."], ["one", "two"]])
-    def test_users_of_table_columns_are_ordered_by_value(self, folders: list[str]) -> None:
+    def test_user_numbers_in_a_column_of_a_table_are_ordered_by_value(
+        self, folders: list[str]
+    ) -> None:
         for folder in folders:
             Path(folder).mkdir(exist_ok=True)
             columns = {"x": list(INPUTS), "label": CLASSES, "who": NUMBERS}
@@ -112,7 +114,7 @@ class TestListedNames:
         ).spec.data
         assert names(data) == ["7", "3"]
 
-    def test_keys_in_the_file_of_partition_listed_are_client_names(self) -> None:
+    def test_client_names_are_the_keys_in_the_file_with_the_partition(self) -> None:
         Path("rows.json").write_text('{"zoe": [0, 1, 2, 3, 4, 5], "al": [6, 7, 8, 9, 10, 11]}')
         data = federate(Synthetic(samples=40), Listed(file="rows.json"), 0)
         assert names(data) == ["zoe", "al"]

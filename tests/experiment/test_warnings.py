@@ -73,7 +73,7 @@ def test_methods_that_compare_updates_warn_if_only_one_arrives(
 
 
 @pytest.mark.parametrize(("normalization", "count"), [("count", 1), ("none", 1), ("weights", 0)])
-def test_fedbuff_with_groupdro_warns_unless_its_normalization_is_weights(
+def test_groupdro_gets_a_warning_if_fedbuff_does_not_normalize_by_weights(
     normalization: str, count: int
 ) -> None:
     for methods in ("[fedbuff,groupdro]", "[groupdro,fedbuff]"):
@@ -88,7 +88,7 @@ def test_fedbuff_with_groupdro_warns_unless_its_normalization_is_weights(
     assert warnings("method=[fedbuff]", *BUFFER) == ()
 
 
-def test_hook_setup_receives_all_methods_and_facts_of_the_schedule(
+def test_setup_hook_receives_all_methods_and_properties_of_the_schedule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.methods.fedprox import FedProx

@@ -158,7 +158,7 @@ def test_summary_has_the_scores_of_a_strategy(run):
     assert "server.list" not in summary
 
 
-def test_summary_has_the_scores_of_an_older_server(run):
+def test_summary_has_the_scores_of_an_app_with_the_older_flower_interface(run):
     def score(server_round, parameters, config):
         return 10.0 - server_round, {"accuracy": 0.1 * server_round}
 

@@ -356,7 +356,7 @@ def stored(method: str, seed: int, accuracy: float, words: str = "", entropy: fl
 FEDBR = PAPER_RUNS["fedbr"]
 
 
-def test_gains_table_uses_only_seeds_that_both_methods_have() -> None:
+def test_gain_over_fedavg_uses_only_seeds_that_both_methods_have() -> None:
     # 10, 20 and 30 points: mean 20, deviation 10, and t(0.975, 2) = 4.3027 gives 24.84 to each
     # side.
     gained = [
@@ -379,7 +379,7 @@ def test_gains_table_uses_only_seeds_that_both_methods_have() -> None:
     assert "Spearman" not in text, "three splits have no correlation"
 
 
-def test_gains_table_uses_the_kind_of_score_that_the_paper_reports() -> None:
+def test_gain_over_fedavg_is_measured_in_the_score_that_the_paper_reports() -> None:
     def run(method: str, seed: int, gained: float) -> Run:
         best, early, late = 0.5 + gained, 0.3 + 2 * gained, 0.2 + 4 * gained
         scores = [best] * 5 + [early] * 9 + [late]
@@ -423,7 +423,7 @@ def test_overrides_that_differ_only_in_how_a_number_is_written_are_equal() -> No
     assert not list(gains(runs, FEDBR)), "1.01 and 1.02 are two"
 
 
-def test_gains_table_shows_decomposed_loss_terms_and_central_scores() -> None:
+def test_paper_page_shows_central_scores_and_terms_of_the_decomposed_loss() -> None:
     def run(method: str, seed: int, shift: float) -> Run:
         rows: list[Row] = [
             {"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value}
@@ -443,7 +443,7 @@ def test_gains_table_shows_decomposed_loss_terms_and_central_scores() -> None:
     )
 
 
-def test_gains_table_shows_loss_terms_that_all_runs_have() -> None:
+def test_table_of_loss_terms_has_only_terms_that_all_its_runs_measured() -> None:
     def run(method: str, seed: int, **terms: float | None) -> Run:
         columns = {f"decomposition.{name}": value for name, value in terms.items()}
         return replace(stored(method, seed, 0.5), rows=[{"accuracy": 0.5, **columns}])
@@ -460,7 +460,7 @@ def test_gains_table_shows_loss_terms_that_all_runs_have() -> None:
     )
 
 
-def test_gains_table_shows_rank_correlation_of_gain_and_entropy() -> None:
+def test_paper_page_shows_rank_correlation_of_gain_and_label_entropy() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
     assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(
@@ -468,7 +468,7 @@ def test_gains_table_shows_rank_correlation_of_gain_and_entropy() -> None:
     )
 
 
-def test_gains_table_has_no_rank_correlation_if_all_splits_are_equal() -> None:
+def test_paper_page_omits_rank_correlation_if_all_data_splits_are_equal() -> None:
     runs = [
         stored(method, seed, 0.5 + 0.1 * seed * seed)
         for method in ("fedavg", "fedbr")
@@ -479,7 +479,7 @@ def test_gains_table_has_no_rank_correlation_if_all_splits_are_equal() -> None:
     assert "by split" not in text and "Spearman" not in text and "A seed is a split" not in text
 
 
-def test_picture_of_gains_shows_means_intervals_and_splits(
+def test_picture_of_gains_shows_means_with_intervals_and_each_data_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
@@ -506,7 +506,7 @@ def test_picture_of_gains_shows_means_intervals_and_splits(
     )
 
 
-def test_gains_table_needs_enough_seeds_of_one_setting() -> None:
+def test_gain_over_fedavg_needs_enough_seeds_of_one_setting() -> None:
     fedavg = [stored("fedavg", seed, 0.5) for seed in range(3)]
     assert not list(gains([*fedavg, stored("fedbr", 0, 0.6), stored("fedbr", 1, 0.6)], FEDBR))
     assert not list(
