@@ -150,7 +150,7 @@ def test_too_stale_update_is_discarded_and_counted() -> None:
     assert torch.equal(at.vector, before) and at.version == 3
 
 
-def test_fedasync_scales_its_rate_by_samples_only_if_weighting_is_samples() -> None:
+def test_fedasync_weighs_updates_equally_by_default_and_can_weigh_them_by_samples() -> None:
     counts = (30, 10, 20, 0)  # mean 20: a client without samples is none
     at = server(FedAsync(0.4, "constant"), weighting="samples", counts=counts)
     arrive(at, (0, 1.0))

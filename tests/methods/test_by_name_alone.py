@@ -157,7 +157,9 @@ def test_stored_configuration_does_not_list_the_keys_that_the_user_has_set() -> 
     assert "_set_" not in experiment.config["choices"]
 
 
-def test_repeated_run_replaces_stored_values_only_after_a_method_override(tmp_path: Path) -> None:
+def test_repeated_run_keeps_its_local_epochs_unless_an_override_changes_the_method(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(build([*IN_PROCESS, "method=fedrep"]).config))
     again = build(compose((), (), path))

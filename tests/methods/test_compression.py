@@ -103,7 +103,7 @@ class TestValues:
         np.testing.assert_allclose(step, expected, atol=2e-7)
         assert np.abs(step - weights @ deltas / weights.sum()).max() > 1e-5
 
-    def test_workers_add_up_decoded_updates_to_the_bits_of_the_server_sum(self) -> None:
+    def test_sum_of_decoded_updates_is_bit_identical_on_workers_and_on_the_server(self) -> None:
         summed, _, updates = first_step(TopK(0.1))
         assert all(update.delta is None for update in updates)
         single, _, updates = first_step(TopK(0.1), Spectator())
@@ -118,12 +118,12 @@ class TestValues:
         np.testing.assert_allclose(step[clear], 0.01 * np.sign(votes[clear]), rtol=1e-3)
         assert clear.any()
 
-    def test_server_sends_compressed_steps_to_clients(self) -> None:
+    def test_server_sends_clients_the_compressed_change_of_the_model(self) -> None:
         _, exact, _ = first_step()
         _, step, _ = first_step(TopK(0.1, "down"))
         np.testing.assert_allclose(step, decoded(TopK(0.1), exact), atol=2e-7)
 
-    def test_server_state_has_the_compression_error_of_the_step_it_sends(self) -> None:
+    def test_server_state_has_the_error_of_compressing_the_change_of_the_model(self) -> None:
         first, step, _ = first_step(TopK(0.1, "down", "ef14"))
         _, exact, _ = first_step()
         memory = first.coordinator.server.state["topk.memory"].numpy()

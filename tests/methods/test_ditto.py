@@ -64,7 +64,7 @@ def test_ditto_sends_no_personal_model() -> None:
     )
 
 
-def test_ditto_trains_with_fedbn_without_new_tensors_in_the_model() -> None:
+def test_ditto_adds_no_tensors_to_the_model_when_fedbn_is_also_used() -> None:
     result = run(run_spec(FedBN(), Ditto(), model=NORMED_MLP))
     plain = run(run_spec(FedBN(), model=NORMED_MLP), fleet=Ideal())
     assert not result.failures

@@ -133,7 +133,7 @@ def test_fedbn_scope_decides_how_many_batchnorm_floats_are_shared(scope: Any) ->
 
 
 @pytest.mark.parametrize("scope", ["affine", "none"])
-def test_fedbn_server_batch_counters_are_the_largest_of_all_clients(scope: Any) -> None:
+def test_fedbn_server_keeps_the_largest_num_batches_tracked_of_all_clients(scope: Any) -> None:
     here = study(FedBN(scope), data=tiny_data())
     spy = Spy(here)
     finished = run_to_end(coordinate(here, ROUNDS, runtime=spy, rounds=1))

@@ -60,7 +60,7 @@ def test_fedgh_zero_update_has_no_conflict() -> None:
     assert not harmonized(rows)[-1].any()
 
 
-def test_fedgh_refuses_unknown_value_of_setting_conflict_test() -> None:
+def test_fedgh_refuses_a_conflict_test_with_an_unknown_name() -> None:
     with pytest.raises(ValueError, match="conflict_test='running'"):
         harmonized(conflict_test="running")
 
@@ -72,7 +72,7 @@ def tree(gradients: Tensor, reference: Tensor, eps: float = 1e-7) -> Tensor:
     return fedgh.hierarchical_harmonized_gradient(gradients=gradients, reference=reference, eps=eps)
 
 
-def test_fedgh_tree_combines_its_last_two_updates_without_sorting_them() -> None:
+def test_hierarchical_fedgh_does_not_sort_the_last_two_sums_of_updates() -> None:
     rows, reference = random(7, 3, seed=29), random(3, seed=129)
 
     def off(a: Tensor, b: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_fedgh_tree_combines_its_last_two_updates_without_sorting_them() -> None
     assert (tree(rows, reference) - root(second, first)).norm() > 0.01
 
 
-def test_fedgh_tree_computes_the_scalar_product_of_its_last_pair_once() -> None:
+def test_hierarchical_fedgh_computes_the_scalar_product_of_the_last_two_sums_once() -> None:
     first = torch.tensor([2.0, 0.0], dtype=torch.float64)
     second = torch.tensor([-1.0, 1.0], dtype=torch.float64)
     # s = -2, |second|^2 = 2: first becomes [2, 0] + [-1, 1] = [1, 1], of squared length 2;
@@ -161,7 +161,7 @@ def test_fedgh_without_conflicts_equals_fedavg_exactly(granularity: Any) -> None
     assert torch.equal(params.params, step(server(), list(range(8)), agreeing).params)
 
 
-def test_fedgh_tree_applies_the_aggregation_weights() -> None:
+def test_hierarchical_fedgh_equals_the_weighted_mean_if_no_updates_conflict() -> None:
     agreeing = np.abs(DELTAS)
     target = step(server(HierarchicalFedGH()), ARRIVED, agreeing)
     before = target.params.clone()

@@ -146,7 +146,7 @@ def test_fedld_margin_loss_accepts_soft_labels(methods: list[Method]) -> None:
 # --- configuration ----------------------------------------------------------------------------
 
 
-def test_options_of_fedld_build_the_penalty_methods_with_their_defaults() -> None:
+def test_fedld_options_choose_penalty_methods_with_the_defaults_of_their_classes() -> None:
     for option, parts in (
         ("fedld", ["fedld_margin", "fedld_principal"]),
         ("fedld_margin", ["fedld_margin"]),

@@ -381,7 +381,7 @@ def test_fedpac_job_starts_from_sent_head_and_uploads_trained_one() -> None:
     assert torch.equal(worker.vector.personal, trained)
 
 
-def test_fedpac_alignment_loss_of_mixed_sample_averages_over_its_labels() -> None:
+def test_fedpac_alignment_loss_of_a_mixup_sample_is_a_mean_over_its_two_labels() -> None:
     method = FedPAC(2.0)
     features = random(4, 12, seed=3).float()
     labels, partners = torch.tensor([0, 1, 2, 3]), torch.tensor([3, 0, 4, 1])
@@ -595,7 +595,7 @@ def test_fedpac_settings_out_of_range_are_refused(settings: dict[str, Any]) -> N
         FedPAC(**settings)
 
 
-def test_fedpac_refuses_method_local() -> None:
+def test_fedpac_cannot_be_combined_with_the_method_named_local() -> None:
     with pytest.raises(ValueError, match=r"'fedpac'.*'local'"):
         declare_run(run_spec(LocalTraining(), FedPAC(), local=TWO))
 

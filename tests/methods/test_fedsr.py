@@ -85,7 +85,7 @@ def test_fedsr_noise_is_equal_in_all_processes_and_not_sent() -> None:
     assert layout.shared == sum(p.numel() for p in models[0].parameters())
 
 
-def test_fedsr_reference_means_start_at_zero_and_deviations_at_one() -> None:
+def test_fedsr_reference_distribution_starts_with_mean_zero_and_deviation_one() -> None:
     networks = declare_run(run_spec(FedSR(width=7))).networks
     reference = cast(Reference, networks[REFERENCE])
     assert reference.mean.shape == reference.std.shape == (5, 7) and not reference.mean.any()

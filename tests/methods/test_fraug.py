@@ -194,7 +194,7 @@ def test_step_counts_continue_in_the_next_job_if_keep_optimizer_is_true(keep: bo
     assert result.coordinator.client_states.stateful is keep
 
 
-def test_key_keep_optimizer_acts_equally_in_fraug_and_in_group_local() -> None:
+def test_keep_optimizer_has_the_same_effect_in_fraug_and_in_group_local() -> None:
     by_run, by_method, by_both, fresh = (
         run(
             run_spec(
@@ -245,7 +245,7 @@ def test_fraug_generated_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> 
 
 @pytest.mark.parametrize("metric", get_args(Metric))
 @pytest.mark.parametrize("lam", [0.0, 10.0])
-def test_fraug_warning_suggests_settings_that_decrease_generated_norms(
+def test_fraug_warning_of_too_large_generated_features_suggests_other_settings(
     metric: Any, lam: float
 ) -> None:
     method = small(generator_metric=metric, generator_lam=lam, generator_lr_factor=4.0)
@@ -256,7 +256,7 @@ def test_fraug_warning_suggests_settings_that_decrease_generated_norms(
 
 
 @pytest.mark.slow  # 6 rounds of 3 epochs, three times
-def test_fraug_settings_in_the_warning_decrease_norms() -> None:
+def test_fraug_generated_features_shrink_with_the_settings_that_its_warning_suggests() -> None:
     def generated(**settings: Any) -> float:
         local = replace(LOCAL, lr=0.1, epochs=3)
         study = run_spec(small(**settings), model=NORMED_MLP, local=local)
@@ -293,7 +293,7 @@ def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("pace", "gamma"), [(None, 0.01), (300, 0.01 * 300 / 6)])
-def test_fraug_ramps_grow_at_the_speed_that_ramp_rounds_sets(
+def test_fraug_ramps_grow_faster_if_ramp_rounds_exceeds_the_rounds_of_the_run(
     pace: int | None, gamma: float
 ) -> None:
     expected = [math.exp(gamma * (t - 6)) for t in range(3)]
@@ -305,7 +305,9 @@ def test_fraug_ramps_are_constant_after_their_last_round() -> None:
 
 
 @pytest.mark.parametrize("first", ["method=[fraug]", "experiment=fraug/digits"])
-def test_fraug_key_rounds_defaults_to_the_number_of_rounds_of_the_run(first: str) -> None:
+def test_fraug_uses_the_number_of_rounds_of_the_run_unless_an_override_changes_it(
+    first: str,
+) -> None:
     def rounds(*words: str) -> object:
         return to_dict(compose([first, *words]))["method"]["fraug"]["rounds"]
 

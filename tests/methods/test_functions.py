@@ -28,7 +28,7 @@ class TestFedAvg:
         assert torch.equal(fedavg.weighted_average(vectors, vector(1, 0, 1)), vector(2, 4))
 
     @pytest.mark.parametrize("weights", [(0.0, 0.0), (2.0, -1.0), (1.0, math.nan), (1.0, math.inf)])
-    def test_mean_of_weights_that_sum_to_zero_is_refused(
+    def test_aggregation_weights_are_refused_if_negative_not_finite_or_all_zero(
         self, weights: tuple[float, float]
     ) -> None:
         with pytest.raises(ValueError, match="weights"):
@@ -93,7 +93,7 @@ class TestFedBN:
 
 
 class TestFedBSS:
-    def test_fedbss_includes_one_of_two_biased_samples_at_half_of_the_epochs(self) -> None:
+    def test_fedbss_includes_one_of_two_biased_samples_in_epoch_five_of_ten(self) -> None:
         half = fedbss.inclusion_fraction(epoch=5, total_epochs=10)
         assert half < 0.5
         assert fedbss.included_count(num_biased=2, fraction=half) == 1
@@ -116,7 +116,7 @@ class TestFedBSS:
         probabilities = torch.stack([vector(0.25, 0.25, 0.25, 0.25), vector(0, 1, 0, 0)])
         assert fedbss.uncertainty(probabilities=probabilities).tolist() == [1.0, 0.0]
 
-    def test_fedbss_inclusion_refuses_unknown_curve_and_epoch_zero(self) -> None:
+    def test_fedbss_refuses_epoch_zero_and_an_unknown_formula_for_the_sample_share(self) -> None:
         with pytest.raises(ValueError, match="cosin"):
             fedbss.inclusion_fraction(epoch=1, total_epochs=2, kind="cosin")
         with pytest.raises(ValueError, match="epoch"):
@@ -145,7 +145,7 @@ class TestFedBR:
         with pytest.raises(ValueError, match="temperature_mode"):
             fedbr.contrastive_loss(z, z, z, 2.0, 2.0, "times")
 
-    def test_fedbr_pseudo_data_are_the_proxy_means_if_there_are_no_samples(self) -> None:
+    def test_fedbr_pseudo_data_equal_the_proxy_averages_without_client_samples(self) -> None:
         means, no_samples = random(3, 2), torch.zeros(3, 0, dtype=torch.int64)
         labels = torch.tensor([0, 1, 2, 3])
         mixed = fedbr.mixture_pseudo_data(means, random(4, 2, seed=1), labels, no_samples, 4)

@@ -59,14 +59,16 @@ def close(got: Tensor, want: Tensor, rtol: float = 1e-5) -> None:
 # --- one pair ---------------------------------------------------------------------------------
 
 
-def test_inco_mixes_a_whole_tensor_if_each_of_its_kernels_is_one_number() -> None:
+def test_inco_mixes_a_tensor_as_a_whole_if_no_kernel_is_larger_than_1x1() -> None:
     for shape in ((6, 5, 1, 1), (6, 5), (7,)):
         target, source = random(*shape), random(*shape, seed=1)
         assert torch.equal(mixed(target, source), mixed(target, source, granularity="tensor"))
 
 
 @pytest.mark.parametrize("granularity", get_args(Granularity))
-def test_inco_mixes_kernels_of_two_entries_separately(granularity: str) -> None:
+def test_inco_mixes_kernels_of_size_1x2_separately_unless_granularity_is_tensor(
+    granularity: str,
+) -> None:
     target, source = random(3, 2, 1, 2), random(3, 2, 1, 2, seed=1)
     alike = torch.equal(
         mixed(target, source, granularity=granularity), mixed(target, source, granularity="tensor")
@@ -110,7 +112,7 @@ def paired(model: ModelRecipe, *methods: Method, shape: Shape = (3, 32, 32)) -> 
     return inco.source_parameters(names=list(names), shapes=list(names.values()))
 
 
-def test_inco_mixes_basic_blocks_with_layer_conv2_of_the_first_block() -> None:
+def test_inco_pairs_layers_of_basic_blocks_with_layer_conv2_of_the_first_block() -> None:
     ended = paired(ResNet(18))
     assert len(ended) == 8
     for stage in range(1, 5):
@@ -121,7 +123,7 @@ def test_inco_mixes_basic_blocks_with_layer_conv2_of_the_first_block() -> None:
             assert ended[target] == source
 
 
-def test_inco_mixes_bottlenecks_with_the_same_layer_of_the_first_block() -> None:
+def test_inco_pairs_layers_of_bottlenecks_with_the_same_layers_of_the_first_block() -> None:
     ended = paired(ResNet(50))
     assert len(ended) == 2 * (2 + 3 + 5 + 2)
     assert ended["extractor.layer3.4.conv3.weight"] == "extractor.layer3.0.conv3.weight"
@@ -151,7 +153,7 @@ def test_inco_pairs_norm_layers_of_the_same_transformer_block() -> None:
     assert ended == {"net.blocks.3.norm2.weight": "net.blocks.3.norm1.weight"}
 
 
-def test_inco_pairs_no_layers_of_different_shape_name_prefix_or_stage() -> None:
+def test_inco_pairs_layers_only_if_shape_and_name_prefix_and_stage_are_equal() -> None:
     names = [
         "a.layer1.1.conv1.weight",
         "b.layer1.0.conv1.weight",
@@ -248,7 +250,7 @@ def test_inco_without_pairs_of_blocks_equals_fedavg(model: ModelRecipe) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedcda", "fedasync"])
-def test_inco_refuses_methods_without_a_mean_update(name: str) -> None:
+def test_inco_refuses_methods_that_do_not_average_updates(name: str) -> None:
     class Other(Method):
         paper = "a test"
 

@@ -82,7 +82,7 @@ def test_memory_holds_a_single_lora_base_for_any_number_of_clients(base: Any) ->
     assert count_bases(2) == count_bases(16) == 1
 
 
-def test_flora_traffic_is_stacked_factors_and_the_head_without_the_base() -> None:
+def test_flora_sends_stacked_factors_and_the_head_but_no_base_weights() -> None:
     ended = run(run_spec(FLoRA(), model=ADAPTED, size=4), ROUNDS)
     jobs = [job for aggregation in ended.aggregations for job in aggregation.dispatched]
     assert {job.up for job in jobs} == {RANK * FACTORS + HEAD}

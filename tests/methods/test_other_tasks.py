@@ -128,7 +128,7 @@ def test_adapters_are_sent_without_the_base_model() -> None:
     assert ended.rows[-1]["loss_global"] < ended.rows[0]["loss_global"]  # type: ignore[operator]
 
 
-def test_history_has_the_accuracy_of_each_user_for_token_data() -> None:
+def test_history_of_token_data_has_the_accuracy_of_each_user_as_a_domain() -> None:
     spec: RunSpec = run_spec(model=GRU, data=data("tokens"), local=LOCAL)
     row = run(spec).rows[-1]
     assert {

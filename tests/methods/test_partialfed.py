@@ -217,7 +217,7 @@ def test_partialfed_loads_all_layers_after_an_absence_above_max_staleness(
     assert torch.equal(watch.started[1][1], received) == loads
 
 
-def test_partialfed_always_loads_the_networks_of_other_methods() -> None:
+def test_partialfed_always_uses_received_values_in_networks_of_other_methods() -> None:
     watch = Watch()
     client = Client(PartialFed("none"), Dann(0.5, width=4), watch)
     client.train()
@@ -290,7 +290,7 @@ class FirstGradient(Method):
             self.gradients.append(grad.clone())
 
 
-def test_fedprox_term_is_zero_at_the_model_that_partialfed_mixes() -> None:
+def test_fedprox_term_is_zero_in_the_first_step_of_a_partialfed_job() -> None:
     with_term, without = FirstGradient(), FirstGradient()
     for methods in ((FedProx(10.0), with_term), (without,)):
         client = Client(PartialFed("none"), *methods, model=MLP)
@@ -338,7 +338,9 @@ class Learning(PartialFed):
 
 
 @pytest.mark.parametrize("model", [NORMED_MLP, NORMED], ids=["mlp", "cnn"])
-def test_partialfed_policy_steps_change_logits_only(model: ModelRecipe) -> None:
+def test_partialfed_policy_training_changes_only_the_logits_of_the_policy(
+    model: ModelRecipe,
+) -> None:
     method = Learning("adaptive")
     client = Client(method, model=model)
     client.train()

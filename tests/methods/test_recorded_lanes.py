@@ -162,7 +162,7 @@ class TestNumbers:
         fedbr = FedBR(projection="code", pseudo_batch=4, samples_per_mean=3)
         assert_as_in_loop(study(FedSAM(0.5), fedbr, model=MLP), rounds=2)
 
-    def test_frozen_network_in_a_recording_has_the_clients_personal_layers(self) -> None:
+    def test_frozen_network_of_a_recorded_step_has_the_personal_layers_of_the_client(self) -> None:
         assert_as_in_loop(study(FedBN(), TABLE["fedntd"].make()), rounds=3)
 
     def test_recorded_training_is_correct_if_lanes_start_from_different_models(self) -> None:

@@ -119,7 +119,9 @@ def test_run_is_refused_if_it_lacks_what_its_method_requires(row: str) -> None:
 
 
 @pytest.mark.parametrize("method", [FlexLoRA(), FLoRA()], ids=lambda method: method.name)
-def test_flexlora_and_flora_accept_untied_and_ungrouped_layers(method: Method) -> None:
+def test_flexlora_and_flora_accept_layers_without_tied_weights_or_conv_groups(
+    method: Method,
+) -> None:
     for network, layer in ((Grouped, "spread"), (Plain, "first")):
         declare_run(run_spec(method, model=adapted(network, layer)))
 

@@ -185,7 +185,7 @@ def test_vhl_model_in_eval_mode_returns_larger_of_two_outputs_per_class() -> Non
     assert model.eval()(logits).tolist() == [[9.0, 2.0], [3.0, 4.0]]
 
 
-def test_vhl_evaluation_uses_the_larger_output_of_each_class() -> None:
+def test_vhl_evaluation_uses_the_larger_of_the_two_outputs_of_each_class() -> None:
     study = run_spec(Vhl(**SMALL))
     ended = run(study, rounds=1)
     worker = Worker(study)

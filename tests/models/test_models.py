@@ -360,7 +360,7 @@ def test_vgg_initial_weights_have_the_variance_of_fan_out() -> None:
         assert not m.bias.any()
 
 
-def test_cct_initial_weights_have_the_deviations_of_the_released_code() -> None:
+def test_cct_initial_weights_have_the_standard_deviations_of_the_released_code() -> None:
     net = Cct7().build(CIFAR, 100, seed=1).extractor
     convolution, position, block = net[0], net[4], net[5]
     assert convolution.weight.std().item() == pytest.approx((2 / 27) ** 0.5, rel=0.05)

@@ -162,14 +162,14 @@ def test_network_that_scales_outputs_of_the_head_is_not_split(
         split_network(Scaled(after), 5, x, head="fc")
 
 
-def test_network_with_identity_after_head_is_split() -> None:
+def test_network_is_split_if_the_layers_after_its_head_change_nothing() -> None:
     assert isinstance(
         split_network(Scaled(nn.Sequential(nn.Identity(), nn.Dropout(0.0))), 5, inputs()),
         SplitNetwork,
     )
 
 
-def test_model_function_gets_shape_classes_arguments_and_seed() -> None:
+def test_model_function_of_a_user_gets_its_arguments_and_depends_on_the_seed() -> None:
     def make(num_classes: int, input_shape: tuple[int, ...], width: int) -> nn.Module:
         assert input_shape == SHAPE
         return Two(num_classes, width)
@@ -262,7 +262,7 @@ def test_error_of_a_missing_package_contains_the_extra_to_install(
         Timm("resnet10t").build((3, 32, 32), 4, 0)
 
 
-def test_error_for_an_old_class_name_contains_the_new_name() -> None:
+def test_error_for_the_old_name_of_a_python_class_contains_the_new_name() -> None:
     with pytest.raises(AttributeError, match="CustomModel"):
         raysim.models.Own  # noqa: B018
     with pytest.raises(RefusedError, match="HuggingFaceModel"):

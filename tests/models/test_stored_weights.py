@@ -198,7 +198,7 @@ def test_lora_base_dtype_is_refused_if_rank_is_zero(base: Literal["bfloat16", "n
         Lora(2, base="int3")  # type: ignore[arg-type]
 
 
-def test_method_that_changes_a_rounded_lora_base_is_refused() -> None:
+def test_method_that_changes_base_weights_is_refused_if_lora_stores_them_rounded() -> None:
     spec = run_spec(FLoRA(), model=Mlp((6,), Lora(RANK, base="bfloat16")))
     with pytest.raises(ValueError, match=r"model\.lora\.base=bfloat16"):
         declare_run(spec)

@@ -95,7 +95,7 @@ def test_written_split_is_read_back_unchanged(tmp_path: Path) -> None:
     )
 
 
-def test_split_and_table_of_clients_that_do_not_exist_are_read_as_none(tmp_path: Path) -> None:
+def test_reading_a_missing_split_or_client_table_returns_none(tmp_path: Path) -> None:
     assert read_split(tmp_path) is None and read_clients(tmp_path) is None
 
 

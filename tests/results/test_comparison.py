@@ -184,7 +184,9 @@ def test_best_cost_is_marked_among_settings_with_the_same_data(tmp_path: Path) -
     assert [re.findall(r"fedprox, alpha=([\d.]+)", line) for line in best] == [["1.0"], ["0.1"]]
 
 
-def test_settings_with_the_same_data_stay_together_if_order_is_chosen(tmp_path: Path) -> None:
+def test_report_keeps_settings_with_equal_data_together_if_the_user_sets_an_order(
+    tmp_path: Path,
+) -> None:
     for method in ("fedavgm", "fedprox", "moon"):
         for alpha in (0.1, 1.0):
             folder = save(tmp_path / f"{method}-{alpha}", method, 0, 0.5 + alpha / 10)

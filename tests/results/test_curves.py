@@ -112,7 +112,7 @@ def test_curves_have_an_axis_for_a_cost_that_differs_between_runs(
     assert [axis for axis, _, says in drawn if says] == ["round", *more]
 
 
-def test_curves_without_common_rounds_are_drawn_over_rounds_and_costs() -> None:
+def test_curves_have_axes_for_rounds_and_costs_if_no_round_is_scored_in_both_runs() -> None:
     each = [history([0.5, None]), history([None, 0.5])]
     drawn = curves.panels(
         [curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy"

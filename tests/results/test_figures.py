@@ -80,7 +80,7 @@ def test_features_figure_explains_values_that_are_not_finite(
 @pytest.mark.parametrize(
     ("clients", "pixels"), [(1, (910, 533)), (2, (1092, 533)), (9, (1638, 910))]
 )
-def test_outputs_figure_shows_up_to_six_clients(
+def test_figure_of_model_outputs_shows_at_most_six_clients(
     tmp_path: Path, clients: int, pixels: tuple[int, int]
 ) -> None:
     probes = [make(0, seen=3), *(make(client + 1) for client in range(clients))]
@@ -88,12 +88,14 @@ def test_outputs_figure_shows_up_to_six_clients(
     assert size(tmp_path / "outputs.png") == pixels
 
 
-def test_outputs_figure_is_drawn_even_if_clients_have_seen_all_classes(tmp_path: Path) -> None:
+def test_figure_of_model_outputs_is_drawn_even_if_clients_have_seen_all_classes(
+    tmp_path: Path,
+) -> None:
     figures.draw_outputs([make(seen=3)], tmp_path / "outputs.png", "outputs")
     assert size(tmp_path / "outputs.png") == (910, 390)
 
 
-def test_axis_of_outputs_figure_fits_the_largest_bar() -> None:
+def test_vertical_axis_of_the_figure_of_model_outputs_fits_the_largest_bar() -> None:
     from matplotlib.figure import Figure
 
     panels = Figure().subplots(1, 2, sharey=True)

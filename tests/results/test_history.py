@@ -120,7 +120,7 @@ def test_mean_of_last_rounds_uses_evaluated_rounds_only() -> None:
     assert metrics.last_mean_std([]) == (None, None)
 
 
-def test_number_of_rounds_until_a_score_counts_rounds_without_scores() -> None:
+def test_rounds_until_a_score_is_reached_include_rounds_without_a_score() -> None:
     assert metrics.rounds_to([None, 0.4, None, 0.8, 0.5], [0.4, 0.5, 0.8, 0.925]) == {
         "0.40": 2,
         "0.50": 4,

@@ -191,7 +191,7 @@ def test_page_limits_the_list_of_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_page_shows_a_split_that_several_runs_share_only_once(tmp_path: Path) -> None:
+def test_page_shows_a_split_once_if_several_runs_have_the_same_split(tmp_path: Path) -> None:
     runs = [make(tmp_path / name, [0.5], f"{{method: {{{name}: {{}}}}}}") for name in "abc"]
     same = ClientLabels(
         np.array([0, 0, 2]), np.array([0, 1, 1]), np.array([3, 1, 4]), 3, ["cat", "dog"]

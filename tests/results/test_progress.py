@@ -27,9 +27,9 @@ def test_progress_log_has_a_line_for_each_activity() -> None:
     ]
 
 
-def test_terminal_shows_activity_with_seconds() -> None:
+def test_terminal_shows_the_current_activity_and_its_elapsed_seconds() -> None:
     text = seen(True)
-    assert "waiting for the workers" in text and "0:00:00" in text, "with the seconds of it"
+    assert "waiting for the workers" in text and "0:00:00" in text, "the elapsed seconds"
     assert "first round" in text.rpartition("waiting for the workers")[2]
 
 

@@ -120,7 +120,7 @@ def test_report_error_contains_the_name_of_a_broken_file(
         stored_runs.load_run(tmp_path / "one")
 
 
-def test_labels_of_runs_with_equal_folder_names_list_differences(tmp_path: Path) -> None:
+def test_labels_of_runs_contain_their_differences_if_folder_names_are_equal(tmp_path: Path) -> None:
     config = (
         "{{local: {{lr: {lr}, batch: 10}}, out: {out}, "
         "method: {{fedprox: {{_target_: x, mu: {mu}}}}}}}"
@@ -297,9 +297,7 @@ ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
 
 
 @pytest.mark.parametrize("odd", range(len(ODD)))
-def test_reading_a_wrong_summary_value_raises_no_error_but_value_error(
-    odd: int, tmp_path: Path
-) -> None:
+def test_summary_with_a_wrong_value_is_read_or_raises_value_error(odd: int, tmp_path: Path) -> None:
     make(tmp_path / "one", [0.5, 0.75])
     good = json.loads((tmp_path / "one/summary.json").read_text())
     for key in good:
@@ -435,7 +433,7 @@ def test_second_run_with_the_same_seed_gets_a_separate_row(tmp_path: Path) -> No
     assert len({group.label for group in groups}) == 2
 
 
-def test_labels_of_settings_with_equal_methods_list_differences(
+def test_labels_of_settings_contain_their_differences_if_methods_are_equal(
     tmp_path: Path,
 ) -> None:
     runs = [

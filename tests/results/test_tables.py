@@ -108,7 +108,7 @@ def test_latex_has_commands_in_place_of_greek_letters() -> None:
     assert r"FedProx ($\mu$ = 0.1, $\beta$ $\to$ 1)" in text
 
 
-def test_bold_best_marks_the_best_value_even_if_it_is_not_clearly_best() -> None:
+def test_rule_named_best_marks_the_best_value_even_without_a_clear_difference() -> None:
     deviations = [0.1, 0.1, 0.1]
     column = Column("score", ["", "", ""], [0.50, 0.52, 0.51], 1, deviations)
     assert column.best() == set()

@@ -110,7 +110,7 @@ def test_timeline_is_drawn_for_stale_jobs_or_long_waiting() -> None:
 
 
 # --- clients --------------------------------------------------------------------------------------
-def test_bar_of_a_job_is_in_its_clients_row_and_coloured_by_staleness() -> None:
+def test_bar_of_a_job_is_in_the_row_of_its_client_and_coloured_by_staleness() -> None:
     ax = draw_panels()[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == [
         "7",
@@ -164,7 +164,7 @@ def test_timeline_axes_show_seconds_and_versions() -> None:
     assert spans(boxes(panels[0])[0]) == [(0, 2, 0), (1, 4, 1), (4, 7, 1)]
 
 
-def test_timeline_has_fastest_random_and_slowest_clients() -> None:
+def test_timeline_of_many_clients_shows_the_fastest_and_slowest_and_random_others() -> None:
     many = make_jobs(
         *[(client, 0.0, 1.0 + (client * 37) % 100, "aggregated", 0) for client in range(100)]
     )
@@ -229,7 +229,7 @@ def test_timeline_explains_missing_times_of_workers() -> None:
     )
 
 
-def test_timeline_has_one_worker_curve_if_least_and_mean_are_equal() -> None:
+def test_timeline_has_one_worker_curve_if_all_workers_are_equally_busy() -> None:
     workers = draw_panels(rows=[row | {"worker_busy_least": row["worker_busy"]} for row in ROWS])[2]
     assert len(workers.lines) == 1 and workers.get_legend() is None
 

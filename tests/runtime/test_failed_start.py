@@ -33,7 +33,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_error_of_a_too_long_ray_path_contains_length_and_variable(
+def test_error_of_a_too_long_ray_path_contains_length_and_environment_variable(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{folder}/ray/session/sockets/plasma_store"
@@ -86,7 +86,7 @@ def test_error_of_a_failed_ray_start_shows_the_cause_from_the_ray_log(folder: Pa
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_error_of_a_failed_ray_start_contains_its_key_and_advice(
+def test_error_of_a_failed_ray_start_contains_the_setting_to_change_and_advice(
     error: Exception, key: str, advice: str, folder: Path
 ) -> None:
     text = describe_failed_start("local", error)

@@ -256,7 +256,7 @@ class Seen(Method):
         self.clients.append((job.client, job.samples))
 
 
-def test_preflight_measures_memory_with_the_largest_client_only() -> None:
+def test_preflight_measures_memory_by_training_only_the_largest_client() -> None:
     Seen.clients.clear()
     need = measure(run_spec(Seen(), Scaffold()), read=lambda device: (7, {"cpu": 70}[device]))
     sizes = tiny_data().partition.train.counts
@@ -310,7 +310,7 @@ def test_history_has_columns_of_busy_workers_and_object_store_bytes(
     assert max(row["worker_busy"] for row in result.rows) > 0  # type: ignore[type-var, operator]
 
 
-def test_object_store_bytes_count_a_sum_of_updates_as_one_vector() -> None:
+def test_sum_of_updates_needs_as_many_object_store_bytes_as_one_vector() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(study, Synchronous(4), runtime=several_workers(study, 2), rounds=1)
     (row,) = run_to_end(coordinator).rows
@@ -895,7 +895,9 @@ def test_sweep_trial_runs_in_its_placement_group_and_does_not_remove_it(
     assert size == Size(1, {"CPU": 0.5})
 
 
-def test_coordinator_writes_files_only_after_the_driver_reads_events(tmp_path: Path) -> None:
+def test_coordinator_writes_no_files_before_the_driver_asks_for_the_first_round(
+    tmp_path: Path,
+) -> None:
     # The driver makes the run's folder at its start; on a busy machine the coordinator would be
     # there first.
     spec = run_spec()

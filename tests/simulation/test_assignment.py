@@ -131,7 +131,7 @@ def test_loaded_worker_gets_fewer_jobs_than_an_idle_worker() -> None:
     assert [len(share) for share in shares] == [0, 3]
 
 
-def test_workers_of_one_node_get_jobs_that_follow_each_other() -> None:
+def test_jobs_of_each_node_are_consecutive_in_the_order_of_aggregation() -> None:
     shares = assign_consecutive_jobs(jobs_of([1.0] * 8), [0.0] * 4, [0, 1, 0, 1])
     numbers = [[job.number for job in share] for share in shares]
     assert numbers == [[0, 1], [4, 5], [2, 3], [6, 7]]

@@ -62,7 +62,7 @@ def line(text: str, label: str) -> str:
 
 # --- the numbers ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("paper", PAPERS)
-def test_stored_numbers_of_a_paper_equal_those_of_the_shared_paper_file(
+def test_file_with_the_numbers_of_a_paper_equals_its_copy_in_the_folder_shared(
     paper: str, shared: Path
 ) -> None:
     ours = Path(report.__file__).parent / f"{paper}.json"
@@ -70,7 +70,7 @@ def test_stored_numbers_of_a_paper_equal_those_of_the_shared_paper_file(
 
 
 @pytest.mark.parametrize("name", [name for paper in PAPERS for name in tables(paper)])
-def test_tables_print_numbers_as_in_the_paper(name: str) -> None:
+def test_paper_table_shows_every_mean_and_deviation_that_the_paper_prints(name: str) -> None:
     text = compare(name)
     for cell in find(name).cells:
         number = f"{cell.mean}" if cell.deviation is None else f"{cell.mean} ± {cell.deviation}"
@@ -264,7 +264,7 @@ def status(*words: str) -> object:
     return ended.value.code
 
 
-def test_papers_command_prints_a_table_with_runs(
+def test_papers_command_prints_the_table_of_a_paper_with_the_scores_of_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make(tmp_path / "a", [*MNIST, "method=[fedbr]"], rows([0.87]))

@@ -327,7 +327,7 @@ def test_fraug_preset_has_the_sample_counts_of_the_released_code(name: str) -> N
     assert parts.test.counts.tolist() == [175] * 4
 
 
-def test_retina_clients_have_at_least_ten_samples() -> None:
+def test_fedld_preset_for_retina_images_gives_each_client_at_least_ten_samples() -> None:
     assert composed("experiment=fedld/retina")["partition"]["minimum"] == 10
 
 
@@ -342,7 +342,7 @@ def test_run_takes_methods_of_preset_unless_others_are_chosen() -> None:
         compose(["experiment=fedbr/rotated_mnist", "method.fedprox.mu=1"])
 
 
-def test_method_option_without_a_class_can_be_composed(
+def test_method_option_that_names_no_python_class_is_added_to_the_configuration(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "method").mkdir()
@@ -416,7 +416,7 @@ FRAUG_CODE = {
 
 
 @pytest.mark.parametrize("name", FRAUG)
-def test_each_number_of_the_fraug_paper_has_a_command_and_a_column(name: str) -> None:
+def test_each_number_of_the_fraug_paper_has_a_command_and_a_history_column(name: str) -> None:
     composed_cells = covering(FRAUG[name], "fraug")
     for cell in FRAUG[name].cells:
         words = PAPER_RUNS["fraug"].command(FRAUG[name], cell).arguments()
