@@ -312,7 +312,7 @@ def test_fedcda_cached_models_survive_resume_and_absence_of_a_client(tmp_path: P
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(27), Buffered(concurrency=28, size=27)])
-def test_fedcda_error_of_too_large_search_suggests_a_number_of_batches_that_fits(
+def test_fedcda_error_of_too_large_search_suggests_more_batches_of_clients(
     schedule: Any,
 ) -> None:
     data = clients_of_sizes((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations

@@ -66,7 +66,9 @@ def gradient(function: Callable[[Tensor], Tensor], logits: Tensor = LOGITS) -> T
 
 
 @pytest.mark.parametrize("tau", [0.0, 1.0])
-def test_fedlc_margin_of_a_missing_class_is_infinite_without_a_minimum_count(tau: float) -> None:
+def test_fedlc_margin_of_a_missing_class_is_infinite_without_a_minimum_sample_count(
+    tau: float,
+) -> None:
     zero = torch.tensor([0, 5])
     assert fedlc.calibration_margins(class_counts=zero, tau=tau)[0] == torch.inf
     assert fedlc.calibration_margins(class_counts=zero, tau=tau, count_floor=1.0)[0] == tau
@@ -199,6 +201,6 @@ def test_fedlc_settings_out_of_range_are_refused(settings: dict[str, Any]) -> No
         FedLC(**settings)
 
 
-def test_fedlc_margin_with_a_tiny_minimum_count_is_large_but_finite() -> None:
+def test_fedlc_margin_with_a_tiny_minimum_sample_count_is_large_but_finite() -> None:
     margins = fedlc.calibration_margins(class_counts=torch.tensor([0]), tau=1.0, count_floor=1e-299)
     assert margins.item() == pytest.approx(10**74.75)

@@ -310,7 +310,7 @@ def test_history_has_columns_of_busy_workers_and_object_store_bytes(
     assert max(row["worker_busy"] for row in result.rows) > 0  # type: ignore[type-var, operator]
 
 
-def test_sum_of_updates_needs_as_many_object_store_bytes_as_one_vector() -> None:
+def test_sum_of_updates_needs_the_memory_of_one_vector_in_the_object_store() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(study, Synchronous(4), runtime=several_workers(study, 2), rounds=1)
     (row,) = run_to_end(coordinator).rows
