@@ -184,7 +184,7 @@ def test_losses_skip_unlabelled_samples() -> None:
         ("loss=huber", "loss=huber"),
     ],
 )
-def test_settings_unfit_for_labels_per_position_are_refused(words: str, key: str) -> None:
+def test_setting_that_does_not_support_one_label_per_pixel_is_refused(words: str, key: str) -> None:
     pytest.importorskip("torchmetrics")
     parts = {} if words.startswith("model") else {"model": pixels}
     settings = {key: value for key, value in FAST.items() if key != "quiet"}

@@ -18,13 +18,13 @@ def test_mask_of_each_shape_covers_exactly_the_brighter_pixels() -> None:
         assert len(np.unique(mask)) == 2
 
 
-def test_shapes_depend_on_their_seed_only() -> None:
+def test_images_of_the_shapes_data_set_depend_on_the_seed_alone() -> None:
     first, other = Shapes(samples=8, test_samples=0), Shapes(samples=8, test_samples=0, seed=1)
     np.testing.assert_array_equal(first.read().inputs, first.read().inputs)
     assert (first.read().inputs != other.read().inputs).any()
 
 
 @pytest.mark.parametrize("key", ["samples", "users", "pixels", "noise"])
-def test_shapes_reject_impossible_settings(key: str) -> None:
+def test_shapes_data_set_refuses_impossible_settings(key: str) -> None:
     with pytest.raises(ValueError, match=rf"data\.{key}"):
         Shapes(**{key: -1})

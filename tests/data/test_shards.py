@@ -77,7 +77,7 @@ def test_shards_are_read_with_images_classes_and_users(shards: str) -> None:
     assert built.domain_names == [f"hospital {user}" for user in range(4)]
 
 
-def test_shards_read_pictures_of_class_numbers_as_labels_per_pixel(shards: str) -> None:
+def test_shards_read_the_pixel_values_of_a_mask_picture_as_class_labels(shards: str) -> None:
     built = WebDataset(root=shards, columns=["image.png"], label="mask.png").build()
     assert built.kind == "positions"
     np.testing.assert_array_equal(built.labels, MASKS)

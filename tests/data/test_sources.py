@@ -202,7 +202,7 @@ def test_data_set_is_built_again_if_the_time_of_an_mnist_file_changes(tmp_path: 
         (Usps, "usps.bz2"),
     ],
 )
-def test_error_of_missing_data_set_mentions_its_file_and_data_download(
+def test_error_of_missing_data_set_mentions_its_file_and_setting_data_download(
     kind: type[Source], file: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"data.root={tmp_path} .*{file}.*data.download=true"):
@@ -218,7 +218,7 @@ def test_error_of_missing_data_set_mentions_its_file_and_data_download(
         "<urlopen error no route to host>",
     ],
 )
-def test_error_of_failed_download_mentions_the_reason_and_data_root(
+def test_error_of_failed_download_mentions_the_reason_and_setting_data_root(
     message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchvision

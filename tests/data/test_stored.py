@@ -446,7 +446,7 @@ def test_files_with_lists_of_integer_labels_and_of_text_labels_are_rejected(tmp_
         source.build()
 
 
-def test_label_lists_of_fixed_size_are_read_as_zeros_and_ones_per_class(
+def test_label_lists_of_fixed_size_must_contain_a_zero_or_one_for_each_class(
     tmp_path: Path,
 ) -> None:
     train = pa.array([[0, 1, 1]], pa.list_(pa.int64(), 3))

@@ -47,7 +47,7 @@ def test_existing_folder_of_a_study_is_refused(tmp_path: Path) -> None:
         check_free(tmp_path)
 
 
-def test_study_and_search_can_be_resumed_only_with_out_and_resume_latest() -> None:
+def test_study_and_search_are_resumed_only_if_out_is_set_and_resume_is_latest() -> None:
     assert is_resume_requested(["out=s", "resume=latest"], "study")
     assert not is_resume_requested(["out=s"], "study")
     for words in (

@@ -348,7 +348,7 @@ def test_method_warning_during_a_run_is_shown_once(tmp_path: Path) -> None:
     ("seconds", "absent"),
     [(100.0, 2), (7 * 3600.0, 1), (12 * 3600.0, 0)],
 )
-def test_warning_counts_clients_that_were_not_available_until_the_end(
+def test_warning_mentions_the_number_of_clients_that_were_never_available(
     seconds: float, absent: int, tmp_path: Path
 ) -> None:
     # Available for four hours from the hours 0, 5 and 10 on; client 1 has no samples.

@@ -134,7 +134,7 @@ def test_method_passed_as_object_sets_the_local_settings_that_it_requires() -> N
     assert build(IN_PROCESS, methods=[FedRep("joint")]).spec.settings.local.epochs == 2
 
 
-def test_method_does_not_replace_values_that_the_user_set_when_composing() -> None:
+def test_composed_configuration_is_refused_if_user_values_contradict_the_method() -> None:
     assert build(compose([*IN_PROCESS, "method=fedrep"])).spec.settings.local.epochs == 11
     with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(compose([*IN_PROCESS, "method=fedrep", "local.epochs=3"]))
@@ -149,7 +149,7 @@ def test_method_replaces_no_value_if_it_is_unknown_what_the_user_has_set() -> No
         build(config)
 
 
-def test_stored_configuration_does_not_list_the_keys_that_the_user_has_set() -> None:
+def test_stored_configuration_omits_the_internal_list_of_keys_set_by_the_user() -> None:
     config = compose([*IN_PROCESS, "method=fedrep", "seed=3"])
     experiment = build(config)
     stored = OmegaConf.create(to_yaml(to_dict(config)))

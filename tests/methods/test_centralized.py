@@ -35,7 +35,7 @@ def population(clients: int = 4) -> FederatedData:
     return federate(SOURCE, IID(clients=clients, test_fraction=0.2), SEED)
 
 
-def test_centralized_joins_all_client_data_without_hooks_or_arguments() -> None:
+def test_method_centralized_joins_client_data_and_has_no_hooks_or_arguments() -> None:
     assert Centralized.name == "centralized" and Centralized.pools
     assert not any(fills(Centralized(), hook) for hook in HOOKS) and not parameters(Centralized())
 

@@ -107,7 +107,7 @@ def test_dann_refuses_a_single_client() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_dann_needs_one_step_more_than_discriminator_steps(ratio: int) -> None:
+def test_dann_is_refused_if_local_steps_do_not_exceed_discriminator_steps(ratio: int) -> None:
     method = Dann(discriminator_steps=ratio)
     with pytest.raises(ValueError, match=rf"local\.steps={ratio}:"):
         declare(method, local=Local(epochs=None, steps=ratio))

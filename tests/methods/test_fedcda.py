@@ -102,7 +102,7 @@ def test_fedcda_search_finds_the_best_models_if_all_clients_are_in_one_batch(
     assert select_models(**arguments).tolist() == list(best)
 
 
-def test_fedcda_search_in_first_client_batch_does_not_use_later_batches() -> None:
+def test_fedcda_search_in_the_first_batch_of_clients_ignores_later_batches() -> None:
     arguments = case(1)
     first = {
         key: value[:2] if key.startswith(("cand", "num")) else value

@@ -53,7 +53,7 @@ def test_fedsr_draws_features_in_training_only() -> None:
     assert torch.equal(model.eval().features(IMAGES), mean)
 
 
-def test_fedsr_score_is_log_of_mean_softmax_of_draws() -> None:
+def test_fedsr_model_in_eval_mode_averages_the_softmax_over_stored_noise_vectors() -> None:
     model = network().eval()
     mean, std = model.moments(IMAGES)
     assert model.noise.shape == (20, 12)

@@ -228,7 +228,7 @@ def test_fraug_history_has_no_generated_norm_if_the_generator_is_off() -> None:
 
 
 @pytest.mark.slow  # 10 rounds of 4 epochs, twice
-def test_fraug_generated_norm_grows_far_more_slowly_with_mmd_than_with_mse() -> None:
+def test_fraug_generated_features_grow_far_more_slowly_with_mmd_than_with_mse() -> None:
     local = Local(lr=0.05, momentum=0.5, batch=8, epochs=4)
     last = {}
     for metric in ("mse", "mmd"):

@@ -77,10 +77,11 @@ def test_inco_mixes_kernels_of_size_1x2_separately_unless_granularity_is_tensor(
 
 
 @pytest.mark.parametrize("granularity", get_args(Granularity))
-def test_inco_zero_source_halves_the_target_and_equal_source_doubles_it(
+def test_inco_halves_update_if_source_update_is_zero_and_doubles_it_if_equal(
     granularity: str,
 ) -> None:
-    # Half, for the length of the result is the mean of both lengths.
+    # The result is a sum of two directions, times the mean of both norms. For a source of zero, the
+    # sum is one direction and the mean is half of the norm. For an equal source, the sum doubles.
     close(mixed(source=torch.zeros(KERNELS), granularity=granularity), TARGET / 2)
     close(mixed(source=TARGET, granularity=granularity), 2 * TARGET)
     zero = torch.zeros(KERNELS)

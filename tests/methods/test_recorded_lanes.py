@@ -387,7 +387,7 @@ class TestRefusals:
             run(study(Reporting()), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
-    def test_invalid_hook_in_lanes_raises_refused_error_not_lanes_error(
+    def test_error_says_which_method_has_an_invalid_hook_and_is_not_about_lanes(
         self, method: Method
     ) -> None:
         with pytest.raises(RefusedError, match=method.name) as refused:

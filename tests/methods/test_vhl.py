@@ -166,7 +166,7 @@ def test_vhl_with_too_few_virtual_images_is_refused(settings: dict[str, int], ke
 # --- scores -----------------------------------------------------------------------------------
 
 
-def test_vhl_doubles_the_model_outputs_if_label_mode_is_extra() -> None:
+def test_vhl_doubles_the_number_of_model_outputs_if_label_mode_is_extra() -> None:
     extra, shared = (
         build_networks(run_spec(Vhl(**SMALL, label_mode=mode)))[0]["model"]  # type: ignore[arg-type]
         for mode in ("extra", "shared")

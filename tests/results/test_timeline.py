@@ -192,7 +192,7 @@ def test_client_with_lost_jobs_does_not_count_as_fast() -> None:
     assert timeline.sample_clients(jobs)[0][1].tolist() == [1, 2, 0]
 
 
-def test_timeline_of_long_run_shows_a_part_with_wide_bars() -> None:
+def test_timeline_of_a_long_run_shows_jobs_in_the_middle_of_the_run_only() -> None:
     long = make_jobs(*[(k % 5, float(k), k + 1.0, "aggregated", 0) for k in range(1000)])
     assert timeline.shown_window(long, 1000.0) == (420.0, 580.0)
     assert timeline.shown_window(long[np.arange(100)], 100.0) == (0.0, 100.0)

@@ -573,7 +573,7 @@ def test_mlflow_continues_a_finished_run_under_its_id(tracked: Path, client: Mlf
     assert [m.step for m in client.get_metric_history(before, "round")] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_mlflow_server_without_the_run_receives_its_whole_history(
+def test_mlflow_gets_the_whole_history_of_a_run_that_the_server_does_not_know(
     tracked: Path, tmp_path: Path, client: MlflowClient
 ) -> None:
     folder = tracked / "moved"

@@ -266,7 +266,7 @@ def test_preflight_measures_memory_by_training_only_the_largest_client() -> None
     assert measure(run_spec()).job > 10 * 2**20, "the resident memory of this process"
 
 
-def test_restricted_data_have_training_samples_of_one_client_only() -> None:
+def test_data_restricted_to_one_client_contain_no_training_samples_of_others() -> None:
     data = restrict_data(tiny_data(), [2], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [2]
     assert data.partition.train.rows(2).tolist() == tiny_data().partition.train.rows(2).tolist()

@@ -166,7 +166,7 @@ def test_fleet_without_device_classes_gives_all_clients_one_label() -> None:
 
 
 # --- delays ---------------------------------------------------------------------------------------
-def test_job_duration_is_within_the_bounds_of_the_clients_delay_kind() -> None:
+def test_kind_of_a_client_decides_the_bounds_of_its_job_durations() -> None:
     fleet = Delays()
     labels, result = fleet.labels(3, 300), devices(fleet, 300, 3)
     for client in range(300):
@@ -175,7 +175,7 @@ def test_job_duration_is_within_the_bounds_of_the_clients_delay_kind() -> None:
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_client_gets_the_delay_kind_with_the_largest_value_of_a_dirichlet_draw() -> None:
+def test_kind_of_a_client_has_the_largest_value_of_a_dirichlet_draw() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}

@@ -488,8 +488,8 @@ def test_plan_starts_when_the_first_client_of_any_tier_is_available() -> None:
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_list_of_tiers_with_too_few_clients_is_empty_after_aggregations() -> None:
-    first_view: dict[int, list[int]] = {}  # by version: the short pools
+def test_schedule_can_try_a_tier_without_clients_again_after_an_aggregation() -> None:
+    first_view: dict[int, list[int]] = {}  # by version: the tiers without clients
 
     class Watched(Tiered):
         def decide(self, view: View) -> Action:

@@ -402,7 +402,7 @@ def test_fedbuff_refuses_weighting_by_samples() -> None:
         declare_run(with_settings(run_spec(FedBuff()), weighting="samples"))
 
 
-def test_error_of_a_diverged_server_lists_the_longest_updates() -> None:
+def test_error_of_a_diverged_server_lists_the_updates_with_the_largest_norms() -> None:
     deltas = [np.full(LAYOUT.shared, size, np.float32) for size in (1.0, 3.0, np.inf, 4.0, 2.0)]
     target = server(FedBuff(), weighting="uniform")
     named = r"the longest updates are inf of client 2, \S+ of client 3, \S+ of client 1\)"

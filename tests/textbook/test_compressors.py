@@ -283,7 +283,7 @@ class TestRounded:
 
 
 class TestPowerSGD:
-    def test_powersgd_projects_each_matrix_on_its_product_with_the_query(self) -> None:
+    def test_powersgd_projects_each_matrix_on_the_columns_of_its_product_with_q(self) -> None:
         compressor = PowerSGD(rank=2)
         values = values_of(LAYOUT)
         decoded = coded(compressor, values)

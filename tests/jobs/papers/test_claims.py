@@ -101,7 +101,7 @@ def test_needed_number_of_seeds_makes_the_interval_exclude_zero() -> None:
 
 
 @pytest.mark.parametrize("claim", ALL, ids=lambda claim: claim.text)
-def test_every_claim_has_settings_and_numbers_or_a_source(claim: Claim) -> None:
+def test_every_claim_of_a_paper_has_settings_and_either_numbers_or_a_source(claim: Claim) -> None:
     numbers = claim.printed_numbers()
     assert (numbers is None) == bool(claim.source)
     assert numbers is None or (numbers[0] > numbers[1]) == claim.higher, "as the paper claims"
