@@ -68,10 +68,10 @@ class UnitFormat:
         """Return a number as text with this unit, and a prefix k, M, G or T for thousands or more.
 
         value: the number; None, for a missing number, becomes "–".
-        like: None if `value` is no standard deviation. For a standard deviation it is the mean. The
-        text then has the mean's decimals. It also has the mean's prefix if `unit_of` is None.
-        unit_of: a number whose prefix the text gets, such as 1000000 for M. If it is None, the
-        prefix suits `like`, or `value` if `like` is None.
+        like: the mean, if `value` is a standard deviation. The text then has as many decimals as
+        the text of the mean. None if `value` is not a standard deviation.
+        unit_of: the number that decides the prefix: 1000000 gives M. If it is None, `like` decides
+        the prefix. If `like` is None, too, `value` decides it.
         """
         text = format_count(value, like=like, unit_of=unit_of)
         if text == MISSING:
@@ -87,13 +87,13 @@ format_grams = UnitFormat("g")  # a mass, such as that of emitted CO2
 def format_count(
     value: float | None, *, like: float | None = None, unit_of: float | None = None
 ) -> str:
-    """Return a number with the prefix k, M, G or T: 1234567 becomes "1.23 M".
+    """Return a number as text with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
     value: the number; None, for a missing number, becomes "–".
-    like: None if `value` is no standard deviation. For a standard deviation it is the mean. The
-    text then has the mean's decimals. It also has the mean's prefix if `unit_of` is None.
-    unit_of: a number whose prefix the text gets, such as 1000000 for M. If it is None, the prefix
-    suits `like`, or `value` if `like` is None.
+    like: the mean, if `value` is a standard deviation. The text then has as many decimals as the
+    text of the mean. None if `value` is not a standard deviation.
+    unit_of: the number that decides the prefix: 1000000 gives M. If it is None, `like` decides the
+    prefix. If `like` is None, too, `value` decides it.
     """
     if value is None:
         return MISSING
@@ -107,8 +107,8 @@ def format_rounds(value: float | None, *, like: float | None = None) -> str:
     """Return a number of rounds as text: 12.0 becomes "12", and 12.5 becomes "12.5".
 
     value: the number of rounds; None, for a missing number, becomes "–".
-    like: None if `value` is no standard deviation. For a standard deviation it is any number, such
-    as the mean. The text then always has one decimal.
+    like: the mean, if `value` is a standard deviation. The text then always has one decimal. None
+    if `value` is not a standard deviation.
     """
     if value is None:
         return MISSING
@@ -118,14 +118,13 @@ def format_rounds(value: float | None, *, like: float | None = None) -> str:
 def format_seconds(
     value: float | None, *, like: float | None = None, unit_of: float | None = None
 ) -> str:
-    """Return a time in the unit that suits it: seconds, minutes, hours or days.
+    """Return a time as text in the unit that suits it: seconds, minutes, hours or days.
 
     value: the time in seconds; None, for a missing time, becomes "–".
-    like: None if `value` is no standard deviation. For a standard deviation it is the mean in
-    seconds. The text then has the mean's decimals. It also has the mean's unit if `unit_of` is
-    None.
-    unit_of: a time in seconds whose unit the text gets, such as 7200 for hours. If it is None, the
-    unit suits `like`, or `value` if `like` is None.
+    like: the mean in seconds, if `value` is a standard deviation. The text then has as many
+    decimals as the text of the mean. None if `value` is not a standard deviation.
+    unit_of: the time in seconds that decides the unit: 7200 gives hours. If it is None, `like`
+    decides the unit. If `like` is None, too, `value` decides it.
     """
     if value is None:
         return MISSING
@@ -181,11 +180,12 @@ def _format_digits(value: float, like: float | None, size: float) -> str:
 
 
 def format_mean(mean: float | None, deviation: float | None, show: FormatNumber) -> str:
-    """Return "mean ± deviation", or only the mean if `deviation` is None.
+    """Return "mean ± deviation" as text, or only the mean if `deviation` is None.
 
-    The text has the unit only once, at its end: "7.68 ± 1.55 MB".
-    show: function that formats one number with its unit, here first the deviation, then the mean.
-    `format_mean` removes the unit from the text of the mean.
+    The unit is only at the end of the text: "7.68 ± 1.55 MB".
+    mean: the mean. If it is None, `show` decides the text for a missing number.
+    deviation: the standard deviation; None if there is none.
+    show: function that formats one number with its unit.
     """
     if deviation is None:
         return show(mean)

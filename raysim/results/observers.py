@@ -380,7 +380,7 @@ class IdleWorkers(Observer):
         self._say, self._reason = say, reason
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Print how busy the workers were, in percent of wall time, and why not more."""
+        """Print the percentage of wall time in which workers were busy, and why they were idle."""
         busy = mean_worker_busy(run.rows)
         if busy is not None:
             self._say(
@@ -509,10 +509,10 @@ class ClientFiles(Observer):
         self._scores: ClientScores | None = None
 
     def on_start(self, run: CurrentRun) -> None:
-        """Write the split, which does not change in a run.
+        """Write how many training samples of each class every client has.
 
-        If the run is resumed, keep only the stored scores of rounds up to the checkpoint, because
-        later rounds are trained again.
+        If the run is resumed, also delete the stored scores of rounds after the checkpoint, because
+        these rounds are trained again.
         """
         write_split(client_labels(self._data), run.folder)
         self._writer = ScoreWriter(run.folder, len(run.rows))
@@ -625,9 +625,11 @@ class ProbeFiles(Observer):
 
 
 class Pictures(Observer):
-    """An observer that draws pictures: history, jobs, values that methods report, and probes.
+    """An observer that draws a run's pictures at its end: history, jobs, reports and probes.
 
-    activity: function that shows a text while pictures are drawn.
+    Reports are the values that methods report.
+    activity: function that takes a text and returns a context manager. The context manager shows
+    the text while pictures are drawn.
     network: the server's models (replicas). If there are several, a picture shows them with their
     links.
     only_rounds: True draws the history against rounds only; False also against other quantities,
@@ -767,13 +769,17 @@ class TrackingObserver(Observer):
         self._tracker.start(self._config, self._tags, run.rows, self._study, description)
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Give the history row of this round to the tracker, without waiting for MLflow."""
+        """Give this round's row of the history to the tracker.
+
+        The tracker sends the row to MLflow later or from another thread, so the run does not wait.
+        """
         self._tracker.log(event.row)
 
     def on_finish(self, run: CurrentRun, event: Finished) -> None:
-        """Give the summary, the files and the model to the tracker.
+        """Give the summary, the files and the model to the tracker, which sends them to MLflow.
 
-        With `leaves_model`, the model is not sent, because `raysim ui` builds it.
+        If `leaves_model` is True, the model is not sent. The command `raysim ui` later makes the
+        model for MLflow from the run's folder.
         """
         files = [run.folder / name for name in self.FILES if (run.folder / name).exists()]
         artifacts = [*files, *run.pictures]

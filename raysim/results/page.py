@@ -264,11 +264,12 @@ def _plot(svg: str, title: str = "") -> Shown:
 
 
 def _row_of_plots(svgs: list[Shown], title: str = "", layout: str = "") -> Shown:
-    """Convert plots for the page's template, report.html, which shows them side by side.
+    """Combine plots into one item for the page's template, report.html.
 
-    layout: "" is a grid, "row" is one line, "wide" has a wide plot first.
     svgs: the plots.
-    title: the text above them; "" for none.
+    title: the text above the plots; "" for none.
+    layout: how the page arranges the plots. "" is a grid, "row" is one line, "wide" has a wide plot
+    first.
     """
     return {"about": title, "svgs": svgs, "layout": layout}
 
@@ -297,10 +298,11 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
 
 
 def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
-    """Return the page's section about the rounds, bytes and times until groups reach target scores.
+    """Return the page's section about the costs until groups of runs reach target scores.
 
-    The target scores are `view.thresholds`, or the highest ones in the summaries that some run
-    reached. Return None if no run reached any target score.
+    The costs are rounds, bytes and times. The target scores are `view.thresholds`. If that is
+    empty, they are the highest target scores in the runs' summaries that at least one run reached.
+    Return None if no run reached any target score.
     """
     columns = threshold_columns(groups, view, MAX_COST_SCORES)
     if not columns:
@@ -384,9 +386,9 @@ def _curves(groups: Sequence[RunGroup], folder: Path, view: TableView) -> PagePa
 
 
 def _curve_titles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
-    """Map each column that is drawn to its title and the label of its axis.
+    """Return a dict from each curve's column to the title and the axis label of the curve.
 
-    All metrics are drawn: the main metric first, and the losses last.
+    All metrics have curves: the main metric comes first, and the losses come last.
     """
     metrics = dict.fromkeys(metric_of(run.rows) for run in runs)
     for run in runs:
@@ -635,9 +637,10 @@ def _format_sizes(sizes: Ints) -> str:
 
 
 def _draw_class_map(split: ClientLabels) -> str:
-    """Return an SVG of each client's share of each class, in which large shares have deep colours.
+    """Return an SVG of the fractions of each client's training samples in the classes.
 
-    The depth is the square root of the share, because small shares would be invisible.
+    Each class is a row and each client is a column. A larger fraction has a deeper colour. The
+    depth is the square root of the fraction, because small fractions would be invisible.
     """
     places = np.linspace(0, max(0, split.clients - 1), min(split.clients, MAX_MAP_CLIENTS))
     shown = np.unique(places.astype(int))
@@ -758,9 +761,10 @@ def _timelines(groups: Sequence[RunGroup]) -> PagePart | None:
 
 # --- failures -------------------------------------------------------------------------------------
 def _failures(groups: Sequence[RunGroup]) -> PagePart:
-    """Return the page's part about jobs that failed or were not used, and about dead workers.
+    """Return the page's section about failed, lost and discarded jobs, and about dead workers.
 
-    The part has the numbers for all rounds and seeds, and the most common errors.
+    One table counts these jobs and workers for each group, summed over all rounds and seeds.
+    Another table lists the most common errors.
     """
     titles = {
         "failures": "failed jobs",

@@ -131,9 +131,10 @@ def _add_legend(figure: Figure, ax: Axes) -> Legend:
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Return positions in which neighbours differ by at least `gap`.
+    """Move positions apart until neighbours differ by at least `gap`; return the result.
 
-    Positions that are too close get this distance; their mean does not change.
+    Neighbours that are too close form a group. Positions of a group get the distance `gap`, and the
+    mean of the group does not change.
     positions: the original positions, ascending.
     """
     blocks: list[list[float]] = []

@@ -77,9 +77,10 @@ class TableView:
 
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
     percent: True shows scores between 0 and 1, such as accuracy, in percent.
-    thresholds: target scores. The table of costs shows what a setting needs to reach each of them.
-    () takes the target scores that the summaries list in `rounds_to`, and keeps the highest ones
-    that any run reached. At most four are kept, or two on the HTML page.
+    thresholds: target scores. The table of costs shows the rounds, bytes and times until runs reach
+    each target score. If `thresholds` is (), the target scores come from `rounds_to` in the
+    summaries. Then the table has only the four highest scores that any run reached; the HTML page
+    has the two highest.
     bold: the rule by which a value is marked as the best, a name in `BOLD_RULES`.
     """
 
@@ -346,11 +347,11 @@ def _data_settings(run: Run) -> dict[str, str]:
 
 
 def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
-    """Return the kinds of the runs' main scores, as keys of a dict.
+    """Return a dict whose keys describe the main scores of the runs.
 
-    A key names the metric and the test samples, such as "accuracy on the central test set". Its
-    value is True if a run of this kind has scores on the clients' test sets and on the central test
-    set.
+    A key names the metric and the test samples, such as "accuracy on the central test set". Runs
+    with the same metric and test samples have the same key. The value is True if one of these runs
+    has scores on the clients' test sets and on the central test set.
     """
     kinds: dict[str, bool] = {}
     for run in runs:
@@ -444,12 +445,14 @@ class RunGroup:
 
 
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
-    """Group runs that differ only in their seeds; return the groups, sorted by their scores.
+    """Group runs that differ only in their seeds; return the groups in the order of a report.
 
-    Groups with the same data and split follow each other. They are sorted by the mean score over
-    their runs, the best first. The best group of all comes first, with all groups of its data. Then
-    comes the best of the remaining groups with all groups of its data, and so on.
-    Finished and unfinished runs are in different groups. No group has two runs with the same seed.
+    The score of a group is the mean over its runs of the scores in a run's five best rounds. The
+    group with the best score comes first, followed by all groups with the same data and partition.
+    Then comes the best of the remaining groups, followed by all groups with its data and partition,
+    and so on.
+    Finished and unfinished runs are in different groups. If two runs have the same settings and the
+    same seed, they are in different groups.
     """
     groups: list[list[Run]] = []
     for run in sorted(runs, key=lambda run: _rank([run])):
@@ -467,7 +470,7 @@ def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
 
 
 def _neighbours_by_data(groups: Sequence[list[Run]]) -> list[list[Run]]:
-    """Order groups so that those with the same data and split follow each other."""
+    """Order groups so that those with the same data and partition follow each other."""
     by_data: dict[str, list[list[Run]]] = {}
     for group in groups:
         by_data.setdefault(str(_data_settings(group[0])), []).append(group)
@@ -520,9 +523,9 @@ def arrange_groups(
 
     groups: the groups; the runs of a group differ only in their seeds.
     labels: a dict from old to new labels; a group whose label is no key keeps its label.
-    order: labels of groups, old or new, in the wanted order. A group missing from `order` follows
-    the last group before it that has the same data and split. Without such a group, it goes to the
-    end.
+    order: labels of groups, old or new, in the wanted order. It may leave out groups. Each omitted
+    group is inserted directly after the last group with the same data and partition. If there is no
+    such group, the omitted group goes to the end.
     Raises `ValueError` if `labels` or `order` has a label that no group has.
     """
     known = [group.label for group in groups]
@@ -557,11 +560,11 @@ def result_columns(
     """Return the columns of the table of results, with a row for each group.
 
     Numbers are the mean ± the sample standard deviation over the group's seeds. Each group is
-    compared with the first group that has the same data and split. The test is a paired t-test over
-    the seeds that both groups have.
-    limit: the largest number of threshold columns. A threshold column belongs to one target score
-    and shows the first round that reached it. The highest target scores that any run reached get
-    columns. `limit` has no effect if `view.columns` names the columns.
+    compared with the first group that has the same data and partition. The test is a paired t-test
+    over the seeds that both groups have.
+    limit: the largest number of threshold columns. A threshold column shows the first round in
+    which runs reached one target score. If runs reached more target scores than `limit`, only the
+    highest ones get columns. `limit` has no effect if `view.columns` names the columns.
     view: the choice of columns and units.
     """
     runs = [run for group in groups for run in group.runs]

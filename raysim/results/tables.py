@@ -1,4 +1,4 @@
-"""Format tables for a terminal, LaTeX and Markdown, and rows of values as CSV."""
+"""Format tables as text, as LaTeX or as Markdown. Also convert rows of values to CSV."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class Column:
 
     scores: the numbers; empty for a column of texts.
     better: +1 if the highest score is the best, -1 if the lowest is, 0 if none is.
-    deviations: the deviation of each score over seeds, used by the rule "clear" of `bold`; None if
-    the scores are no means over seeds.
+    deviations: the standard deviation of each score over seeds, used by the rule "clear" of `bold`;
+    None if the scores are no means over seeds.
     groups: for each row, a value that is equal for rows that are compared. None compares all rows.
     show: function that formats a number of this column; None uses four decimals.
     key: name of the number in a summary; "" for a column that has none.
     tests: for each row, the paired test against the reference row of its group; None for the
     reference.
-    bold: the rule by which the best score is marked. "best" always marks it. "clear" marks it only
-    if its distance from the second-best score is larger than the larger of these two scores'
-    deviations. Without `deviations`, "clear" is the same as "best".
-    incomplete: the positions of rows whose mean is over some seeds only; they are never marked as
-    the best.
+    bold: the rule by which the best score is marked. "best" always marks it. "clear" compares the
+    best and the second-best score: their distance must be larger than the deviation of each of
+    them. Without `deviations`, "clear" is the same as "best".
+    incomplete: the positions of rows whose mean leaves out some seeds; they are never marked as the
+    best.
     """
 
     title: str
@@ -89,10 +89,11 @@ class Column:
         return any(test is not None and test.holm is not None for test in self.tests)
 
     def best(self) -> set[int]:
-        """Return the numbers of the rows that are marked as the best of their group.
+        """Return the positions of the rows that are marked as the best of their group of rows.
 
-        No row of a group is marked if all scores of the group are equal, or if only one row has a
-        score. The rule `bold` may also forbid the mark.
+        `groups` decides which rows form a group. No row of a group is marked if all scores of the
+        group are equal, or if only one row has a score. With `bold="clear"`, a best score is not
+        marked if the second-best one is too close.
         """
         groups = self.groups or [None] * len(self.scores)
         best: set[int] = set()
@@ -143,8 +144,9 @@ def number_column(title: str, texts: Sequence[str]) -> Column:
 
 # --- terminal -------------------------------------------------------------------------------------
 def format_table(columns: Sequence[Column], width: int = 0) -> str:
-    """Return a table as text, with numbers on the right and a star at the best numbers.
+    """Return a table as text for a terminal.
 
+    Columns of numbers are aligned on the right. A star marks the best number of a column.
     width: the longest line in characters; 0 means no limit. Columns that do not fit are printed in
     a block below, which repeats the first column.
     """

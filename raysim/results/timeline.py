@@ -333,7 +333,10 @@ def active_clients(jobs: Jobs, edges: np.ndarray) -> np.ndarray:
 
 
 def _summed_time_since(since: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """Return for each time t in `until` the sum of t - s over all times s < t in `since`."""
+    """Return the sums of the differences t - s, one sum for each time t in `until`.
+
+    A sum runs over the times s in `since` that are earlier than t.
+    """
     ordered = np.sort(since)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     earlier = np.searchsorted(ordered, until)

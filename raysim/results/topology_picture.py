@@ -98,10 +98,11 @@ def _circle(count: int, radius: float) -> np.ndarray:
 
 
 def _around(centers: np.ndarray, group_of: np.ndarray) -> np.ndarray:
-    """Return positions of the members of groups, [members, 2], on arcs around their centers.
+    """Place the members of each group on an arc around the center of the group.
 
-    centers: the position of each group, [groups, 2].
-    group_of: the group of each member, [members].
+    Return the positions of the members, [members, 2].
+    centers: the center of each group, [groups, 2].
+    group_of: the number of each member's group, [members].
     """
     positions = np.zeros((len(group_of), 2))
     radius = min(0.5, 2.2 / max(4, len(centers)))

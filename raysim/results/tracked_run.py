@@ -96,7 +96,7 @@ def round_of(row: Row) -> int:
 
 
 def as_mapping(value: object) -> dict[str, object]:
-    """Return a mapping with its keys as texts, and {} for a value that is no mapping.
+    """Return a JSON value as a dict with text keys, or {} if the value is no mapping.
 
     value: a value that was read from a JSON file.
     """

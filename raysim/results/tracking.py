@@ -202,8 +202,8 @@ class StoredTracker:
         artifacts: the files to upload to MLflow. This class stores only their paths; `raysim ui`
         uploads the files later.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` lets `raysim ui` make the model in MLflow's format from the run's folder.
-        None if the folder has a model in MLflow's format, or if the run has no shared model.
+        model: `PENDING` if the folder has no model in MLflow's format yet; `raysim ui` makes it
+        later. None if the folder has this model, or if the run has no shared model.
         """
         self.end(summary, artifacts, status, model)
         self.wait()
@@ -219,8 +219,8 @@ class StoredTracker:
 
         artifacts: the files that `raysim ui` uploads to MLflow later; only their paths are stored.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` lets `raysim ui` make the model in MLflow's format from the run's folder.
-        None if the folder has a model in MLflow's format, or if the run has no shared model.
+        model: `PENDING` if the folder has no model in MLflow's format yet; `raysim ui` makes it
+        later. None if the folder has this model, or if the run has no shared model.
         """
         self._store()
         self._write_end(summary, artifacts, status, model)
@@ -275,8 +275,8 @@ class Tracker(StoredTracker):
     say: function that prints one sentence. It is called from another thread.
     patience: the most seconds to wait for MLflow at the end of the run.
     command: the command that has started the run, such as "raysim run". If rows were not sent, a
-    message tells the user to resume the run with it.
-    connect: function that returns a connected server, given its address.
+    message tells the user to resume the run with this command.
+    connect: function that returns a connected server of MLflow, given its address.
 
     No method raises an error because of MLflow, its server or its database.
     """
@@ -331,18 +331,18 @@ class Tracker(StoredTracker):
         self._thread.start()
 
     def wait_until_known(self) -> None:
-        """Wait until the server has this run, so that other runs can be its children.
+        """Wait until MLflow has recorded this run, so that other runs can become its children.
 
-        The wait ends after `patience` seconds, or when sending has failed.
+        The wait ends after `patience` seconds, or when sending to MLflow has failed.
         """
         with self._wake:
             self._wake.wait_for(lambda: self._is_known or self._problem, self._patience)
 
     def log(self, row: Row) -> None:
-        """Give a row of the history to the sending thread.
+        """Queue a row of the history for the thread that sends rows to MLflow.
 
-        A resumed run trains some rounds again. Rows of rounds that the thread has already are
-        ignored.
+        A resumed run trains some rounds again. A row is ignored if a row of this or a later round
+        was queued before.
         """
         with self._wake:
             if round_of(row) > self._last_round:
@@ -362,8 +362,8 @@ class Tracker(StoredTracker):
         The thread sends the remaining rows, the summary and the files to MLflow.
         artifacts: the files to send.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` lets `raysim ui` make the model in MLflow's format from the run's folder.
-        None if the folder has a model in MLflow's format, or if the run has no shared model.
+        model: `PENDING` if the folder has no model in MLflow's format yet; `raysim ui` makes it
+        later. None if the folder has this model, or if the run has no shared model.
         """
         with self._wake:
             self._write_end(summary, artifacts, status, model)
@@ -419,9 +419,9 @@ class Tracker(StoredTracker):
         return server
 
     def _mark_sent(self, sent: int, ended: bool) -> None:
-        """Remove the first `sent` rows, because the server has them.
+        """Delete the first `sent` waiting rows, because MLflow's server has received them.
 
-        ended: True if the server also has the end of the run.
+        ended: True if MLflow's server has also received the end of the run.
         """
         with self._wake:
             if self._is_abandoned:
@@ -471,7 +471,7 @@ def make_tracker(
     name: the name of the run in MLflow; "" uses the name of the folder.
     say: function that prints one sentence.
     command: the command that has started the run, such as "raysim run". If rows were not sent, a
-    message tells the user to resume the run with it.
+    message tells the user to resume the run with this command.
     """
     if not uri:
         return StoredTracker(folder, name=name, say=say)
