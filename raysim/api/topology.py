@@ -46,9 +46,10 @@ class Mixing(NamedTuple):
         return len(self.starts) - 1
 
     def row(self, replica: int) -> tuple[list[int], list[float]]:
-        """Return the replicas in the mean that becomes the next vector of `replica`.
+        """Return a row of the matrix: the averaged replicas and their weights in the mean.
 
-        The second result has their weights in this mean.
+        The mean of these replicas' vectors becomes the next vector of `replica`. Replicas with the
+        weight 0 are left out.
         """
         entries = slice(self.starts[replica], self.starts[replica + 1])
         return self.sources[entries].tolist(), self.weights[entries].tolist()
@@ -280,7 +281,10 @@ class Network:
 
 
 def one_replica(clients: int) -> Network:
-    """Return the network of a run with one model."""
+    """Return the `Network` of a run in which one model of the server serves all clients.
+
+    clients: the number of clients.
+    """
     return Network(np.broadcast_to(np.int64(0), clients))  # needs no memory per client
 
 
@@ -316,13 +320,15 @@ def mixing_rows(mixing: Mixing, present: Sequence[int]) -> list[MixingRow]:
 
 
 def mixing_matrix(weights: Weights, key: str) -> Mixing:
-    """Return the weights of an exchange as a sparse matrix.
+    """Return the mixing matrix of an exchange in sparse form.
 
-    weights: row r has the weight of each replica in the mean that becomes replica r. `weights` is
-    an array [replicas, replicas], or a list with a dictionary for each row. A dictionary maps the
-    number of a replica to its weight; replicas that are not in it have the weight 0.
+    In an exchange, the next vector of replica r is a weighted mean of the vectors of all replicas.
+    Row r of `weights` has the weights of this mean; the number of the column is the number of the
+    averaged replica.
+    weights: an array [replicas, replicas], or a list with a dictionary for each row. A dictionary
+    maps the number of an averaged replica to its weight. Replicas that are not in the dictionary
+    have the weight 0.
     key: the name of the setting, for errors.
-
     Raises ValueError if a weight is negative or not finite, or if the weights of a row do not sum
     to 1.
     """
@@ -422,13 +428,15 @@ def _shorten(replicas: Sequence[int]) -> str:
 class Topology:
     """A rule that decides the replicas of a run and their exchanges; override `connect`.
 
-    The rule must not change its attributes during a run. Draw random numbers from
-    `raysim.primitives.streams.stream(federation.seed, NAME)`, where you choose the text NAME.
+    The rule must not change its attributes during a run. For random numbers, call
+    `raysim.primitives.streams.stream(federation.seed, NAME)` in `connect`. `federation` is the
+    argument of `connect`, and NAME is a text that you choose.
     """
 
     def connect(self, federation: Federation) -> Network:
         """Return the replicas of a run and their exchanges.
 
+        federation: the facts of the run that the rule may use.
         Raise ValueError if the settings do not fit the run.
         """
         raise NotImplementedError(

@@ -97,7 +97,7 @@ def _unfold(packed: np.ndarray, width: int, unpacked: np.ndarray) -> None:
 
 
 def _pad(digits: np.ndarray, dtype: str, group: int) -> np.ndarray:
-    """Convert digits to `dtype`, and append zeros until their number is a multiple of `group`."""
+    """Convert digits to `dtype`, and append zeros until the length is a multiple of `group`."""
     digits = np.ascontiguousarray(digits, dtype)
     missing = -len(digits) % group
     return np.pad(digits, (0, missing)) if missing else digits
@@ -141,7 +141,7 @@ def unpack(words: np.ndarray, width: int, count: int, dtype: type = np.uint32) -
 
 # --- sorted positions -----------------------------------------------------------------------------
 def _low_bits(count: int, length: int) -> int:
-    """Return l, the number of low bits in the code of Elias and Fano; see `pack_positions`.
+    """Return l, the number of lowest bits of each position that `pack_positions` stores unchanged.
 
     count: the number of positions.
     length: all positions are below this number.
@@ -166,8 +166,9 @@ def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
     each of the n positions. The size depends only on `length` and n.
 
     The result has two strings of bits, one after another. The first string has the l lowest bits of
-    each position; `_low_bits` returns l. The second string has a 1 for each position, and 0
-    elsewhere. The 1 of positions[i] is bit number i + floor(positions[i] / 2^l) of this string.
+    each position; `_low_bits` returns l. The second string has n bits that are 1, one for each
+    position. For positions[i], the bit with the number i + floor(positions[i] / 2^l) of this string
+    is 1. All other bits of this string are 0.
     """
     count, low = len(positions), _low_bits(len(positions), length)
     lowest = pack(positions & ((1 << low) - 1), low)

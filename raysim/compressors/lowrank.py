@@ -154,14 +154,15 @@ class PowerSGD(Compressor):
     def _encode(
         self, values: Tensor, layout: Layout, kept: Tensor, read: Callable[[slice], Tensor]
     ) -> np.ndarray:
-        """Return the message for a vector whose entries may be computed only when they are read.
+        """Return the message for `values`, whose entries `read` may compute while it is called.
 
-        values: float32 [layout.trained], the vector to send.
+        values: float32 [layout.trained], the vector to send. Its entries may be missing before
+        `read` is called for them.
         layout: the position of each tensor in the vector.
-        kept: the Q of all matrices from the sender's last message.
-        read: a function that takes a range of positions and returns these entries of `values`. It
-        is called once for each range, before `values` is used there. So it may compute the entries
-        in this call, and must then also write them into `values`.
+        kept: the matrices Q from the sender's last message.
+        read: a function that takes a range of positions, and returns the entries of `values` in
+        this range. It is called once for each range, before anything else uses these entries. If it
+        computes the entries, it must also write them into `values`.
         """
         parts: list[Tensor] = []
         used = 0
@@ -208,11 +209,11 @@ class PowerSGD(Compressor):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Encode `values` with error feedback; return the message and its effects.
+        """Encode `values` with error feedback; return all results in an `Exchange`.
 
-        The effects are the vector that the receiver gets, and the sender's next error-feedback
-        memory. The arguments are those of `Compressor.exchange`. For speed, the vector is processed
-        in ranges that fit into the CPU's cache.
+        The results are the message, the vector that the receiver gets, and the sender's next
+        error-feedback memory. The arguments are those of `Compressor.exchange`. For speed, the
+        vector is processed in ranges that fit into the CPU's cache.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
@@ -233,9 +234,10 @@ class PowerSGD(Compressor):
         return Exchange(message, received, following)
 
     def keep(self, message: np.ndarray, layout: Layout) -> Tensor:
-        """Return the Q of all matrices, with which the sender's next message starts.
+        """Return the matrices Q of the message, from which the sender computes its next message.
 
         message: the message that the sender has just sent.
+        layout: the position of each tensor in the vector.
         """
         queries = [query for piece, _, query in self._parts(message, layout) if piece.rank]
         return torch.cat([torch.empty(0), *(query.reshape(-1) for query in queries)])

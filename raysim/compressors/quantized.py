@@ -123,12 +123,14 @@ def _round_randomly(
 def _restore(
     digits: np.ndarray, starts: np.ndarray, scales: np.ndarray, levels: int, out: np.ndarray
 ) -> None:
-    """Decode each digit k of a bucket with scale c to the value (k - s) * c / s.
+    """Decode digits to the values that they stand for.
 
+    Let s be the argument `levels`, and c the scale of a bucket. A digit k of this bucket, from 0 to
+    2 s, is decoded to c * (k - s) / s.
     digits: [entries], the digits that `_round_randomly` wrote.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
     scales: float32 [buckets].
-    levels: the number s of levels above 0.
+    levels: the number of levels above 0.
     out: float32 [entries], the array to fill with the decoded values.
     """
     most = np.int32(levels)
@@ -257,15 +259,16 @@ class _Quantizer(Compressor):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Encode `values` with error feedback; return the message and its effects.
+        """Encode `values` with error feedback; return all results in an `Exchange`.
 
-        The result is equal to that of `Compressor.exchange`. This function is faster: in one pass
-        it encodes an entry, decodes it, and computes the entry of the sender's next memory.
+        The results are the message, the vector that the receiver gets, and the sender's next
+        memory. They are equal to those of `Compressor.exchange`. This function is faster: in one
+        pass it encodes an entry, decodes it, and computes the entry of the sender's next memory.
         values: [layout.trained], the vector to send, which may be overwritten.
-        memory: [layout.trained], the sender's memory for error feedback; an empty tensor stands for
-        zeros.
+        memory: [layout.trained], the sender's memory for error feedback; an empty tensor means that
+        the memory is 0.
         key: the number from which the random rounding is computed.
-        kept: not used, because a message does not depend on earlier messages.
+        kept: not used; it is only for compressors that override `Compressor.keep`.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
@@ -283,11 +286,12 @@ class _Quantizer(Compressor):
 
         values: float32 [layout.trained], the vector to encode. With error feedback, it is
         overwritten with the sender's next memory.
+        layout: the position of each tensor in the vector.
         key: the number from which the random rounding is computed.
-        received: an empty tensor without error feedback. For ef14, the tensor to fill with the
-        decoded values, float32 [layout.trained]. For ef21, a tensor for intermediate values,
-        float32 [CHUNK].
-        memory: for ef21, the sender's old memory, float32 [layout.trained]; otherwise an empty
+        received: for ef14, the tensor to fill with the decoded values, float32 [layout.trained].
+        For ef21, a tensor for intermediate values, float32 [CHUNK]. Without error feedback, an
+        empty tensor.
+        memory: for ef21, the sender's old memory, float32 [layout.trained]. Otherwise an empty
         tensor.
         """
         starts, array = self.starts(layout), values.numpy()

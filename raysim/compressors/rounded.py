@@ -1,8 +1,12 @@
 """Numbers of fewer bits: float16, or int8 and fp8 in blocks that each have a scale.
 
+A vector v is decoded as C(v). Its entry i is v_i, and s is the scale of this entry's block:
+
     float16  C(v)_i = the nearest number of 16 bits; a number beyond 65504 becomes 65504
-    int8     C(v)_i = scale round(v_i / scale), scale = max |v| of the block / 127
-    fp8      C(v)_i = scale e4m3(v_i / scale), scale = max |v| of the block / 448
+    int8     C(v)_i = s * round(v_i / s), with s = max |v_j| of the block / 127
+    fp8      C(v)_i = s * e4m3(v_i / s), with s = max |v_j| of the block / 448
+
+e4m3(x) is the nearest number to x in the format E4M3, which has 8 bits.
 
 Sources: for fp8, the format E4M3 of Micikevicius et al., "FP8 Formats for Deep Learning" (2022),
 with a largest value of 448. For blocks with a common scale, Dettmers, Lewis, Shleifer and
@@ -65,7 +69,7 @@ class _Partwise(Compressor):
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Decode the entries of a part from the message.
 
-        out: the tensor to fill with the decoded entries, float32.
+        out: the tensor to fill with the decoded entries, float32 [entries of the part].
         part: the positions of these entries in the vector.
         slots: the arrays in the message to read, as the method `slots` returned them.
         """
@@ -80,7 +84,8 @@ class _Partwise(Compressor):
 
         values: the entries of the vector.
         layout: the layout of the vector.
-        key, kept: not used, because this compressor is not random and remembers nothing.
+        key: not used, because this compressor draws no random numbers.
+        kept: not used; it is only for compressors that override `Compressor.keep`.
         """
         message = np.zeros(self.words(layout), np.uint32)
         slots = self.slots(message, layout)
@@ -101,15 +106,17 @@ class _Partwise(Compressor):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Encode `values` with error feedback; return the message and its effects.
+        """Encode `values` with error feedback; return all results in an `Exchange`.
 
-        The result is equal to that of `Compressor.exchange`. For speed, the vector is processed
-        part by part. A part is encoded and decoded, and its entries of the sender's next memory are
-        computed. All this happens while the part is in the CPU's cache.
+        The results are the message, the vector that the receiver gets, and the sender's next
+        memory. They are equal to those of `Compressor.exchange`. For speed, the vector is processed
+        in ranges that fit into the CPU's cache. A range is encoded and decoded, and its entries of
+        the sender's next memory are computed, before the next range begins.
         values: [layout.trained], the vector to send, which may be overwritten.
-        memory: [layout.trained], the sender's memory for error feedback; an empty tensor stands for
-        zeros.
-        key, kept: not used, because this compressor is not random and remembers nothing.
+        memory: [layout.trained], the sender's memory for error feedback; an empty tensor means that
+        the memory is 0.
+        key: not used, because this compressor draws no random numbers.
+        kept: not used; it is only for compressors that override `Compressor.keep`.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)
@@ -349,10 +356,10 @@ class Blocks(_Partwise):
     def decode_part(self, out: Tensor, part: slice, slots: tuple[np.ndarray, ...]) -> None:
         """Decode a part of the vector: multiply each number of 8 bits by the scale of its block.
 
-        out: the tensor to fill with the decoded entries, float32.
+        out: the tensor to fill with the decoded entries, float32 [entries of the part].
         part: the positions of the part in the vector.
-        slots: the two arrays of the message to read, as the method `slots` returned them: the
-        scales, float32 [blocks], and the 8 bits of each entry, uint8 [entries].
+        slots: two arrays for the whole vector, which the method `slots` returned: the scales,
+        float32 [blocks], and the 8 bits of each entry, uint8 [entries].
         """
         codes, scales, array = slots[1][part], self._scales(part, slots[0]), out.numpy()
         if self.dtype.is_floating_point:

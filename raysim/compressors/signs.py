@@ -2,8 +2,8 @@
 
 A vector v of d entries is decoded as
 
-    C(v) = size sign(v)           with a number `size`
-    C(v) = (|v|_1 / d) sign(v)    with size=None
+    C(v) = size * sign(v)           if `size` is a number
+    C(v) = (|v|_1 / d) * sign(v)    if size=None
 
 For majority vote, set `size` and compress in both directions. Clients then send signs, and each
 parameter moves by `size` in the direction for which most clients voted.

@@ -47,16 +47,18 @@ def _collect(
     positions: np.ndarray,
     entries: np.ndarray,
 ) -> int:
-    """Find the entries of values - memory that have a large absolute value; return their number.
+    """Collect the large entries of the difference `values - memory`; return their number.
 
     An entry is large if its absolute value is at least `threshold`. Return len(positions) + 1 if
     there may be more large entries than fit into `positions`.
     values: float32 [d], finite.
     memory: float32 [d], finite; an empty array stands for zeros.
+    threshold: the smallest absolute value of a large entry.
     flags: an array for intermediate values, uint8 [CHUNK].
     words: the same bytes as `flags`, viewed as uint64 [CHUNK / 8].
     positions: the array to fill with the positions of the large entries, in ascending order.
-    entries: the array to fill with the large entries, float32, as long as `positions`.
+    entries: the array to fill with the large entries of the difference, float32, as long as
+    `positions`.
     """
     # A chunk of entries is compared first: each entry gets a byte, 1 if it is large, else 0. Then 8
     # of these bytes are read as one word. Most words are 0, so the loop over bits is short.
@@ -96,11 +98,12 @@ def _copy_memory(memory: np.ndarray, out: np.ndarray) -> None:
 def largest_entries(
     values: np.ndarray, count: int, memory: np.ndarray = NOTHING
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions and the values of the `count` largest entries of values - memory.
+    """Find the `count` entries of the difference `values - memory` with largest absolute values.
 
-    Entries are compared by their absolute values. If two absolute values are equal, the entry with
-    the lower position is taken. The positions are ascending.
+    Return their positions, which are ascending, and these entries of the difference. If two
+    absolute values are equal, the entry with the lower position is taken.
     values: float32 [d], finite.
+    count: the number of entries to find.
     memory: float32 [d], finite; an empty array stands for zeros.
     """
     candidates = _candidates(values, count, memory)
@@ -129,16 +132,18 @@ def _difference(
 def _candidates(
     values: np.ndarray, count: int, memory: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return some entries of values - memory, among them the `count` largest ones.
+    """Find candidates for the largest absolute values in the difference `values - memory`.
 
-    A sample of the entries gives a threshold. The result has all entries that reach this threshold:
-    their positions, in ascending order, and their values.
+    Return the positions of the candidates, which are ascending, and these entries of the
+    difference. The `count` entries with the largest absolute values are among them. A sample of the
+    entries gives a threshold, and all entries whose absolute value reaches it are candidates.
     Return None in these cases:
     - The vector has at most `SMALL` entries.
     - `count` is at least a quarter of the number of entries.
     - The threshold selects too many entries, or fewer than `count`.
 
     values: float32 [d], finite.
+    count: the number of largest entries that must be candidates.
     memory: float32 [d], finite; an empty array stands for zeros.
     """
     length = len(values)
@@ -214,15 +219,16 @@ class _Sparse(Compressor):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Encode `values` with error feedback; return the message and its effects.
+        """Encode `values` with error feedback; return all results in an `Exchange`.
 
-        The result is equal to that of `Compressor.exchange`. This function is faster, because it
-        decodes only the k sent entries, and adds or subtracts only these entries.
+        The results are the message, the vector that the receiver gets, and the sender's next
+        memory. They are equal to those of `Compressor.exchange`. This function is faster, because
+        it decodes only the k sent entries, and adds or subtracts only these entries.
         values: [layout.trained], the vector to send, which may be overwritten.
-        memory: [layout.trained], the sender's memory for error feedback; an empty tensor stands for
-        zeros.
+        memory: [layout.trained], the sender's memory for error feedback; an empty tensor means that
+        the memory is 0.
         key: a random number below 2^63.
-        kept: not used, because a message does not depend on earlier messages.
+        kept: not used; it is only for compressors that override `Compressor.keep`.
         """
         if not (self._is_direct(values) and len(memory)):
             return super().exchange(values, memory, layout, key, kept)

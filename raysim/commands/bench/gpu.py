@@ -449,9 +449,9 @@ class UtilizationMonitor(threading.Thread):
             self.shares.append(share)
 
     def mean(self) -> float | None:
-        """Stop the thread; return the share of time in which the GPU worked, 0 to 1.
+        """Stop the thread; return the share of time in which the GPU was busy, 0 to 1.
 
-        Return None if the driver gave no values.
+        Return None if the GPU's device driver gave no values.
         """
         self._end.set()
         self.join()

@@ -338,9 +338,13 @@ def _write_profile(
     folder: Path,
     show: Print,
 ) -> None:
-    """Execute one more block with profiled workers; write the profile and print a summary.
+    """Train a workload once more with profiled workers; write the profile and print a summary.
 
+    The training has as many rounds as a measurement of the workload, and the untimed rounds before
+    it.
     name: the workload's name, for the files and their titles.
+    spec: the run of the workload.
+    workload: gives the number of rounds and the number of clients per round.
     workers: the number of Ray workers.
     folder: the folder of the files.
     show: function that prints the summary.

@@ -181,13 +181,13 @@ def _method_and_fedavg(make: Callable[[], Method]) -> tuple[float, float]:
 def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     """Measure local steps of several methods, each compared with a reference method.
 
-    The methods are those in `METHODS`, FedBSS and FRAug. The reference method is FedBN for FRAug,
-    and FedAvg for all other methods.
+    The measured methods are FedBSS, FRAug and all methods in the table `METHODS`. The reference
+    method is FedBN for FRAug, and FedAvg for all other methods.
 
     For FedBSS, the time of all jobs of a run is measured instead of one step. FedAvg then trains on
     as many samples as FedBSS, and makes the same additional forward passes.
     blocks: how often each method and its reference method are measured, one after another.
-    say: function that gets a line after each block.
+    say: function that gets a line each time all methods have been measured once more.
     """
     seconds_per_step()  # the first run is slower, so it is not measured
     pairs: dict[str, Callable[[], tuple[float, float]]] = {}
@@ -206,11 +206,15 @@ def measure_pairs(
     blocks: int,
     say: Callable[[str], None],
 ) -> list[StepCost]:
-    """Measure every method once in each block.
+    """Measure every method and its reference method `blocks` times; return a row per method.
 
-    pairs: for each method, a function that returns the seconds of the method and of its reference.
-    limits: for each method, the largest ratio that raysim promises; None if it promises none.
-    say: function that gets a line after each block.
+    pairs: for each method, a function that measures once. It returns the seconds of the method and
+    the seconds of its reference method.
+    limits: for each method, the largest ratio of these seconds that raysim promises; None if it
+    promises none.
+    blocks: how often each pair is measured. All pairs are measured once before any is measured
+    again.
+    say: function that gets a line each time all pairs have been measured once more.
     """
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for block in range(blocks):
@@ -258,7 +262,7 @@ def main(out: Path, blocks: int, say: Callable[[str], None]) -> None:
     Each method is compared with a reference method: FRAug with FedBN, all others with FedAvg.
     out: the JSON file for the results.
     blocks: how often each method and its reference method are measured, one after another.
-    say: function that gets a line after each block.
+    say: function that gets a line each time all methods have been measured once more.
     """
     make_deterministic(1)
     results = bench_steps(blocks, say)

@@ -20,9 +20,9 @@ NAME = "mypackage"
 
 
 def write(name: str) -> Path:
-    """Write the package into a new folder; return the folder.
+    """Create a folder with a new package, a copy of the template; return the folder.
 
-    name: the path of the folder; its last part becomes the package's name.
+    name: the path of the new folder. The last part of the path becomes the package's name.
     Raise `RefusedError` for a name that a new package cannot have.
     """
     folder = user_path(name)

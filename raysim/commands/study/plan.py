@@ -267,7 +267,7 @@ def _has_key(node: object, key: str) -> bool:
 
 
 def _name_parts(keys: Sequence[str]) -> dict[str, str]:
-    """Return the short name of each key, which the names of runs contain.
+    """Return a dictionary from each key to the short name that stands for it in names of runs.
 
     The short name is the part after the key's last dot. If several keys have the same last part,
     the short name is the whole key.

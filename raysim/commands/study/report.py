@@ -124,8 +124,10 @@ def check_metrics(names: Sequence[str], own_metrics: Sequence[str] = ()) -> None
 
 
 def gather_scores(study: StudyPlan, metrics: Sequence[str]) -> tuple[list[str], list[RunScores]]:
-    """Read the finished runs; return the names of the metrics, and the scores of all runs.
+    """Return the names of the metrics, and the metrics of every run of a study.
 
+    The second result has an entry for each planned run. A run that has not finished has None in
+    place of each value.
     metrics: the names of the metrics; () uses the names that `_usual_metrics` returns.
     """
     results = []
@@ -182,8 +184,9 @@ def _highest_common_threshold(summaries: Sequence[Mapping[str, object]]) -> str 
 def compared_keys(study: StudyPlan) -> list[str]:
     """Return the keys whose values the study compares.
 
-    If `method` or keys that begin with `method.` have several values, these keys are compared.
-    Otherwise it is the first key with several values, except the seed.
+    If `method` or keys that begin with `method.` have several values, these keys are returned.
+    Otherwise the list has one key, the first with several values; the seed is never compared. The
+    list is empty if no key but the seed has several values.
     """
     varied = [key for key in study.varied if key != "seed"]
     of_methods = [key for key in varied if key.partition(".")[0] == "method"]
@@ -221,11 +224,12 @@ def compare_settings(
 ) -> list[Comparison]:
     """Compare settings in pairs of runs that have the same seed; return all comparisons.
 
-    A setting is the values of the keys that `compared_keys` returns. Two settings are compared only
-    if all further keys of their runs are equal, for example the partition. The first of such
-    settings is the reference: all others are compared with it. The p-values have Holm's correction
-    for all returned comparisons.
+    A setting is a combination of values of the keys that `compared_keys` returns. The study may
+    vary further keys, for example the partition. Runs are grouped by the values of these further
+    keys. In each group, the first setting is the reference: all other settings of the group are
+    compared with it. Holm's correction of the p-values counts all returned comparisons.
 
+    scores: all runs of the study with their metrics.
     metric: the name of the compared metric.
     """
     table: dict[str, dict[str, dict[int, float]]] = {}  # where, what, seed
@@ -283,8 +287,8 @@ def _format_number(
     metric: the name of the metric. Numbers of rounds have one decimal. For all other metrics, a
     smaller number has more decimals.
     sign: "+" shows the sign of positive numbers.
-    like: a number that decides the number of decimals in place of `value`. For a standard deviation
-    it is the mean, so that both have as many decimals. None uses `value`.
+    like: a number that decides the number of decimals in place of `value`; None uses `value`. For a
+    standard deviation, the caller passes the mean, so that both numbers have equally many decimals.
     """
     if value is None:
         return MISSING

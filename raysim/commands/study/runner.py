@@ -255,7 +255,7 @@ class ChildRun:
 
     @property
     def stdin(self) -> IO[str]:
-        """Return the pipe to the process; closing the pipe tells the process to stop."""
+        """Return the standard input of the child process; closing it tells the process to stop."""
         assert self.process.stdin is not None
         return self.process.stdin
 

@@ -47,9 +47,13 @@ class StudyResult:
     def differences(self) -> pd.DataFrame:
         """Return a table of differences between settings, with intervals and p-values.
 
-        Each row compares a setting with a reference. The reference is the first setting of the
-        study that has the same values of all further keys. The table is empty if nothing can be
-        compared. Raise FileNotFoundError if no run has finished.
+        Each row compares a setting with a reference. A setting is a combination of values of the
+        compared keys: the varied keys of `method`, or else the first key with several values. The
+        reference is the first setting of the study. If the study varies further keys, only runs
+        with equal values of these keys are compared.
+
+        The table is empty if nothing can be compared. Raise FileNotFoundError if no run has
+        finished.
         """
         return self._table("differences.csv")
 

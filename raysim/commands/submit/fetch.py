@@ -56,11 +56,12 @@ def fetch(
     checkpoints: bool = False,
     limit_mb: float = 200.0,
 ) -> Path:
-    """Copy the results of a job into a folder on this machine, and return the folder.
+    """Copy the results of a Ray job into a folder on this machine, and return the folder.
 
+    The job's node packs the results folder into an archive (tar.gz), which this machine unpacks.
     The job may still be running, because raysim replaces a result file only when the new content is
     complete. Files of the same name on this machine are replaced.
-    job: the id that `raysim submit` prints, or the URL of a run.
+    job: the id of the Ray job, which `raysim submit` prints, or the URL of a run.
     target: the folder on this machine. None takes a folder in the current folder, with the same
     name as the job's folder.
     address: the URL of the job server; None reads Ray's environment variables and, without these,
@@ -68,7 +69,7 @@ def fetch(
     folder: the folder with the results on the node of the job; None takes the value of out= in the
     job's command.
     checkpoints: True also copies the checkpoints.
-    limit_mb: the largest size of the archive in MB.
+    limit_mb: the largest allowed size of the archive in MB.
     Raise `RefusedError` if there is no such job or folder, or if the archive exceeds the limit.
     """
     if is_url(job):
@@ -174,11 +175,14 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
 
 
 def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
-    """Decode the archive that a Ray job has printed as text on the node with the results.
+    """Return the bytes of the archive that a packing job has printed.
 
-    text: the printed text. It has an error in place of the archive if the job failed.
-    folder: the results folder that the job has packed, for errors.
-    job: the id of the job whose results are fetched, for errors.
+    `raysim fetch` starts the packing job, a Ray job on the node that has the results of an earlier
+    Ray job. The packing job prints the archive of the results folder as base64 text. If it cannot
+    pack the folder, it prints an error instead.
+    text: everything that the packing job has printed.
+    folder: the results folder, for errors.
+    job: the id of the earlier Ray job, for errors.
     limit_mb: the largest size of the archive in MB, for errors.
     Raise `RefusedError` if the text has an error in place of the archive.
     """

@@ -272,10 +272,10 @@ def wait_for_end(connection: ConnectionToJob) -> tuple[int, str]:
 
 
 def describe_commands(url: str, job: str) -> str:
-    """Return the commands that show a job's output again and stop the job, as text.
+    """Return a text with two commands for a Ray job: one shows its output again, one stops it.
 
     url: the URL of the job server.
-    job: the id of the job.
+    job: the id of the Ray job.
     """
     return (
         f"`RAY_AUTH_MODE=token ray job logs --address {url} --follow {job}` shows it again, "

@@ -325,7 +325,12 @@ def read_runtime_env(path: str | None) -> dict[str, Any]:
 
 
 def with_source(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the git commit of the packed files to the job's environment."""
+    """Return the runtime environment of a Ray job with the git commit of the packed files.
+
+    The commit becomes an environment variable of the Ray job, unless the user has set this
+    variable.
+    environment: the runtime environment, as `read_runtime_env` returns it; it is not changed.
+    """
     variables = {SOURCE: json.dumps(source_commit()), **(environment.get("env_vars") or {})}
     return {**environment, "env_vars": variables}
 

@@ -67,24 +67,25 @@ class SweepOptions:
     A trial is one setting, that is, one value for each searched key.
 
     name: the name of the file in `conf/sweep` that the command chose.
-    search: "random" draws settings at random, "grid" tries all combinations, and "optuna" lets
+    search: "random" draws settings at random, and "grid" tries all combinations. "optuna" lets
     Optuna propose settings that depend on the scores of earlier trials.
     scheduler: "none" trains every trial to its end. "asha" stops the worse trials early
     (asynchronous successive halving). "pbt" replaces the worse trials by changed copies of the
     better ones (population-based training).
-    trials: the number of settings to try (null: all of a grid, else 16).
+    trials: the number of settings to try. null tries all combinations with search="grid", and 16
+    settings otherwise.
     metric: the column of the history whose last value compares trials. null takes the main metric,
-    usually accuracy. It is measured on validation samples if all trials have them, else on the
-    central test set, else on the clients' test sets.
-    mode: max or min (null: min for losses, and for metrics for which a lower score is better, else
-    max).
+    usually accuracy. If all trials have validation samples, it is measured on these. Otherwise it
+    is measured on the central test set or, without this set, on the clients' test sets.
+    mode: "max" if a higher metric is better, "min" if a lower metric is better. null takes "min"
+    for losses and for metrics for which a lower score is better, else "max".
     seeds: the number of runs of each setting. Trials are compared by the means of their runs.
-    concurrent: the number of trials at a time (null: as many as fit).
-    workers: the number of workers of each trial's runs (0: they run in the trial's own process).
+    concurrent: the number of trials at a time; null starts as many as fit.
+    workers: the number of workers of each trial's runs; 0 trains in the process of the trial.
     grace: the round of ASHA's first decision.
     reduction: the factor by which each decision of ASHA reduces the number of trials.
     interval: the number of rounds between two exchanges of population-based training (PBT).
-    minutes: the time limit of the whole sweep.
+    minutes: the time limit of the whole sweep; null sets no limit.
     """
 
     name: str = "default"
@@ -367,7 +368,15 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
 
 
 def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...]) -> SweepRequest:
-    """Return the sweep that a folder has stored; overrides may give it more trials or more time."""
+    """Return the stored sweep of a folder, with the changes that the overrides make.
+
+    folder: the folder of a sweep that has begun.
+    overrides: settings from the command line. They may, for example, give the sweep more trials or
+    more time.
+    conf: the user's own folders of options; () takes the folders that the sweep has stored.
+    Raise `RefusedError` for an override that may not change, or if a configuration file or raysim
+    has changed.
+    """
     stored = run_table.load_plan(folder, "sweep")
     merged = {override.partition("=")[0]: override for override in stored["overrides"]}
     changeable = (*CHANGEABLE_GROUPS, *(f"sweep.{option}" for option in CHANGEABLE_OPTIONS))

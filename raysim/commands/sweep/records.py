@@ -207,16 +207,17 @@ class TrialRecords:
     def add_rows(
         self, number: int, point: Point, rows: Sequence[Row], seconds: float, is_done: bool
     ) -> None:
-        """Add new rows to a trial's history, and delete its rows of the same and later rounds.
+        """Add rows to a trial's history; they replace all stored rows from their first round on.
 
-        Rows to delete exist if population-based training has moved the trial back to the checkpoint
-        of a better trial.
+        There are rows to replace if population-based training has moved the trial back to the
+        checkpoint of a better trial.
 
         number: the trial's number.
         point: the values of the searched keys, which population-based training may have changed.
-        rows: the rows since the trial's last report, with means over the seeds.
+        rows: the rows to add, one for each round since the trial's last report. Their values are
+        means over the seeds.
         seconds: the wall seconds that these rounds took.
-        is_done: True after the last round.
+        is_done: True if the rows contain the trial's last round.
         """
         record = self.all[number]
         record.point = point

@@ -78,7 +78,7 @@ class Interval:
         return [self.clip(self.low), self.clip(self.high)]
 
     def clip(self, value: object) -> int | float:
-        """Return the nearest number of the interval, rounded to four digits.
+        """Return the nearest number of the interval, rounded to four significant digits.
 
         If the interval has only integers, the number is rounded to an integer instead.
         value: a number that Tune or Optuna suggests.

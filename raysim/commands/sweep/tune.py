@@ -85,14 +85,17 @@ class TrialTask:
 
 
 class SweepTrial(tune.Trainable):
-    """A trial as a class of Tune. A step of this class trains until the next measurement."""
+    """A trial of a sweep, in the form of the class `Trainable` that Tune requires.
+
+    Each call of `step` trains until the next measurement of the metric.
+    """
 
     _trial: trial.Trial | None = None
 
     def setup(  # type: ignore[override]  # `with_parameters` adds the others
         self, config: dict[str, Any], plan: SweepPlan, task: TrialTask
     ) -> None:
-        """Store the settings of the trial; nothing runs before the first step.
+        """Store the settings of the trial; nothing is trained before the first call of `step`.
 
         config: the dictionary that `_trial_config` made for this trial.
         plan: the sweep.
@@ -117,14 +120,15 @@ class SweepTrial(tune.Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
-        """Advance the trial to the next measurement; return a report for Tune and the sweep.
+        """Train the trial until its next measurement; return a report for Tune and the sweep.
 
         The report has the round, the metric, the new rows of the history, and the wall seconds.
         "done" is True if the trial has ended. A failed trial reports its error and the worst
         possible metric.
 
-        In a continued sweep, each call for a trial that had ended returns one of its stored
-        measurements: round, metric and "done".
+        A continued sweep also starts the trials again that had ended before the continuation. They
+        train nothing: each call returns the next stored measurement, with the keys round, metric
+        and "done".
         Raise `RunFailedError` if a process of the run is lost, so that Tune starts the trial again.
         """
         metric = self._task.metric
@@ -218,10 +222,11 @@ class SweepTrial(tune.Trainable):
                 checkpoint.copy(path, folder / str(index))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Let the runs of this trial continue from the checkpoints of another trial.
+        """Prepare the runs of this trial to continue from a checkpoint of Tune.
 
-        If the checkpoints belong to this trial, no file changes, and the runs continue from their
-        folders.
+        If `save_checkpoint` of another trial made the checkpoint, its files replace those of this
+        trial's runs. If this trial made it, the runs continue from their own folders, and no file
+        changes.
         checkpoint_dir: the folder that `save_checkpoint` filled.
         """
         self.cleanup()
@@ -257,11 +262,12 @@ def _print_nothing(text: str) -> None:
 class Listener(tune.Callback):
     """A Tune callback that passes Tune's reports on trials to the records.
 
-    Tune calls the functions on_trial_... with a trial. Their other arguments are not used.
+    Tune calls the functions on_trial_... of this class. They use only the arguments `trial`, Tune's
+    object for the trial, and `result`.
     records: the trials of the sweep.
     status: the line on the terminal that shows the state of the trials.
-    ray_messages: the path of the file with Ray's messages; None if there is no such file. If a
-    trial loses a process, the line that reports this also shows the path.
+    ray_messages: the path of the file with Ray's messages; None if there is no such file. The path
+    is printed if a trial loses a process.
     """
 
     def __init__(self, records: TrialRecords, status: StatusLine, ray_messages: Path | None = None):
@@ -324,7 +330,9 @@ def trial_task(
 ) -> TrialTask:
     """Return the settings that the processes of all trials need.
 
-    experiment: a built run of the sweep, which gives the device and the packages.
+    records: the trials of the sweep, with its folder and its metric.
+    experiment: the objects that raysim built from the configuration of one run of the sweep. They
+    give the device and the packages, which are the same for all runs.
     resources: the resources that one worker reserves; with sweep.workers=0, those that the process
     of a trial reserves.
     allow: packages whose classes and options the configurations may use.
@@ -481,9 +489,10 @@ def _decode(space: Space, params: Mapping[str, Any]) -> Point:
 
 
 def _encode(space: Space, point: Point) -> dict[str, Any]:
-    """Return the parameters that describe a setting to Optuna.
+    """Return the values with which Optuna stores a setting, by key.
 
-    For a key with a list, this is the index of the value; for a key with an interval, the value.
+    If a key is searched in a list, Optuna stores the index of the value in the list. If it is
+    searched in an interval, Optuna stores the value.
     space: the list or the interval of each searched key.
     point: the setting, a value for each searched key.
     """

@@ -77,8 +77,8 @@ def update_database(path: str) -> int:
     """Send the runs in a folder and their models to this folder's MLflow database; return 0.
 
     path: a folder that contains runs.
-    Raise `RefusedError` for the address of a server. Also raise it for a folder without runs that
-    were stored for MLflow, for example with tracking=none.
+    Raise `RefusedError` for the address of a server. Also raise it if no run in the folder has
+    stored data for MLflow; runs with tracking=none store none.
     """
     if path.startswith(("http://", "https://")):
         raise RefusedError(

@@ -51,8 +51,8 @@ class MyLearner(Learner):
         """Return outputs [n, C] for inputs [n, ...].
 
         The class with the largest output is the prediction. C is the number of classes.
-        parameters: the mean images of the model that is scored, in the dictionary that `initial`
-        returns.
+        parameters: the model to score, in the format of `initial`: {"means": one mean image per
+        class}.
         """
         rows = inputs.reshape(len(inputs), 1, -1)
         outputs: np.ndarray = -((rows - parameters["means"]) ** 2).sum(axis=2)

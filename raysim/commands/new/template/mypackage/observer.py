@@ -8,12 +8,13 @@ from raysim.simulation.events import Round
 
 
 class MyObserver(Observer):
-    """An observer that writes into best.txt in which round a column has its highest value.
+    """An observer that finds the round with the highest value of a column of the history.
 
+    It writes the number of this round and the value into the file best.txt.
     column: the name of a column of the history, such as the accuracy on the central test set.
 
-    raysim calls an observer's functions at several moments of a run; `raysim.Observer` lists all
-    of these functions.
+    raysim calls an observer's functions at several moments of a run; `raysim.Observer` lists all of
+    these functions.
     """
 
     def __init__(self, column: str = "accuracy_global"):
