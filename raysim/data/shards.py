@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Return the tar file and the name of this file in it, as text for error messages."""
+        """Return "TAR, NAME" for error messages: the path of the tar file, and this part's name."""
         return f"{self.shard}, {self.name}"
 
     def read(self) -> bytes:
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class WebDataset(Source):
-    """A source that reads tar files; files with the same key form a sample.
+    """A source that reads tar files, in which all files with the same key form a sample.
 
     For example, 0007.jpg and 0007.cls are the files of one sample. Their key is 0007, the path up
     to the first dot of the name. The text after this dot is the ending. It gives the type of the
@@ -80,7 +80,8 @@ class WebDataset(Source):
     label, user: the ending of the label's file and of the user's file. None finds a usual ending,
     such as "cls" or "user". A label is an integer, text, an array, a picture whose pixels are
     classes, or JSON.
-    test_fraction: without test files, the share of each class of each user that is for testing.
+    test_fraction: the fraction of samples for testing, which is used only without test files. It
+    applies to each user separately, and to each class of a user's samples.
     length: the largest number of tokens of a text; further tokens are left out.
     padding: the token number that fills up shorter rows of tokens.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
@@ -166,13 +167,13 @@ class WebDataset(Source):
     def _choose_endings(
         self, sample: Mapping[str, Part], place: str
     ) -> tuple[list[str], str, str | None]:
-        """Return the endings of three types of files: inputs, the label, and the name of the user.
+        """Return three results: the endings of the input files, of the label's and the user's file.
 
-        The third result is None if no file names the user to whom the sample belongs.
-        sample: the files of the first sample, by ending.
-        place: the path in `data.root`, which error messages name.
-        Raise ValueError if no ending is set or usual for labels, or if no ending is left for
-        inputs.
+        The third result is None if no file has the name of a user.
+        sample: the files of the first sample, by file name ending.
+        place: the value of `data.root`, with which error messages begin.
+        Raise ValueError if `label` is None and no file has a usual ending of labels, such as "cls".
+        Also raise ValueError if only the files of the label and the user exist.
         """
         by_name = {_field_name(ending): ending for ending in sample}
         label = self.label or by_name.get(find_column(list(by_name), USUAL_LABELS) or "")
@@ -220,9 +221,9 @@ class WebDataset(Source):
 
         The second result is the `Tokens` of texts and of lists of integers; it is None for other
         contents.
-        samples: the files of each sample, by ending.
+        samples: the files of each sample, by file name ending.
         ending: the ending of the files to read, such as "jpg".
-        place: the path in `data.root`, which error messages name.
+        place: the value of `data.root`, with which error messages begin.
         """
         if _is_picture(ending):
             pictures = _pictures(samples, ending, np.arange(len(samples)))
@@ -253,8 +254,9 @@ def _is_picture(ending: str) -> bool:
 
 
 def _read_index(shards: Sequence[Path]) -> list[dict[str, Part]]:
-    """Return for each sample its files by ending, in the order of the tar files.
+    """Return a dictionary for each sample, which maps file name endings to the sample's files.
 
+    The samples have the order in which they are stored in the tar files.
     shards: the tar files.
     """
     samples: dict[tuple[Path, str], dict[str, Part]] = {}

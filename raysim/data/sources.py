@@ -373,13 +373,14 @@ def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
 class Synthetic(Source):
     """A source of random images around Gaussian class prototypes, for tests and timing.
 
-    A pixel is 128 + 32 (p + s + e), limited to 0 to 255. The prototype p of the class is normal
-    with standard deviation 1.
+    The value of a pixel is 128 + 32 (p + s + e), limited to 0 to 255. p belongs to the image's
+    class, s to its domain, and e to the image alone. All three are normal with mean 0.
+    p has the standard deviation 1.
     shape: the shape of an image, [channels, height, width].
     classes, domains: the numbers of classes and of domains.
     samples, test_samples: the numbers of training samples and of central test samples.
-    noise: the standard deviation of the noise e, which is drawn for each image.
-    shift: the standard deviation of s, which is drawn once for each domain; with one domain s is 0.
+    noise: the standard deviation of e.
+    shift: the standard deviation of s. With one domain, s is 0.
     seed: the seed of the random numbers; the seed of the run does not change the data.
     """
 

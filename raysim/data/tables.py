@@ -45,7 +45,8 @@ class TextTable(TableSource):
     user: the column of users; None finds a column with a usual name, such as "user" or "client".
     With partition=natural, each user is a client.
     targets: columns that together are one structured target, in place of a label.
-    test_fraction: without a test file, the share of each class of each user that is for testing.
+    test_fraction: the fraction of samples for testing, which is used only without a test file. It
+    applies to each user separately, and to each class of a user's samples.
     """
 
     root: str | None = None
@@ -118,11 +119,12 @@ class TextTable(TableSource):
         )
 
     def _target_columns(self, names: list[str], place: str) -> list[str]:
-        """Return the columns of the structured target, or else a list with the column of labels.
+        """Return the columns in the setting `data.targets`; without it, [the column of labels].
 
         names: the columns of the table.
         place: the name of the file in errors.
-        Raise ValueError if the settings name a target and a label, or if no column has labels.
+        Raise ValueError if `data.targets` and `data.label` are both set. Also raise ValueError if
+        neither is set and no column has a usual name of labels.
         """
         if self.targets and self.label:
             raise ValueError(

@@ -90,7 +90,8 @@ class NumPy(Source):
 
     root: the folder with the files.
     padding: the token number with which short sequences in the files are already filled up.
-    test_fraction: without test.npz, the share of each class of each user that is for testing.
+    test_fraction: the fraction of samples for testing, which is used only without test.npz. It
+    applies to each user separately, and to each class of a user's samples.
     """
 
     root: str | None = None
@@ -126,12 +127,14 @@ class NumPy(Source):
 class Npz(Source):
     """A source with one NumPy archive for each client, in the layout of PFLlib.
 
-    The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each file has x [n, ...]
-    and y, as `NumPy` describes them. The name of a file is the user of its rows; with
-    partition=natural each user is a client.
+    The files are root/train/0.npz, 1.npz, ... and root/test/0.npz, .... Each file has an array x
+    [n, ...] with n inputs, and an array y [n] or [n, outputs] with their labels. Inputs are uint8
+    levels, floats, or integers, which are token numbers. The name of a file is the user of its
+    samples; with partition=natural each user is a client.
     root: the folder with the folders train and test.
     padding: the token number with which short sequences in the files are already filled up.
-    test_fraction: without test files, the share of each class of each user that is for testing.
+    test_fraction: the fraction of samples for testing, which is used only without test files. It
+    applies to each user separately, and to each class of a user's samples.
     """
 
     root: str | None = None
@@ -212,8 +215,8 @@ def _assemble(
     """Return the samples that the arrays of an archive describe.
 
     arrays: the arrays of the archive, by name.
-    is_test: the mask of test rows. With None, the share `test_fraction` of each class of each user
-    becomes test rows.
+    is_test: the mask of test rows. With None, `test_fraction` decides the number of test rows, for
+    each user and each class separately.
     kind, ignore, padding: the settings `data.kind`, `data.ignore` and `data.padding`.
     place: the file or the argument that has the data, for errors.
     """

@@ -206,11 +206,12 @@ class Leaf(Source):
 
 
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
-    """Join successive windows of texts, and yield the texts.
+    """Restore texts from windows of characters, each of which is shifted by one character.
 
-    If a window starts one character after the window before, it continues the text. Otherwise it
-    starts a new text. For example, "abcd", "bcde" and "xyzw" become the texts "abcde" and "xyzw".
-    windows: pieces of texts, of equal length and in order.
+    The text so far may end with all but the last character of a window. Such a window adds its last
+    character to the text. Any other window starts a new text. For example, "abcd", "bcde" and
+    "xyzw" become the texts "abcde" and "xyzw".
+    windows: pieces of the texts, of equal length and in order.
     """
     text = ""
     for window in windows:

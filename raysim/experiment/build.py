@@ -94,8 +94,9 @@ def build(
     object, the name of an option, or (but not for `data`) values by key in a dictionary. The help
     of `raysim.run` has examples.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`.
-    settings: overrides as keyword arguments: a group with the name of an option, or a key with a
-    value.
+    settings: overrides as keyword arguments. The argument of a group is the name of an option
+    (`runtime="inprocess"`) or a dictionary of values (`local={"lr": 0.05}`). The argument of a key
+    without a group is a value (`rounds=20`).
     Raise `RefusedError` for settings or objects with which no run is possible.
     """
     parts = {

@@ -102,14 +102,15 @@ def _draft_config(
 ) -> Draft:
     """Compose a configuration of options, and set the user's values in it.
 
-    The overrides choose the options of some groups. Other groups keep the options of the stored
-    configuration. Without a stored configuration, they get the preset's or raysim's default
-    options.
+    The overrides choose the options of some groups. All other groups keep the options of the
+    configuration to start from, if there is one. Otherwise, they get the preset's options, or
+    raysim's default options.
     overrides: the user's overrides, as texts "key=value".
     groups: all groups with the files of their options.
     roots: the user's folders of options.
-    stored: a stored configuration to start from. None takes the configuration of the run that an
-    override of `resume` names, unless the overrides choose a preset.
+    stored: the configuration to start from. With None, it is the configuration in the folder of the
+    run that the override of `resume` names. If there is no such file, or if an override chooses a
+    preset, there is none.
     settings: more overrides, as Python values by key; None if there are none.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
@@ -331,9 +332,9 @@ def _folders_of_resumed_run(values: Mapping[str, Any]) -> list[str]:
 def _is_complete(node: Node) -> bool:
     """Return True if a configuration has all groups that every run needs, and their options' names.
 
-    The values of each such group must be a dictionary. The entry `choices` must contain these
-    groups. Each value in `choices` must be the name of an option, or in the groups "method" and
-    "observer" a list of names.
+    The entry of each such group must be a dictionary of settings. The entry `choices` must contain
+    the name of the chosen option for each such group. For the groups "method" and "observer", it
+    must contain a list of names.
     """
     choices = node.get("choices")
     if not isinstance(choices, dict) or not choices.keys() >= {*COMPLETE}:

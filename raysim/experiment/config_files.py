@@ -1,4 +1,7 @@
-"""Read and write configurations as plain data: files of options, and files of runs."""
+"""Read the files of options; read and write config.yaml, the configuration of a run.
+
+A configuration consists of dictionaries, lists, texts and numbers.
+"""
 
 from __future__ import annotations
 

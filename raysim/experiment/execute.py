@@ -89,15 +89,16 @@ def run(
 
     config: overrides as on the command line, in one text or a list; or the result of `compose` or
     `build`.
-    settings: overrides as keyword arguments: a group with the name of an option
-    (`fleet="lognormal"`), or a key with a value.
+    settings: overrides as keyword arguments. The argument of a group is the name of an option
+    (`runtime="inprocess"`) or a dictionary of values (`local={"lr": 0.05}`). The argument of a key
+    without a group is a value (`rounds=20`).
 
     methods: a list of methods, each as an object or as the name of an option.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
     object, the name of an option, or (but not for `data`) values by key in a dictionary.
     `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or a tuple
-    of arrays or tensors: (inputs, labels) or (inputs, labels, users). A tuple of two such values
-    gives the training samples and the central test samples.
+    of arrays or tensors: (inputs, labels) or (inputs, labels, users). A pair of two data sets,
+    tables or such tuples gives the training samples and the central test samples.
     `partition` may also be the rows of each client, in a list of lists or a dictionary.
     `loss` may also be a function of outputs and labels that returns a loss for each sample.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The main metric
@@ -163,8 +164,8 @@ def load(folder: str | Path, *, allow: Sequence[str] = (), **parts: Any) -> Resu
     folder: the run's folder, or its URL. The files at a URL, except for checkpoints, are copied to
     a temporary folder until this process ends.
     allow: packages besides raysim whose classes and options the configuration may use.
-    parts: objects (methods, model, data, ...) that config.yaml could not store. They have the names
-    of the arguments with which `raysim.run` got them.
+    parts: the objects that config.yaml could not store. Pass each of them with the same keyword as
+    in the call of `raysim.run`, such as `model=...` or `methods=[...]`.
     Raise `RefusedError` if there is no run in the folder.
     """
     with errors_as_refusals():

@@ -152,7 +152,13 @@ def load_option(path: Path, group: str) -> Node:
 
 
 def options_with_key(key: str, group: str, groups: Groups) -> list[str]:
-    """Return "group=option" for each option of a group whose file has the key."""
+    """Return "group=option" for each option of `group` that has the key in its file.
+
+    Keys in files that the option's file includes count, too.
+    key: the name of a setting without its group, such as "lr".
+    group: the name of a configuration group, such as "local".
+    groups: all groups with the files of their options.
+    """
     paths = groups.files.get(group, {})
     return [f"{group}={name}" for name, path in paths.items() if _has_key(path, key, group)]
 

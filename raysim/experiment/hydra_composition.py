@@ -127,9 +127,9 @@ class Composition(NamedTuple):
 
     values: the complete configuration. It has all values of the preset, even those for options that
     the run does not use.
-    chosen_values: the values that the chosen options have before the preset changes them, by group.
-    Groups that the preset does not mention are left out. Groups for which the user chose no option
-    are left out, too, except "method" and "observer".
+    chosen_values: by group, the values of the options in `choices` without the preset's changes. It
+    has only groups that the preset mentions and for which the user chose an option. The groups
+    "method" and "observer" are included even if the user chose no option.
     choices: the option of each group; a list of options for "method" and "observer".
     """
 
@@ -336,9 +336,9 @@ def _option_files(groups: Groups, group: str, name: str) -> Iterator[tuple[Path,
 
 
 def _default_options(node: Node) -> Node:
-    """Return the option of each group that the list `defaults` of a configuration file names.
+    """Read the list `defaults` of a configuration file; return the option of each group in it.
 
-    node: the content of the file.
+    node: the content of the file. The result is {} if the file has no such list.
     """
     options: Node = {}
     for entry in node.get("defaults") or ():

@@ -61,9 +61,9 @@ def import_target(
     target: the full name in the configuration, such as "raysim.methods.fedprox.FedProx".
     path, key: the two halves of the name of the setting, such as "model" and "._target_", for
     errors.
-    allow: the packages besides raysim from which objects may be imported.
-    Raise `RefusedError` if the module cannot be imported. Also raise it for a name outside raysim,
-    the allowed packages, and the installed packages with options for raysim.
+    allow: packages from which objects may be imported. raysim and the installed packages that
+    extend it are always allowed.
+    Raise `RefusedError` if the module cannot be imported, or belongs to no allowed package.
     """
     setting = f"{path}{key}={format_value(target)}"
     packages = ("raysim", *allow, *installed_packages())
@@ -95,7 +95,7 @@ def import_target(
 def build_object(cls: Callable[..., T], node: Mapping[str, Any], path: str) -> T:
     """Call a class with the values of a configuration node; return the object.
 
-    node: the arguments by name; `_target_` is not an argument.
+    node: the arguments by name. The entry `_target_` is ignored.
     path: the key of `node` in the configuration, for errors.
 
     Raise `RefusedError`, with the key, for a wrong value.

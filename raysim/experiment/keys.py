@@ -204,9 +204,11 @@ def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:
 
 
 def empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
-    """Set to null, in place, the keys that cannot be set together with a key of the user.
+    """Set each key to null that has an alternative and for which the user set the alternative.
 
-    If the user sets local.epochs, local.steps becomes null.
+    For example, if the user sets local.epochs, local.steps becomes null. A key that the user set
+    does not change.
+    config: the configuration, which changes in place.
     values: the values that the user set, by key.
     """
     for pair in ALTERNATIVES:

@@ -68,10 +68,11 @@ class UserObjects:
     nodes: Mapping[str, Node] = field(default_factory=dict)
 
     def into(self, config: Node) -> Node:
-        """Return a copy of a configuration that also describes these objects.
+        """Copy a configuration, add the descriptions of these objects to the copy, and return it.
 
         A method is added after the methods in `config`. Any other object replaces the option of its
         group.
+        config: the configuration, which does not change.
         """
         config = config | {"choices": dict(config["choices"]), "method": dict(config["method"])}
         for place, node in self.nodes.items():
@@ -103,11 +104,13 @@ def separate_objects(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Separate the arguments of `raysim.run` into Python objects and values for the configuration.
 
-    Return the objects, and then the values by group: names of options, dictionaries of values, and
-    for "method" a list of names.
-    The key of an object is its group, such as "model", or "method.NAME" for a method.
-    parts: by group, an object, the name of an option, a dictionary of values, or None if the user
-    gave nothing. For the group "data", a dictionary counts as an object.
+    Return two dictionaries. The first has the objects. The key of an object is its group, such as
+    "model", or "method.NAME" for a method.
+    The second has the values, with the group as key. A value is the name of an option or a
+    dictionary of settings. For the group "method" it is a list of names.
+    parts: the arguments, with the group as key. An argument is an object, the name of an option, a
+    dictionary of settings, or None if the user gave nothing. For the group "data", a dictionary
+    counts as an object.
     methods: the list of methods, each as an object or a name; None if the user did not give it.
     Raise `RefusedError` if `methods` is not a list of objects and names, or contains a method
     object twice.
@@ -143,11 +146,11 @@ def separate_objects(
 
 
 def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[str, Metric]]:
-    """Return a list with the names of all metrics, and a dictionary of those that are objects.
+    """Return the names of all metrics, and a dictionary of the metrics that are Python objects.
 
-    The list is the value of `evaluate.metrics`. The dictionary has each function and each
-    `raysim.Metric` by name, so their names are in the list, too. A function that another process
-    can import has its full path as its name, such as "mine.metrics.brier".
+    The names are the value of `evaluate.metrics`. The dictionary maps the name of each function and
+    of each `raysim.Metric` to a `raysim.Metric`. A function that another process can import has its
+    full path as its name, such as "mine.metrics.brier".
     metrics: names, functions and objects `raysim.Metric`; None for none.
     Raise `RefusedError` for anything else.
     """
@@ -307,10 +310,10 @@ def _wrapper_settings(
 def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomModel:
     """Return a description from which workers can make the user's network.
 
-    overrides: values for the head, the adapters (`lora`), and the arguments of the class or
-    function that makes the network.
-    part: a network, or a class, function or `functools.partial` that makes one.
-    stored: what the configuration of an earlier run says about the network; None for a new run.
+    part: a network, or a class, function or `functools.partial` that makes a network.
+    overrides: the values that the user set for `head` (the name of the last linear layer), for
+    `lora` (low-rank adapters), and for the arguments of the class or function, by key.
+    stored: the entry of the network in the configuration of an earlier run; None for a new run.
     """
     source, fixed = part, {}
     if isinstance(part, functools.partial):
@@ -337,8 +340,10 @@ def _wrap_network(part: Any, overrides: Overrides, stored: object) -> CustomMode
 
 
 def _stored_values(stored: object, target: str, *without: str) -> Node:
-    """Return the values of a stored node if its class is `target`, else {}.
+    """Return the values in an entry of a stored configuration; {} if its class is not `target`.
 
+    stored: the entry, or None.
+    target: the full name of a class or function.
     without: names of values that are left out.
     """
     if not isinstance(stored, Mapping) or stored.get(TARGET) != target:
@@ -385,9 +390,9 @@ def has_objects(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_missing(node: Mapping[str, Any], place: str) -> None:
-    """Raise `RefusedError` if a node describes a Python object that no file can store.
+    """Raise `RefusedError` if a run's configuration describes an object that no file can store.
 
-    To continue or load such a run, the user must pass the object to raysim again.
+    The error tells the user to pass the object to raysim again.
     node: an entry of the configuration, such as the entry of the model.
     place: the key of this entry, such as "model" or "method.fedprox", for the error.
     """

@@ -110,11 +110,11 @@ def read_override(
 
 
 def _check_text(text: str) -> None:
-    """Raise `RefusedError` for three mistakes in an override that Hydra explains badly.
+    """Raise `RefusedError` for three mistakes, for which the error messages of Hydra are bad.
 
     The text is not UTF-8, the value is a function call of Ray Tune, or the text has several
     overrides, such as "a=1 b=2".
-    text: one argument of the command line.
+    text: an override, which is one argument of the command line.
     """
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise RefusedError(
@@ -203,10 +203,10 @@ class _Letters:
         return f"{key}{equals}{value}"
 
     def restore(self, value: Any) -> Any:
-        """Return a value from Hydra's parser in which the replaced characters are restored.
+        """Restore the characters that `hide` replaced before Hydra read the override.
 
-        value: a text, or a list or dictionary that may contain texts. A quoted text loses its
-        quotes. Other values, such as numbers, are returned unchanged.
+        value: the value that Hydra read: a text, or a list or dictionary that may contain texts. A
+        quoted text loses its quotes. Any other value, such as a number, is returned unchanged.
         """
         if isinstance(value, str):
             return self._hidden.sub(lambda hidden: chr(int(hidden[1], 16)), value)

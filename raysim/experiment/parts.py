@@ -75,11 +75,12 @@ def build_part(
 
 
 def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel | None:
-    """Return the description of a network whose class or function `_target_` names, else None.
+    """Return the description of the user's network; None if `_target_` names no network.
 
-    A function must return a module. The node's keys besides `head` and `lora` are the arguments of
-    the class or function.
-    node: the configuration of the group model.
+    `_target_` names a network if it is the name of a function, or of a subclass of `nn.Module`. The
+    function must return a module.
+    node: the entry of the group `model` in the configuration. All keys except `head` and `lora` are
+    arguments of the class or function.
     allow: the packages besides raysim whose classes the configuration may name.
     """
     target: Any = import_target(node[TARGET], "model", allow)
@@ -94,10 +95,11 @@ def _custom_model(node: Mapping[str, Any], allow: Sequence[str]) -> CustomModel 
 
 
 def _loss_function(node: Mapping[str, Any], allow: Sequence[str]) -> RowLoss | None:
-    """Return the user's loss if `_target_` names a function, else None.
+    """Return the function that `_target_` names; None if `_target_` does not name a function.
 
-    The node's keys are the function's arguments after outputs and labels.
-    node: the configuration of the group loss.
+    The function is the loss that a user wrote.
+    node: the entry of the group `loss` in the configuration. Its keys besides `_target_` are the
+    function's arguments after outputs and labels.
     allow: the packages besides raysim whose functions the configuration may name.
     """
     function = import_target(node[TARGET], "loss", allow)
@@ -203,7 +205,8 @@ def build_metrics(
     A name with dots names a function, a `raysim.Metric`, or a class whose objects can be called.
     names: the names in `evaluate.metrics`. Names of metrics that raysim defines are skipped.
     allow: the packages besides raysim whose functions the configuration may name.
-    own: the metrics that the user gave as Python objects, by name. They are not imported.
+    own: the metrics that the user gave as Python objects, by name. A name in `own` is not imported:
+    the result has the object.
     Raise `RefusedError` for a metric that cannot be imported.
     """
     metrics: dict[str, Metric] = {}

@@ -1,8 +1,12 @@
-"""Find the user's own packages: classes, and options in the package's folder `conf`.
+"""Find packages that extend raysim with classes, and with options in their folder `conf`.
 
-raysim finds an installed package by its entry point, `[project.entry-points."raysim.plugins"] mine
-= "mine"`. A package without this entry point needs `--allow PACKAGE` in each command. A package is
-imported only when a configuration uses one of its classes.
+An installed package is found if its `pyproject.toml` has an entry point for raysim:
+
+    [project.entry-points."raysim.plugins"]
+    mine = "mine"
+
+A package without this entry point needs `--allow PACKAGE` in each command. A package is imported
+only when a configuration uses one of its classes.
 """
 
 from __future__ import annotations

@@ -155,7 +155,10 @@ class Follower:
             raise
 
     def _notify_all(self, error: BaseException) -> None:
-        """Tell all observers that have started about an error, even if one of them fails."""
+        """Call `on_stop` of all started observers, even if some of these calls fail.
+
+        error: the error that stopped the run. If a call fails, raise the first call's error.
+        """
         problems: list[Exception] = []
         while self._started:
             try:

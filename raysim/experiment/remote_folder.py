@@ -123,11 +123,11 @@ def local_copy(
 
 
 def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Experiment:
-    """Return a copy of a run that writes its results to a folder of this machine.
+    """Copy an experiment, and let the copy write its results to a folder of this machine.
 
-    The field `url` of the copy stores the URL that the run had as its folder.
-    checkpoints: the path or URL to which the copy writes checkpoints. If the user set
-    `checkpoint.folder`, that setting is used instead.
+    The field `url` of the copy is the URL in the setting `out` of the original experiment.
+    checkpoints: the path or URL to which the copy writes checkpoints. It is ignored if the user set
+    `checkpoint.folder`.
     folder: the folder of this machine.
     """
     settings = experiment.spec.settings

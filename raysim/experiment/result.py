@@ -196,7 +196,7 @@ class Result:
             return write_texts(spec, model, generate)
 
     def parameters(self) -> Any:
-        """Return the final parameters of a learner, as its function `fit` gets them.
+        """Return the final parameters of a learner, in the format that its function `fit` receives.
 
         Raise `RefusedError` if the run has no learner, or stored no checkpoint in its last round.
         """
@@ -219,8 +219,9 @@ class Result:
 
         The model has the shared tensors of the final version and the personal tensors of the
         client. With a method such as Ditto, it is the client's personal model.
-        Raise `RefusedError` if there is no such client, or no checkpoint of the last round with
-        client states.
+        client: the number of the client.
+        Raise `RefusedError` if no client has this number. Also raise it if the run has client
+        states or replicas, but stored no checkpoint in its last round.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(self._client(client))
@@ -401,8 +402,8 @@ class _FinalState:
     def _server_of(self, client: int) -> Server:
         """Return the `Server` of the model (replica) with which a client is scored.
 
-        Each replica has its `Server`. If the topology lets losses choose, the client is scored with
-        the replica that has the smallest loss on the client's training samples.
+        Each replica has its `Server`. Some topologies choose the client's replica by losses: the
+        replica with the smallest loss on the client's training samples.
         """
         replicas = self.coordinator.replicas
         if not replicas.network.chosen_by_loss:

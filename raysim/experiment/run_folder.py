@@ -170,10 +170,11 @@ def last_checkpoint(folder: Path, options: Checkpoint) -> str:
 
 
 def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
-    """Return the folder in which a run continues from a checkpoint, and the checkpoint.
+    """Return two things: the folder in which the run continues, and the checkpoint to load.
 
-    The folder is that of the checkpoint's run, or a new one that the user named with `out`.
-    address: the checkpoint's address.
+    The folder is that of the checkpoint's run, or the folder in the setting `out`.
+    experiment: the run that continues.
+    address: the path or URL of the checkpoint.
     """
     if not is_remote(address):
         address = str(user_path(local_path(address)))

@@ -38,12 +38,14 @@ class SetValue(NamedTuple):
 
 
 class ExtractedOverrides(NamedTuple):
-    """The user's overrides, separated into overrides of Python objects' settings and all others.
+    """The user's overrides, in three groups: texts, Python values, and settings of objects.
 
-    overrides: the overrides that are text and do not concern an object.
-    settings: the overrides that are Python values and do not concern an object, by key.
-    by_place: the overrides of objects' settings, by the object's key in the configuration. The
-    inner keys are the names of settings: by_place["method.fedprox"]["mu"].
+    An object is a model, method or another component that the user passed to `raysim.run`.
+    overrides: texts "key=value" that change no setting of an object.
+    settings: Python values, by key, that change no setting of an object.
+    by_place: the overrides that change settings of objects, such as
+    by_place["method.fedprox"]["mu"]. The first key is the object's key in the configuration, and
+    the second key is the name of the setting.
     """
 
     overrides: list[str]

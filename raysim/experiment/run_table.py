@@ -74,13 +74,15 @@ def store_plan(
     conf: Sequence[str],
     facts: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the plan into a folder, and create the folder of the logs.
+    """Store the arguments of a study or sweep in its folder, so that a later command continues it.
 
+    Also create the folder of the logs.
+    folder: the folder of the study or sweep.
     command: "study" or "sweep".
     overrides: the overrides of the command.
-    conf: the user's own folders of options.
-    facts: additional values that the command reads again when it continues, such as the
-    fingerprint of a sweep; None for none.
+    conf: the folders of options that the user named with --conf.
+    facts: more values that the continued study or sweep needs, such as the fingerprint of a sweep;
+    None for none.
     """
     (folder / LOGS).mkdir(parents=True, exist_ok=True)
     content: Node = {"overrides": list(overrides), "conf": list(conf), **(facts or {})}
@@ -109,13 +111,13 @@ def load_plan(folder: Path, command: str) -> Node:
 def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     """Return True if a command continues a study or sweep, False if it starts a new one.
 
-    The command continues a study or sweep only with resume=latest. With resume=latest and a missing
-    or empty folder, it starts a new one; then it needs overrides besides out and resume.
+    Without resume=latest, the command starts a new study or sweep. With resume=latest, it continues
+    the study or sweep in the folder. If the folder is missing or empty, it starts a new one.
     overrides: the overrides of the command.
     command: "study" or "sweep".
     folder: the folder of the study or sweep.
-    Raise `RefusedError` for resume=latest in a folder with files that are no study or sweep to
-    continue. Raise it also if the overrides for a new one are missing.
+    Raise `RefusedError` for resume=latest in two cases: the folder has files, but not of a study or
+    sweep that this version can continue; or a new one has only the overrides `out` and `resume`.
     """
     if not is_resume_requested(overrides, command):
         return False

@@ -33,7 +33,10 @@ class ScoreHandler(logging.Handler):
         self.scores: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Store the scores in a log record, if it has any."""
+        """Find the scores in a message that Flower logged, and store them in this handler.
+
+        record: the logged message; a message without scores has no effect.
+        """
         text = str(record.msg).strip()
         if text in _RECORD_TEXTS and isinstance(record.args, Mapping):
             self._keep(record.args)

@@ -66,8 +66,8 @@ class MessageRecord:
 class _Pending:
     """A message whose reply the ServerApp has not received yet.
 
-    request: the message as raysim sends it to a worker.
-    message: the same message as an object of Flower's class.
+    request: the message in the form that raysim sends to a worker.
+    message: the object of Flower's class `Message` from which the request was made.
     dispatched: the virtual time at which the message was sent, in seconds.
     arrival: the virtual time at which the reply arrives, or at which the message counts as lost.
     content: the records of the reply; None before a worker has answered, and after an error.
@@ -291,8 +291,8 @@ class VirtualGrid(SimpleGrid):
         advances to the arrival of the batch's last reply.
         Return a pair for each node that got messages of the batch, by node id: the virtual time of
         the node's last reply, in seconds, and the number of the client.
-        Raises ReplayError if a message differs from the stored run's message with the same client
-        and the same number. The number is how many messages the client has received before.
+        Raises ReplayError if the run continues a stored run, but does not repeat its messages. The
+        n-th message to a client must equal the n-th message to this client in the stored run.
         Raises WorkerDiedError if several workers died, one after another, while they answered the
         same message.
         """
@@ -305,10 +305,10 @@ class VirtualGrid(SimpleGrid):
             return dict(self._batch_times)
 
     def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
-        """Send messages from a thread that Flower started; return their replies in this order.
+        """Send messages from a thread that Flower started; return the replies.
 
-        For each message, the thread waits for a free worker and then for the worker's answer. The
-        clock does not move.
+        The replies have the order of the messages. For each message, the thread waits for a free
+        worker and then for the worker's answer. The virtual clock does not move.
         """
         with self._lock:
             if self._batch_end is None:

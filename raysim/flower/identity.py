@@ -41,9 +41,10 @@ def silent_flower() -> Iterator[None]:
 
 @functools.cache
 def set_identity() -> None:
-    """Give this process the identity that Flower messages need, by running an empty ServerApp.
+    """Run an empty ServerApp, so that this process can create Flower messages.
 
-    Only the first call has an effect.
+    Messages need an identity of their process. Flower sets it only in processes that Flower starts.
+    In any other process, running a ServerApp sets it. Only the first call has an effect.
     """
     app = ServerApp(server_fn=_components)
     context = Context(

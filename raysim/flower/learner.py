@@ -4,9 +4,9 @@ Source: Flower (Beutel et al., "Flower: A Friendly Federated Learning Research F
 arXiv:2007.14390), version 1.42. raysim uses only Flower's public names.
 
 Choices
-- raysim aggregates the updates, with the run's methods. The project's ServerApp is used only to get
-  the initial parameters and the config of its first message. To run a ServerApp, use
-  `raysim flower run`.
+- raysim aggregates the updates, with the run's methods. If the Flower project also has a ServerApp,
+  raysim takes from it only the initial parameters and the config of its first message. To run a
+  ServerApp, use `raysim flower run`.
 - The app loads its own data. The run's options `data` and `partition` decide only two things: the
   number of clients and each client's number of samples. Virtual time and the weights of updates
   follow from these numbers.

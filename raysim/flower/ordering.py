@@ -22,7 +22,8 @@ from raysim.flower.grid import VirtualGrid
 def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
     """Yield a copy of a ServerApp whose strategy aggregates results in the order of virtual time.
 
-    Only apps of Flower's older kind have a strategy.
+    Flower's older API gives a ServerApp a strategy. If the app has none, the copy behaves like the
+    app. At the end of the `with` block, servers get their original strategies back.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(app)

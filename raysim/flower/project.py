@@ -151,8 +151,8 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
 
     name: the full name of the module, such as "mypackage.client_app".
     folder: the folder that contains the module; it is added to `sys.path`.
-    setting: the text with which error messages begin: "key=value" for the setting that names the
-    module.
+    setting: the setting that names the module, as a text "key=value". Error messages begin with
+    this text.
     Raises `RefusedError` if the import fails. The error names the app's line that failed.
     """
     import_optional("flwr", setting)
@@ -300,12 +300,12 @@ def _client_fn_of(client_class: type, setting: str) -> Callable[[Any], Any]:
 
 
 def _is_registered(register: Callable[[], Callable[[Any], Any]]) -> bool:
-    """Return True if a ClientApp has a function for messages of one type.
+    """Return True if a ClientApp has a handler for messages of one type.
 
-    If the app has none, register `_missing`, which raises an error for each such message, and
-    return False.
-    register: the app's function `train` for training messages, or `evaluate` for evaluation
-    messages.
+    If the app has no handler, register `_missing` as the handler, and return False. `_missing`
+    raises an error for each message of this type.
+    register: the app's method that returns the decorator for handlers: `app.train` for training
+    messages, or `app.evaluate` for evaluation messages.
     """
     # Flower raises an error if an app has a function of this type already.
     try:

@@ -43,7 +43,7 @@ class _BytesWriter:
         self.parts: list[bytes] = []
 
     def add(self, data: bytes) -> int:
-        """Append a byte string; return its index in `parts`, which the header stores."""
+        """Append a byte string to `parts`; return the byte string's index, for the header."""
         self.parts.append(data)
         return len(self.parts) - 1
 

@@ -139,7 +139,8 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
     say: function that shows a text to the user.
     Raises `RefusedError` if `run.out` contains another run, or if it is not empty and `run.resumes`
     is False.
-    Raises ReplayError if the ServerApp does not send the same messages as the stored run.
+    Raises ReplayError if the run continues the stored run in `run.out`, but its ServerApp does not
+    send the same messages again.
     Raises RunStoppedError if the ServerApp fails, or if several workers die, one after another,
     while they process the same messages.
     """

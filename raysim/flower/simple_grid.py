@@ -13,10 +13,10 @@ from raysim.flower.messages import RUN_ID
 
 
 class SimpleGrid(Grid):
-    """The base class of raysim's Grids, which can only create messages.
+    """A Flower Grid that creates messages but has no nodes and sends nothing.
 
-    It has no nodes and sends nothing. A subclass overrides `get_node_ids` and the functions that
-    send messages.
+    It is the base class of all Grids in raysim. A subclass overrides `get_node_ids` and the
+    functions that send messages.
     """
 
     def __init__(self) -> None:

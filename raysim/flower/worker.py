@@ -29,7 +29,7 @@ class AppSpec:
     run_config: Flower's run config.
     seed: the seed of the run.
     threads: the threads of torch in each worker.
-    key: the setting of the app, for errors.
+    key: the name of the setting or argument that gives the app, for errors.
     """
 
     app: str | LoadedClientApp

@@ -70,9 +70,10 @@ class SklearnKMeans(Learner):
     def fit(
         self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[bytes, LocalResult]:
-        """Move the centers; return them with the number of the client's samples in each cluster.
+        """Train the cluster centers on a client's samples.
 
-        The centers and numbers are bytes. The second result has the number of processed samples.
+        The first result has the new centers and the counts, as bytes. A count is the number of the
+        client's samples in a cluster. The second result has the number of processed samples.
 
         parameters: the received centers and counts, as bytes. The counts are not used.
         inputs: the client's samples, [n, ...].
@@ -117,7 +118,8 @@ class SklearnKMeans(Learner):
 
         "inertia_error" is the mean squared distance of a sample to its nearest center. "purity" is
         the share of samples whose label is the most frequent label of their cluster.
-        parameters: the centers and counts, as bytes. The counts are not used.
+        parameters: the centers, and the number of samples in each cluster, as bytes. Only the
+        centers are used.
         data: the samples and their labels.
         """
         inputs, labels = data.arrays()

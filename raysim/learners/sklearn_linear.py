@@ -206,8 +206,8 @@ def _fit_present(
     model: the estimator of scikit-learn.
     rows: the client's n samples, [n, features].
     targets: the class of each sample, or its value for a regression, [n].
-    present: the classes that occur in `targets`, ascending; [0] for a regression. The coefficients
-    of other classes do not change.
+    present: the classes that occur in `targets`, ascending. The coefficients of all other classes
+    do not change. For a regression, `present` has the single entry 0.
     coef: the received coefficients, [C, features] for C > 2 classes, otherwise [1, features].
     intercept: the received intercepts, [C] or [1].
     """

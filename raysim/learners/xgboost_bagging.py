@@ -83,11 +83,12 @@ class XGBoostBagging(Learner):
         return _save(xgboost.train(self._parameters(task, 0), samples, num_boost_round=0))
 
     def upload_bytes(self, task: Task, received: int) -> int:
-        """Return the largest size in bytes of the trees that a job adds: all trees have full depth.
+        """Return an upper bound for the size of the trees that a job adds, in bytes.
 
-        The plan of the run uses this size before any tree exists.
+        The bound is reached if every tree has all nodes down to the depth `depth`. The plan of the
+        run uses it before any tree exists.
         task: the learning task; with more than two classes, a job adds trees for each class.
-        received: has no effect.
+        received: the size of the received trees, which has no effect.
         """
         classes = task.num_classes if task.num_classes > 2 else 1
         nodes: int = 2 ** (self.depth + 1)

@@ -20,8 +20,8 @@ stores all of them and then makes one step. For such schedules, CA2FL is a simil
 
 Departures from the paper
 - The age of an update is the number of aggregations since its base version.
-- The mean is over A, not over all N clients, and all clients have the same weight. If A is empty,
-  the model does not change, and t grows.
+- The mean is over A, not over all N clients, and all clients have the same weight. With ACED, A is
+  empty if even the arriving update is too old. Then the model does not change, and t grows by 1.
 - In the paper, the server has an update of every client before its first step. Here the server
   waits for these updates only with initialise=true.
 - BatchNorm's statistics are averaged over the clients whose updates arrive, as in FedAvg.
@@ -81,7 +81,7 @@ def all_client_step(
     server_lr: float,
     max_staleness: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return the result of one arriving update: new "params", "cache" and "dispatch_versions".
+    """Return the new "params", "cache" and "dispatch_versions" after one update has arrived.
 
     params: [D], the parameters of the current version.
     cache: [N, D], the last update of each client.
@@ -91,7 +91,8 @@ def all_client_step(
     dispatch_version: the version from which this update was trained.
     version: the current version.
     server_lr: the factor eta on the mean of the updates.
-    max_staleness: the largest age of an update in the mean, in versions; None for no limit.
+    max_staleness: the largest age of an update, in versions. The mean leaves out older updates.
+    None for no limit.
     """
     cache, versions = cache.clone(), dispatch_versions.clone()
     versions[client] = dispatch_version

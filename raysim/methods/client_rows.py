@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def most_rows(server: ServerView) -> int:
-    """Return the largest number of rows that a cache can have.
+    """Return the largest number of rows that the server's table `cache` can have.
 
-    A cache has at most one row for each client with training samples.
+    The table has at most one row for each client with training samples.
     """
     return server.clients_with_samples
 

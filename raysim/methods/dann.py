@@ -150,8 +150,8 @@ class Dann(Method):
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return {"local.steps": S}: S is local.steps, but at least `discriminator_steps` + 1.
 
-        So each job trains both the discriminator and the classifier. The result is empty if the run
-        sets local.epochs, and with mode=grl.
+        So each job trains both the discriminator and the classifier. The result is {} if the run
+        sets local.epochs. With mode="grl", it is always {}.
         local: the run's settings of local training.
         """
         if self.mode != "alternate" or local.steps is None:
@@ -206,8 +206,9 @@ class Dann(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of a job minus the cost of plain training, in trained samples.
 
-        The result is negative or 0, because a discriminator step has no backward pass through the
-        model.
+        With mode="alternate", the result is negative. Some of the job's steps train the
+        discriminator in place of the model, and make no backward pass through the model. With
+        mode="grl", the result is 0.
         """
         if self.mode == "grl":
             return 0.0

@@ -62,9 +62,9 @@ def delayed_nesterov_step(
     step: the number t of the step, from 1.
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the old momentum.
-    every: the number N of steps from one change of the momentum to the next.
-    activation: the number c. A step that does not change the momentum m moves the model by
-    eta (c beta m + D_t / N).
+    every: the number N. The momentum m changes in every N-th step.
+    activation: the number c. In all steps between two changes of m, the server adds
+    eta (c beta m + D_t / N) to the parameters.
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -81,13 +81,13 @@ def _step(
 ) -> None:
     """Write the server's step into the first array; update the momentum and the sum in place.
 
-    arrays: four tensors [D]: the result, the update, the momentum m and the sum b of updates.
+    arrays: four tensors [d]: the step, the update D_t, the momentum m and the sum b of updates.
     step: the number t of the step, from 1.
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the old momentum.
-    every: the number N of steps from one change of the momentum to the next.
-    activation: the number c. A step that does not change the momentum m moves the model by
-    eta (c beta m + D / N), for the update D.
+    every: the number N. The momentum m changes in every N-th step.
+    activation: the number c. In all steps between two changes of m, the step is
+    eta (c beta m + D_t / N).
     """
     is_due = step % every == 0
     share = activation
@@ -133,11 +133,12 @@ def _delayed_nesterov(
 class DelayedNesterov(Method):
     """A server rule with Nesterov's momentum, which changes only with every N-th update.
 
+    Every update D makes one step of the server. m is the momentum.
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the momentum.
-    every: the number N of updates from one change of the momentum to the next.
-    activation: the number c, from 0 to 1 / N. A step that does not change the momentum m moves the
-    model by eta (c beta m + D / N), for the update D. With 0, only every N-th step uses m.
+    every: the number N. The momentum m changes in every N-th step.
+    activation: the number c, from 0 to 1 / N. In all steps between two changes of m, the server
+    adds eta (c beta m + D / N) to the model. With c = 0, these steps do not use m.
     """
 
     name = "delayed_nesterov"

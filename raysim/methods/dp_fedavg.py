@@ -75,8 +75,9 @@ def noise_of_sum(noise: float, bit_noise: float) -> float:
 
     A round publishes two noisy results: the sum of the updates with the noise z_D, and the number
     of unclipped updates with the noise `bit_noise`. Both together have the same privacy loss as the
-    sum of the updates alone with the noise `noise`.
-    noise: a standard deviation divided by the clipping bound, as z_D is; for 0 the result is 0.
+    sum of the updates alone with the noise `noise`. z_D and `noise` are standard deviations,
+    divided by the clipping bound.
+    noise: the noise of the sum alone. If it is 0, z_D is 0.
     bit_noise: the standard deviation of the noise on the number of updates that are not clipped.
     """
     return (noise**-2 - (2 * bit_noise) ** -2) ** -0.5 if noise else 0.0
@@ -137,10 +138,11 @@ def epsilon(
 class DPFedAvg(Method):
     """A server rule with clipped updates and noise, for differential privacy.
 
-    noise: the number z, on which epsilon depends; 0 adds no noise. If the bound is constant, the
-    noise in the sum of the updates has the standard deviation z times the bound. If the bound
-    adapts, the standard deviation is z_D times the bound, with z_D = (z^-2 - (2 s)^-2)^(-1/2), and
-    s is `bit_noise`.
+    An update whose norm is above the clipping bound C is scaled down to the norm C. The server then
+    adds Gaussian noise to the sum of the updates. With a `quantile`, C changes in every round.
+    noise: the number z, on which epsilon depends; 0 adds no noise. If C is constant, the noise has
+    the standard deviation z C. If C changes, the standard deviation is z_D C, with
+    z_D = (z^-2 - (2 bit_noise)^-2)^(-1/2).
     clip: the clipping bound C in the first round.
     quantile: the share of updates that the bound should not clip; None keeps the bound constant.
     rate: the speed at which the bound changes.

@@ -82,7 +82,8 @@ def amsgrad_step(
     first_moment, second_moment: the running means of the update and of its square.
     max_second_moment: the largest second moment so far, for each entry.
     server_lr: the factor on the step.
-    beta1, beta2: the factors of the old first and second moment.
+    beta1: the factor of the old value in the first moment.
+    beta2: the factor of the old value in the second moment.
     eps: the constant that is added to the root of the largest second moment.
     step: the number of the step, from 1, for bias correction; None for no correction.
     """
@@ -105,7 +106,8 @@ def _step(
     arrays: five tensors [D]: the result, the update, the first and the second moment, and the
     largest second moment so far.
     server_lr: the factor on the step.
-    beta1, beta2: the factors of the old first and second moment.
+    beta1: the factor of the old value in the first moment.
+    beta2: the factor of the old value in the second moment.
     eps: the constant that is added to the root of the largest second moment.
     step: the number of the step, from 1; None makes no bias correction.
     """
@@ -138,7 +140,8 @@ def _amsgrad(
     first, second: the first and the second moment.
     highest: the largest second moment so far.
     rate: the learning rate; with bias correction, divided by 1 - beta1^n at step n.
-    beta1, beta2: the factors of the old first and second moment.
+    beta1: the factor of the old value in the first moment.
+    beta2: the factor of the old value in the second moment.
     weight1, weight2: 1 - beta1 and 1 - beta2, the factors of the update and of its square.
     growth: 1 / (1 - beta2^n) at step n; 1 without bias correction.
     eps: the constant that is added to the root.
@@ -156,7 +159,8 @@ class FADAS(Method):
     server_lr: the server's learning rate eta.
     threshold: the largest staleness at the full rate; None always uses the full rate.
     rule: the rate for a larger staleness s. "scale" is eta / s, "cap" is min(eta, 1 / s).
-    beta1, beta2: the factors of the old first and of the old second moment.
+    beta1: the factor of the old value in the first moment.
+    beta2: the factor of the old value in the second moment.
     eps: the constant that is added to the root of the largest second moment.
     bias_correction: True corrects the moments for their start at 0.
     """

@@ -89,8 +89,8 @@ def arrival_rates(
     else 1 / (a (s - b) + 1).
     a, b: the constants in these formulas, at least 0.
     max_staleness: the largest staleness of a model that is used; None for no limit.
-    factors: [M], a factor on the rate of each model; the product is limited to 1. None for no
-    factors.
+    factors: [M], a factor on the rate of each model. The rate times this factor is limited to 1.
+    None for no factors.
     """
     rates = []
     for number, base in enumerate(base_versions.tolist()):
