@@ -146,9 +146,9 @@ def number_column(title: str, texts: Sequence[str]) -> Column:
 def format_table(columns: Sequence[Column], width: int = 0) -> str:
     """Return a table as text for a terminal.
 
-    Columns of numbers are aligned on the right. A star marks the best number of a column.
-    width: the longest line in characters; 0 means no limit. Columns that do not fit are printed in
-    a block below, which repeats the first column.
+    Columns of numbers are aligned on the right. A star marks the best number in each group of rows.
+    width: the longest line in characters; 0 means no limit. Columns that do not fit are printed
+    below, in another table that repeats the first column.
     """
     label, *rest = [_padded(column) for column in columns]
     blocks = [[label]]

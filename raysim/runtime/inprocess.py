@@ -1,4 +1,7 @@
-"""The runtime without other processes: workers are plain objects, and calls run at once."""
+"""The runtime with a single process: its workers are plain objects of this process.
+
+A call of a worker's method is executed before `InProcess.call` returns.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,10 @@ class InProcess:
         return ()
 
     def take_notices(self) -> Sequence[str]:
-        """Return no notices, because no worker can fail to join a run in this process."""
+        """Return (), because all workers of this runtime exist from the start of the run.
+
+        A notice is a sentence about a worker that could not join a run.
+        """
         return ()
 
 

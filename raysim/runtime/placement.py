@@ -38,8 +38,8 @@ class RayOptions:
     strategy: PACK fills one node after another, SPREAD alternates between nodes, STRICT_PACK uses
     one node only.
     wait: the most seconds to wait for resources that other runs use. If the cluster is too small,
-    it is also the most seconds to wait for new nodes. None waits forever for other runs, and does
-    not wait for nodes.
+    `wait` also limits the time to wait for new nodes. None waits for other runs without a limit,
+    but does not wait for new nodes.
     preflight: True measures the memory of one job before the run; False does not measure it. None
     measures it only if raysim must choose how many workers share a GPU.
     combine: True lets each node add up the sums of its workers before it sends them to the
@@ -94,7 +94,7 @@ class RayOptions:
 
 
 def listen_on_loopback(options: RayOptions) -> None:
-    """Close new Ray clusters to other machines: they listen on the loopback interface only.
+    """Make Ray clusters unreachable for other machines: use only the loopback interface.
 
     This affects the clusters that this process starts later.
     Call this before Ray is imported; otherwise the cluster listens on all interfaces.

@@ -88,11 +88,11 @@ def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) 
 
 
 def restrict_data(data: FederatedData, clients: Sequence[int], central: int) -> FederatedData:
-    """Return a small copy of the data, in which some clients have equal samples.
+    """Return a small copy of the data, in which only some clients have samples.
 
     The memory of a job is measured with this copy.
-    clients: the numbers of the clients that have samples in the copy. Each of them has the samples
-    of `clients[0]`.
+    clients: the numbers of the clients that have samples in the copy. All of them have the same
+    samples: those of `clients[0]`.
     central: the copy has the first `central` samples of the central test set.
     """
     train = _repeat_samples(data.partition.train, clients)

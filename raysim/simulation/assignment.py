@@ -63,20 +63,22 @@ def assign_units(
 ) -> list[int]:
     """Choose a worker for each unit; return the positions of these workers in `loads`.
 
-    A unit is a sequence of jobs of one client. It goes to a worker by the following rules:
+    A unit is a sequence of jobs of one client. The home of a client is the worker that has the
+    client's state, or that trains the job which will make this state. A unit goes to a worker by
+    the following rules:
 
-    - If the client's state is still being made by a job, the unit goes to the worker of this job.
-    - If a worker has the state, the unit goes to this worker, unless it would be too busy. Too busy
-      means: its load would be more than `MAX_SLOWDOWN` times the fair load. The fair load is the
-      mean load of all workers after all units are assigned.
-    - Otherwise the unit goes to the least loaded worker of the same node, unless this worker would
-      be too busy.
-    - Otherwise, or if no worker has the state, the unit goes to the least loaded worker of all.
+    - If the home is still making the client's state, the unit goes to the home.
+    - If the home has the state, the unit goes to the home, unless the home would be too busy. Too
+      busy means: its load would be more than `MAX_SLOWDOWN` times the fair load. The fair load is
+      the mean load of all workers after all units are assigned.
+    - If the home would be too busy, the unit goes to a worker on the home's node. This is the least
+      loaded worker there, unless it would be too busy, too.
+    - Otherwise, or if the client has no home, the unit goes to the least loaded worker of all.
 
     units: one unit for each client, the units with the most samples first.
     loads: for each worker, the number of samples that it must already train.
     nodes: the number of each worker's node.
-    home_of: function that returns the `StateHome` of a client, or None if no worker has the state.
+    home_of: function that returns the `StateHome` of a client, or None if the client has no home.
     """
     loads = list(loads)
     fair_load = MAX_SLOWDOWN * (sum(loads) + sum(map(total_work, units))) / len(loads)
@@ -165,12 +167,12 @@ def assign_consecutive_jobs(
 
 
 def _equal_load(work: float, loads: Sequence[float]) -> float:
-    """Return the load up to which the least loaded workers can be filled with some work.
+    """Return the load that the least loaded workers have after they have shared some work.
 
-    If all this work is given to workers below the returned load, each of them ends at this load.
-    Workers with a higher load get nothing.
+    The work fills up the workers with the smallest loads until they all have the same load. Workers
+    with a higher load get no work.
     work: the number of samples to give to workers.
-    loads: for each worker, the number of samples that it must already train.
+    loads: for each worker, the number of samples that it has to train before it gets this work.
     """
     ascending = sorted(loads)
     total = work
@@ -226,12 +228,12 @@ class _Unit(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """A division of units among workers, or among nodes.
+    """A division of units among receivers: all receivers are workers, or all are nodes.
 
-    A unit is a tuple of jobs that one worker or node trains together.
-    units: for each worker (or node), the units that it trains.
-    loads: for each worker, the number of samples that it must train, with those of earlier jobs.
-    For a node it is the mean of this number over the node's workers.
+    A unit is a tuple of jobs that one receiver trains together.
+    units: for each receiver, the units that it gets.
+    loads: for each receiver, its load with these units. The load of a worker is the number of
+    samples that it has to train. The load of a node is the mean load of its workers.
     """
 
     units: list[list[_Unit]]
@@ -245,13 +247,13 @@ def _jobs_of(units: Sequence[_Unit]) -> list[Job]:
 def _distribute(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int]
 ) -> _Shares:
-    """Divide units (jobs that are trained together) among workers, or among nodes.
+    """Divide units among receivers: all receivers are workers, or all are nodes.
 
-    The unit with the most samples comes first. Each unit goes to the least loaded worker or node.
-    Return the units of each worker or node, and the loads afterwards.
-    loads: for each worker, the number of samples that it must already train. For each node, the
-    caller gives the mean of this number over the node's workers.
-    capacities: the number of workers of each node; 1 for each worker if units go to workers.
+    A unit is a tuple of jobs that one receiver trains together. The unit with the most samples
+    comes first. Each unit goes to the receiver with the smallest load at this moment.
+    loads: for each receiver, its load without these units. The load of a worker is the number of
+    samples that it has to train. The load of a node is the mean load of its workers.
+    capacities: for each receiver, the number of its workers; 1 if the receivers are workers.
     """
     queue = [(load, place) for place, load in enumerate(loads)]
     heapq.heapify(queue)
@@ -267,15 +269,16 @@ def _distribute(
 def _split_until_balanced(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Divide units among workers, or among nodes; split units until no load is above `limit`.
+    """Divide units among receivers; split units until no load is above `limit`.
 
-    The updates of a unit's jobs are a subtree of the summation tree. Return the units of each
-    worker or node. Return None if a load is still above the limit after `MAX_SPLITS` splits for
-    each worker or node, or if no further split is possible.
-    loads: for each worker, the number of samples that it must already train. For each node, the
-    caller gives the mean of this number over the node's workers.
-    capacities: the number of workers of each node; 1 for each worker if units go to workers.
-    limit: the largest allowed load, in samples for each worker.
+    All receivers are workers, or all are nodes. The updates of a unit's jobs are a subtree of the
+    summation tree.
+    Return the units of each receiver. Return None if a load is still above the limit after
+    `MAX_SPLITS` splits for each receiver, or if no further split is possible.
+    loads: for each receiver, its load without these units. The load of a worker is the number of
+    samples that it has to train. The load of a node is the mean load of its workers.
+    capacities: for each receiver, the number of its workers; 1 if the receivers are workers.
+    limit: the largest allowed load, in samples.
     """
     longest = (limit - min(loads)) * max(capacities)
     remaining = _split_long_units(units, longest)
@@ -329,11 +332,13 @@ def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
 def _split_among_nodes(
     units: Sequence[_Unit], loads: Sequence[float], nodes: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Split units among nodes, then split each node's units among its workers.
+    """Divide units among nodes, then divide each node's units among its workers.
 
-    A unit is a subtree of the summation tree.
-    Return the units of each worker; None if a load stays above the limit.
-    loads: for each worker, the number of samples that it must already train.
+    The updates of a unit's jobs are a subtree of the summation tree. Units are split if a load
+    would be above the limit.
+    Return the units of each worker. Return None if splitting cannot bring all loads down to the
+    limit.
+    loads: for each worker, the number of samples that it has to train without these units.
     nodes: the node of each worker.
     limit: the largest load of a worker, in samples.
     """

@@ -49,9 +49,9 @@ class Availability(ABC):
 
     @abstractmethod
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the time of the client's first change after `now`, or `until` if that is earlier.
+        """Return the first time after `now` at which the client becomes available or unavailable.
 
-        Times are virtual seconds. If the client's availability never changes, return `until`.
+        Return `until` if the client does not change before `until`. All times are virtual seconds.
         """
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
@@ -360,9 +360,9 @@ class MarkovAvailability(Availability):
         return np.asarray((clients - draw.start) % self._prime * draw.factor % self._prime)
 
     def _coming_clients(self, clients: np.ndarray, step: int) -> np.ndarray:
-        """Return those of `clients` that a time step sets to available, ascending.
+        """Return the clients that the random draw of a time step makes available, ascending.
 
-        Some of them may have been available before this time step.
+        Some of these clients may have been available before this time step.
         clients: the clients to consider, ascending.
         step: the number of the time step.
         """
@@ -478,10 +478,10 @@ class Intervals(Availability):
         return (place - self._first[row]) % 2 == 1
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the virtual time at which an interval of the client next starts or ends.
+        """Return the virtual time at which the client next becomes available or unavailable.
 
         now: the virtual time in seconds after which to look.
-        until: the result if there is no change before this time.
+        until: the result if the client does not change before this time.
         """
         row, begin, end, place = self._find(client, now)
         first, last = self._first[row], self._last[row]
@@ -503,7 +503,8 @@ class Intervals(Availability):
         row: the number of the client's recording.
         begin, end: the virtual seconds at which the current repetition of the recording starts and
         ends; 0 and infinity if `wrap` is False.
-        position: the index in `bounds` of the first start or end of an interval after `now`.
+        position: an index in `bounds`, which has the starts and ends of all intervals. It belongs
+        to the recording's first start or end that is later than `now`.
         now: float64 [clients], the virtual time of each client in seconds.
         """
         rows = self._rows[clients]

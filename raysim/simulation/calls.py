@@ -108,8 +108,10 @@ class WorkerCalls:
         return self.start(Call(worker, method, args, states))
 
     def start(self, call: AnyCall) -> AnyCall:
-        """Start a call; if its worker was released, another worker gets the call.
+        """Start a call and return it.
 
+        If the call's worker was released, the call goes to another worker, and `call.worker`
+        changes.
         Raises ProcessLostError if the call needs values that only the released worker had.
         """
         if call.worker not in self.active:
@@ -247,12 +249,14 @@ class WorkerCalls:
 
     # --- deaths -----------------------------------------------------------------------------------
     def _replace(self, worker: int, death: WorkerDiedError) -> None:
-        """Start a worker that replaces a dead one, and repeat the unanswered calls.
+        """Replace a worker that died, and send its unanswered calls again.
 
-        If the dead worker, or the workers of its node, died too often, other workers get the calls
-        instead, if that is possible.
+        Usually a new process replaces the worker and gets the calls. There are two exceptions: many
+        workers of its node died within a short time, or the worker died `MAX_DEATHS` times in a
+        row. Then the worker is not replaced, and other workers get the calls if possible.
         death: the error that says why the worker counts as dead.
-        Raises RunStoppedError if the worker died too many times in a row.
+        Raises RunStoppedError if the worker died `MAX_DEATHS` times in a row and no other worker
+        can get the calls.
         """
         self.deaths += 1
         self._deaths_in_a_row[worker] += 1

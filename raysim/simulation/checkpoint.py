@@ -14,9 +14,9 @@ pickle.
 The manifest is written last; a folder without a manifest is not a checkpoint. Files are never
 changed after they are written, and files that no manifest lists are removed.
 
-A local folder is locked while a run writes there. Storage behind a URL has no locks. There the file
-`writer` names the process that began to write last. Before each change, a process reads this file,
-and it stops if another process is named.
+A local folder is locked while a run writes there. Storage behind a URL has no locks. There each
+process writes its name into the file `writer` before its first checkpoint. Before each change, a
+process reads this file. If the file has the name of another process, the process stops.
 """
 
 from __future__ import annotations
@@ -147,12 +147,13 @@ def _incomplete_versions(store: Store) -> list[int]:
 class Checkpoints:
     """A writer of one run's checkpoints, which keeps only the last few.
 
-    No other run may write to the same folder or URL.
+    A checkpoint consists of files for one version and of log files. Log files contain client states
+    and old rows of the history, and several checkpoints share them. No other run may write to the
+    same folder or URL.
     where: a folder or a URL.
     keep: the number of checkpoints to keep.
-    resume: the address of the checkpoint that the run continues from; "" for a new run. Log files
-    contain client states and old rows of the history. If the resumed checkpoint is in `where`, new
-    checkpoints use its log files, too, and do not write their content again.
+    resume: the address of the checkpoint that the run continues from; "" for a new run. If that
+    checkpoint is in `where`, new checkpoints share its log files instead of writing them again.
     """
 
     def __init__(self, where: str | Path, keep: int = 2, resume: str = ""):
@@ -511,9 +512,10 @@ def _advise(where: str, damaged_folder: str) -> str:
 
 
 def _is_of_earlier_version(store: Store, folder: str) -> bool:
-    """Return True if a version of raysim without the folder `log` wrote the checkpoint.
+    """Return True if the checkpoint has the format of old versions of raysim.
 
-    Such versions kept all client states in one file, clients.safetensors.
+    These versions had no folder `log`. They kept all client states in one file,
+    clients.safetensors.
     """
     try:
         with store.local(f"{folder}/{MANIFEST}") as path:
@@ -581,7 +583,8 @@ def copy(address: str | Path, where: str | Path) -> None:
     """Copy a checkpoint, with all files that it needs, to another folder or URL.
 
     address: the path or the URL of the checkpoint.
-    where: the folder or the URL in which the copy gets a folder of the same name.
+    where: the folder or the URL into which the checkpoint's folder is copied. The copy of the
+    folder has the same name as the original.
     """
     origin, folder = split_address(address)
     source, target = open_store(origin), open_store(where)

@@ -125,7 +125,10 @@ class ClientStates:
         }
 
     def states_of(self, worker: int) -> list[int]:
-        """Return the numbers of jobs whose new client states exist only on this worker's node."""
+        """List the jobs whose new client states exist only on this worker's node.
+
+        A job is listed by its job number.
+        """
         return [
             number
             for number, maker in self._makers.items()
@@ -190,10 +193,11 @@ class ClientStates:
         return sent, read_bytes
 
     def release_read(self, read_bytes: int) -> None:
-        """Subtract the states that one `send` has read from disk from the memory in use.
+        """Reduce the counted memory by the states that were read from disk for one call.
 
-        `send` prepares a call to a worker. Use this method when the worker has answered that call,
-        or before `send` prepares the same call again.
+        `send` prepares a call to a worker, and counts the states that it reads from disk as memory
+        in use. Use this method when the worker has answered that call, or before `send` prepares
+        the same call again.
         read_bytes: the number of bytes that `send` returned for that call.
         """
         self._read_bytes -= read_bytes
@@ -240,9 +244,10 @@ class ClientStates:
 
     # --- committing and spilling ------------------------------------------------------------------
     def commit(self, jobs: Sequence[Job]) -> None:
-        """Make the states after these jobs, which were aggregated, the committed states.
+        """Commit the client states that aggregated jobs have made.
 
-        If all committed states in memory together exceed the budget, move some of them to disk.
+        A committed state replaces the client's earlier state. If all committed states in memory
+        together exceed the budget, some of them are moved to disk.
         jobs: the aggregated jobs.
         """
         if not self.stateful:
@@ -323,7 +328,10 @@ class ClientStates:
             yield client, self.committed_state(client)
 
     def committed_state(self, client: int) -> StoredState:
-        """Return a client's committed state, which must exist; wait until it is available."""
+        """Return the client's state after its last aggregated job; wait until it is available.
+
+        The client must have had an aggregated job.
+        """
         if client in self._on_disk:
             return self._read(client)
         state: StoredState = self.runtime.get(self._stored[self._committed[client]])
@@ -334,7 +342,7 @@ class ClientStates:
         return from_flat_arrays(self._file.read(client))
 
     def state(self, client: int) -> StoredState | None:
-        """Return a client's committed state; None if the client is still in the initial state.
+        """Return the client's state after its last aggregated job; None for the initial state.
 
         Wait until the state is available in this process.
         """

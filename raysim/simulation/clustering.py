@@ -6,19 +6,20 @@ to 3. Client i of a cluster has the update d_i and the weight w_i, its number of
 
     (1)  |sum_i w_i d_i / sum_i w_i| < eps_1   and   max_i |d_i| > eps_2
     (2)  a_ij = <d_i, d_j> / (|d_i| |d_j|)
-    (3)  c_1, c_2 = argmin over all bipartitions of  a_cross = max of a_ij for i in c_1, j in c_2
-    (4)  gamma_max < sqrt((1 - a_cross) / 2)
+    (3)  a_cross(c_1, c_2) = max of a_ij for i in c_1 and j in c_2
+    (4)  gamma_max < sqrt((1 - a_cross(c_1, c_2)) / 2)
 
-The cluster is split into the parts c_1 and c_2 if conditions (1) and (4) are true. The thresholds
-eps_1, eps_2 and gamma_max are settings. Condition (1) means that the cluster's model is near a
-stationary point of the cluster's objective, but not of the objectives of single clients. Both parts
-start from the model of the cluster and may be split again later.
+The clusters c_1 and c_2 are the division of the cluster in two that has the smallest a_cross. The
+cluster is divided into c_1 and c_2 if conditions (1) and (4) are true. The thresholds eps_1, eps_2
+and gamma_max are settings. Condition (1) means that the cluster's model is near a stationary point
+of the cluster's objective. It is not near stationary points of the objectives of single clients.
+Both new clusters start from the model of the old cluster and may be divided again later.
 
 Departures from the paper
 - Not all clients have to take part in each round. If an aggregation has no update of a client, the
   conditions (1) to (4) use the client's last update since its cluster began. The aggregation does
   not use this update again. A cluster is split only when every member has an update.
-- A cluster is split after the aggregation. Both parts start from the aggregated model.
+- A cluster is split after the aggregation. Both new clusters start from the aggregated model.
 - There is no split before `start` aggregations, and none when `clusters` models exist. A cluster of
   `min_size` clients or fewer is not split, as in the authors' code.
 - A split moves a client to its new cluster at once. If the client is training at this time, from

@@ -199,7 +199,8 @@ class NodeAdder:
 
         parts: for each sum, the positions of its updates in the order of aggregation, as a range.
         The updates of a range are a subtree of the summation tree (`tree_sum`).
-        sums: sums[i] is the sum of the updates in parts[i]; None if all these jobs failed.
+        sums: sums[i] is the sum of the updates in parts[i]; None if all jobs that should make these
+        updates failed.
         """
         return add_up(parts, *sums)
 
@@ -297,7 +298,8 @@ class RayRuntime:
     workers: the number of workers.
     start: function that starts the actor of a worker, given its number.
     node_ids: Ray's identifier of each worker's node.
-    coordinator_node: Ray's identifier of the coordinator's node, which has number 0.
+    coordinator_node: Ray's identifier of the coordinator's node. In this class nodes have numbers;
+    this node has the number 0.
     combine_from: if the model has at least this number of floats, each node adds up the sums of its
     workers. Infinity means that every sum is sent to the coordinator.
     actors: the running actors of the workers; if it is empty, `start` starts them.
@@ -452,10 +454,12 @@ class RayRuntime:
     def watch_nodes(self, timeout_s: float, worker_bytes: int, dataset_path: Path) -> None:
         """Start to watch the nodes: notice lost nodes, and start workers on new nodes.
 
+        If the run never starts further workers, do nothing.
         timeout_s: the seconds without an answer after which a node counts as lost; infinity means
         never.
         worker_bytes: the memory that a worker needs, in bytes.
-        dataset_path: the data set's file on this node; a node that joins may not have this file.
+        dataset_path: the data set's file on this node. Nodes without this file receive a copy of
+        it.
         """
         if self._growth is not None:
             self._watch = NodeWatch(timeout_s)
@@ -811,15 +815,15 @@ def start_workers_in(
 ) -> RayRuntime:
     """Start workers in the bundles of a placement group, all at the same time.
 
-    group: the placement group. Its first bundle is the coordinator's; worker number i gets the
-    bundle i + 1.
+    group: the placement group. Bundles are counted from 0. Bundle 0 belongs to the coordinator,
+    bundle 1 to worker 0, bundle 2 to worker 1, and so on.
     size: the number of workers and the resources that each of them reserves.
     name: the beginning of the actors' names in Ray.
     options: the settings `runtime.*`.
     kind: the class of the workers.
     spec: the run. It stays in the object store, for workers that replace dead ones.
-    content: a list with a reference to the content of the data set's file; [] if all processes of
-    the run are on one node.
+    content: a list with one reference, to the bytes of the data set's file. Nodes without this file
+    receive these bytes. [] if all processes of the run are on one node.
     actors: running actors that become the workers; without any, new actors are started.
     participants: the identities of the run's processes. The identity of each worker is compared
     with the driver's (the process that the user has started). None compares nothing.

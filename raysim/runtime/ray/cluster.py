@@ -75,9 +75,9 @@ def connect(options: RayOptions) -> bool:
 
 
 def _ensure_token() -> None:
-    """Set a token for the cluster that this process starts, unless the user has set one.
+    """Set an authentication token for the cluster that this process starts, if there is none.
 
-    Otherwise Ray would write a token into the home folder. Processes that start at the same time
+    Without a token, Ray would write one into the home folder. Processes that start at the same time
     would overwrite each other's tokens there.
     """
     if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):

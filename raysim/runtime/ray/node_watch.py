@@ -139,7 +139,7 @@ class NodeWatch:
     if it does not answer for `timeout_s` seconds, or if it has left or will leave the cluster. A
     node is named by Ray's identifier, here and in the methods.
     timeout_s: the seconds without an answer after which a node counts as lost. If it is infinity,
-    nodes are not asked. Nodes that Ray declares dead or draining are then still lost.
+    this thread asks no node. Then a node is lost only if Ray declares it dead or draining.
     """
 
     def __init__(self, timeout_s: float):

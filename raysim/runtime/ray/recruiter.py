@@ -1,6 +1,6 @@
 """Start workers during a run.
 
-Workers are started on nodes that join, in place of lost workers, and on CPUs that become free.
+There are three occasions: a worker is lost, a node joins the cluster, or CPUs become free.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Recruiter:
     growth: the facts of the run that decide how many workers start, and how.
     watch: the object that knows which nodes are usable.
     worker_bytes: the memory that a worker needs, in bytes.
-    dataset_path: the data set's file on this node; a node that joins may not have this file.
+    dataset_path: the data set's file on this node. Nodes without this file receive a copy of it.
     """
 
     def __init__(self, growth: Growth, watch: NodeWatch, worker_bytes: int, dataset_path: Path):
@@ -108,8 +108,8 @@ class Recruiter:
         A lost worker keeps its number, and starts in its bundle of the run's placement group. A new
         worker has the number -1; this function reserves resources for it on a usable node.
         free_workers: the numbers of the lost workers whose bundles may be used again.
-        active: the number of workers that count towards `Growth.most`. These are the workers in use
-        and, although they are not used any more, the workers that are never started again.
+        active: the number of workers that count towards `Growth.most`. These are all workers in
+        use, and all lost workers that are never started again.
         """
         usable = {node["NodeID"]: node for node in self._watch.usable_nodes()}
         starting = {recruit.worker for recruit in self._starting}
