@@ -8,8 +8,8 @@ trained model y_i, n_i training samples and the weight p_i:
     p_i = n_i ("samples") or 1 ("uniform")
 
 Departures from the papers
-- Clients are weighted by samples, unless the run sets `weighting=uniform`. FedBR's Algorithm 1 and
-  its code weight them equally.
+- Clients are weighted by samples, unless the run sets `weighting=uniform`. FedBR gives all clients
+  the same weight, in Algorithm 1 and in the released code.
 - The model's floating-point buffers are averaged, and its integer buffers (BatchNorm's counters)
   take the maximum over the clients. FedBR's code averages both.
 """
@@ -37,10 +37,11 @@ def weighted_sum(vectors: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_average(vectors: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean [d] of the rows of `vectors` [m, d], in their dtype.
+    """Return the weighted mean [d] of the rows of `vectors`, with the dtype of `vectors`.
 
-    ``weights`` [m] need not be normalised. Raises ValueError unless all weights are finite, none is
-    negative and at least one is positive.
+    vectors: [m, d].
+    weights: [m]; their sum may differ from 1.
+    Raises ValueError unless all weights are finite and at least 0, and at least one is positive.
     """
     return weighted_sum(vectors, weights) / weight_total(weights)
 

@@ -113,8 +113,8 @@ class FedBN(Method):
     statistics, "affine" the scales and offsets, "all" both, and "none" nothing.
     name_rule: None finds the layers by their type. A text replaces `layers`: a tensor stays on the
     client if its name contains the text and `scope` selects the tensor.
-    reestimate: how a client is scored that has not trained so far. True computes the BatchNorm
-    statistics from the client's samples, in a pass over these samples in every evaluation. False
+    reestimate: the BatchNorm statistics with which clients are scored before their first job. True
+    computes them from the client's samples, in a pass over these samples in every evaluation. False
     uses the initial model's statistics.
     """
 

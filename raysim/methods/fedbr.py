@@ -15,7 +15,7 @@ the features are s+_j = cos(P(z_p), P(z_g)) and s-_j = cos(P(z_p), P(z)):
 L_p is Component 1 of the paper, L_con is Component 2. A pseudo-sample is a mean of samples. Its
 target is 1 / C for each of C classes. With pseudo="mixture", the mean includes samples of the
 batch, and the target includes their labels. `pseudo_data.py` makes the pseudo-data and describes
-the choices for them.
+the settings that decide how they are made.
 
 Departures from the paper
 - Similarities s are multiplied by tau, as in the released code. Eqs. (5) and (6) print s / tau,
@@ -165,8 +165,9 @@ class FedBR(Method):
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
     F) for F features, and "none" leaves the projector out.
     pseudo: how pseudo-data are made. With "rsm" (the paper's random sample mean), each client sends
-    means of its samples before round 0. With "mixture", means of a public set are averaged with
-    samples of the batch in each step.
+    means of its samples before round 0. With "mixture", the server sends means of samples of a
+    public set. In each step, a pseudo-sample is the average of such a mean and of samples of the
+    client's batch.
     pseudo_refresh: "round" draws new pseudo-samples in every round; "once" draws them before the
     first round only.
     pseudo_batch: the number of pseudo-samples in a step.
@@ -179,7 +180,7 @@ class FedBR(Method):
     fresh: True draws new means of all clients' raw data in every round, which only a simulator can
     do.
     proxy: with "mixture", the data source of the public set; otherwise None.
-    mix_samples: with "mixture", the number of the batch's samples that are averaged with a mean.
+    mix_samples: with "mixture", the number of samples of the batch in each pseudo-sample.
     global_features: how often the received model computes the features of pseudo-data: "step" in
     every step, "round" once for a job.
     """

@@ -70,8 +70,8 @@ def uncertainty(*, probabilities: Tensor) -> Tensor:
 def split_by_uncertainty(*, losses: Tensor, uncertainties: Tensor) -> SampleSplit:
     """Order samples by loss, and split them at the most uncertain one (FedBSS: eqs. 3 and 5).
 
-    The most uncertain sample and all samples with at most its loss are unbiased. The samples with a
-    higher loss are biased; there may be none.
+    Let l be the loss of the most uncertain sample. Samples whose loss is at most l are unbiased,
+    and samples whose loss is above l are biased. There may be no biased samples.
     losses, uncertainties: [N], for N >= 1 samples.
     """
     comparable = torch.where(losses.isfinite(), losses, torch.inf)

@@ -119,9 +119,9 @@ class FedBuff(Method):
     """A server rule that gives stale updates of a buffer less weight.
 
     The schedule decides when to aggregate (`schedule=buffered`).
-    exponent: a in the weight (1 + s)^-a of an update with staleness s.
-    normalization: the number by which the weighted sum is divided. "count" is the number of
-    updates, "weights" the sum of their weights, "none" is 1.
+    exponent: the number a. An update with staleness s has the weight (1 + s)^-a.
+    normalization: the divisor of the weighted sum of the updates. "count" is the number of updates,
+    "weights" is the sum of the weights, and "none" is 1.
     """
 
     name = "fedbuff"

@@ -82,7 +82,10 @@ def selection_objective(*, models: Tensor, losses: Tensor, smoothness: float) ->
 
 
 def cross_round_aggregate(*, models: Tensor) -> Tensor:
-    """Return the uniform mean of the selected `models` [N, D] -> [D], added up in float64."""
+    """Return the uniform mean of the selected models, [D]; it is computed in float64.
+
+    models: [N, D]. The result has the dtype of `models`.
+    """
     selection = _Selection(torch.zeros_like(models[0]), models.shape[1])
     for model in models:
         selection.add(model, 0.0)
@@ -363,8 +366,9 @@ class FedCDA(Method):
     def _models_shape(self, server: ServerView) -> tuple[int, ...]:
         """Return the shape of a client's cached models: (number of models, floats of a model).
 
-        Raise an error if the cache needs more than `budget` GiB, or if the clients of a group have
-        too many combinations of cached models.
+        Raise an error if the cache needs more than `budget` GiB. The participants of an aggregation
+        are divided into `batches` groups. Also raise an error if the clients of one group have too
+        many combinations of cached models.
         """
         clients, model_bytes = most_rows(server), server.vector.nbytes
         fitting = int(self.budget * GIB // max(1, clients * model_bytes))

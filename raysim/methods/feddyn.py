@@ -14,9 +14,9 @@ theta_k the trained model. P are the participants of a round, and N is the numbe
     x^{t+1} <- mean_{k in P} theta_k - h / alpha
 
 Departures from the paper or its code
-- If the run sets weights, D is the weighted mean of theta_k - x^t over the participants. The
-  server's formulas are then h <- h - (alpha |P| / N) D and x^{t+1} <- x^t + D - h / alpha. With
-  equal weights, the default, these are the paper's formulas.
+- The run may set weights for the clients. The server's formulas are h <- h - (alpha |P| / N) D and
+  x^{t+1} <- x^t + D - h / alpha. D is the weighted mean of theta_k - x^t over the participants.
+  With equal weights, which are the default, these are the paper's formulas.
 - alpha is the same for all clients, as in the paper. The authors' code multiplies alpha by a factor
   that depends on the client's share of the data.
 - Weight decay and momentum act on the corrected gradient; g_k contains neither.

@@ -71,10 +71,10 @@ def server_step_size(
     epsilon_scale: str = "one",
     minimum: float = 1.0,
 ) -> float:
-    """Return FedExP's step size, max(minimum, q / (2 (|D|^2 + epsilon))).
+    """Return FedExP's step size, max(minimum, q / (2 (|u|^2 + epsilon))).
 
-    D is the mean update, and q is the mean of the updates' squared norms.
-    deltas: [M, D], the updates.
+    u is the mean update, and q is the mean of the updates' squared norms.
+    deltas: [M, D], the M updates.
     epsilon: the number in this formula. A larger epsilon gives a smaller step size.
     weights: [M], the weights of both means, at least 0; None means uniform weights.
     epsilon_scale: "count" multiplies epsilon by M, "one" does not.
@@ -188,8 +188,8 @@ class FedExP(Method):
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the step size times the mean update.
 
-        The step size is computed from the updates before other methods changed them.
-        direction: the mean update, after other methods changed it.
+        direction: the mean update, after other methods have changed it in their hook `step`. The
+        step size is computed without these changes, from `aggregation.combined`.
         """
         assert aggregation.combined is not None, "a step has a combined direction"
         eta = self._step_size(aggregation.combined, aggregation, server.version)

@@ -27,8 +27,8 @@ Departures from the paper
 - Lengths are not restored: updates become shorter. All trainable parameters of a client form one
   vector, unless granularity="tensor".
 - In "fedgh_hierarchical", the second formula for the last two updates a and b uses the changed a,
-  because FedLD's code does so. With s = <a, b>, first a <- a - s / (|b|^2 + eps) b. Then
-  b <- b - s / (|a|^2 + eps) a, with the changed a.
+  because FedLD's code does so. Let s = <a, b> for the original a and b; s does not change. First
+  a <- a - s / (|b|^2 + eps) b. Then b <- b - s / (|a|^2 + eps) a, with the changed a.
 - In "fedgh_hierarchical", all updates have the same weight by default. If the run sets weights, the
   server multiplies each update by its weight, divided by the mean weight, before it forms pairs.
 """
@@ -87,12 +87,12 @@ def _harmonize(
 ) -> np.ndarray:
     """Remove the conflicts between m updates; return coefficients c of the changed updates.
 
-    c is float64 [m, m]. Changed update i is the sum over j of c_ij times original update j.
+    G_i is the original update i. g_i is update i with all changes so far. The result c is float64
+    [m, m]: at the end, g_i is the sum over j of c_ij G_j.
     products: the Gram matrix [m, m] of the original updates.
     pairs: the pairs (i, j) of updates to test for conflicts, in order; None takes all pairs.
-    conflict_test: "original" tests the original updates i and j, and a conflict changes both of
-    them. "current" tests the changed update i against the original update j, and the changed update
-    j against the original update i. Only an update with a conflict then changes.
+    conflict_test: "original" changes g_i and g_j if <G_i, G_j> is negative. "current" changes g_i
+    if <g_i, G_j> is negative, and g_j if <g_j, G_i> is negative.
     counts: the function adds its conflicts and projections to these numbers.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
@@ -178,7 +178,7 @@ class FedGH(Method):
         self.granularity = granularity
 
     def setup(self, run: Setup) -> None:
-        """Warn if an aggregation can have a single update, which has no conflicts."""
+        """Warn if every aggregation has only one update, so that no two updates can conflict."""
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
@@ -208,13 +208,16 @@ class FedGH(Method):
 def _harmonize_in_tree(
     products: np.ndarray, factors: np.ndarray, eps: float, counts: _ConflictCounts
 ) -> np.ndarray:
-    """Add up m updates in pairs; if the two vectors of a pair conflict, first remove projections.
+    """Add up m updates in pairs, then the sums in pairs, until one sum is left.
 
-    The sums are paired again until one sum is left. Return the coefficient of each update in this
-    sum, float64 [m].
+    If the inner product of a pair is negative, the projection of each vector on its partner is
+    removed before the two vectors are added. Return the coefficient of each update in the last sum,
+    float64 [m].
 
     products: the inner products of m + 1 vectors, [m + 1, m + 1]. The first m vectors are the
-    updates, and the last vector is the running mean of past aggregates.
+    updates. The last vector is the running mean r of past aggregates. The vectors are sorted by
+    their inner product with r. Then the first is paired with the last, the second with the last but
+    one, and so on.
     factors: [m], the factor by which each update is multiplied at first.
     eps: a small number that is added to squared norms, so that no division is by 0.
     counts: the function adds its conflicts and projections to these numbers.
@@ -225,21 +228,20 @@ def _harmonize_in_tree(
         return float(a @ inside @ b)
 
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
-        """Return a - overlap / (|direction|^2 + eps) direction, as coefficients [m].
+        """Return the vector a - overlap / (|direction|^2 + eps) direction.
 
-        a, direction: two weighted sums of the m updates, given by the m coefficients of the sum.
-        overlap: the inner product of the two updates, from before either of them was changed.
+        Each vector is a weighted sum of the m updates, and is given by its m weights.
+        overlap: the inner product of the pair, before one of its vectors changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
         return changed
 
     def join_pair(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
-        """Return a + b as coefficients [m]; if `a` and `b` conflict, first change both.
+        """Return the vector a + b; if <a, b> is negative, first change `a` and `b`.
 
-        From `a`, its projection on `b` is subtracted. From `b`, its projection on `a` is
-        subtracted.
-        a, b: two weighted sums of the m updates, given by the m coefficients of the sum.
+        Each vector is a weighted sum of the m updates, and is given by its m weights. The change
+        subtracts from `a` its projection on `b`, and from `b` its projection on `a`.
         is_last_pair: True if only `a` and `b` are left. Then `b` is projected on the changed `a`,
         not on the original `a`.
         """
@@ -271,13 +273,14 @@ def _harmonize_in_tree(
 def hierarchical_harmonized_gradient(
     *, gradients: Tensor, reference: Tensor, eps: float = 1e-7
 ) -> Tensor:
-    """Add up a tensor's m updates in pairs, and remove conflicts; return the sum / m, [d].
+    """Add up m updates in pairs, then the sums in pairs; return the last sum divided by m, [d].
 
-    Two updates a and b conflict if their inner product is negative. Then the projection of a on b
-    is removed from a, and the projection of b on a from b, before a and b are added. The sums are
-    paired again until one sum is left.
-    gradients: [m, d], the updates of this tensor.
-    reference: [d], the running mean of past aggregates, which decides the pairs.
+    Two vectors a and b of a pair conflict if their inner product is negative. Then the projection
+    of a on b is removed from a, and the projection of b on a from b, before a and b are added.
+    gradients: [m, d], the updates of one tensor of the model.
+    reference: [d], the running mean r of past aggregates. The vectors are sorted by their inner
+    product with r. Then the first is paired with the last, the second with the last but one, and so
+    on.
     eps: a small number that is added to squared norms, so that no division is by 0.
     """
     products = gram_matrix([*gradients.unbind(), reference]).numpy()
@@ -291,11 +294,12 @@ _MOMENTUM = 0.99
 
 
 class HierarchicalFedGH(Method):
-    """A server rule that adds up the updates of each tensor in pairs, and removes conflicts.
+    """A server rule that adds up clients' updates in pairs, and removes conflicts within pairs.
 
-    Two updates a and b conflict if their inner product is negative. Then the projection of a on b
-    is removed from a, and the projection of b on a from b, before they are added. The sums are
-    paired again until one update is left. The code of FedLD has this rule under the name FedGH.
+    The server treats each tensor of the model separately. Two updates a and b conflict if their
+    inner product is negative. Then the projection of a on b is removed from a, and the projection
+    of b on a from b, before a and b are added. The sums are paired again until one sum is left. The
+    code of FedLD has this rule under the name FedGH.
     eps: a small number that is added to squared norms, so that no division is by 0.
     """
 
@@ -309,7 +313,7 @@ class HierarchicalFedGH(Method):
         )
 
     def setup(self, run: Setup) -> None:
-        """Warn if an aggregation can have a single update, which has no conflicts."""
+        """Warn if every aggregation has only one update, so that no two updates can conflict."""
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
@@ -340,10 +344,11 @@ class HierarchicalFedGH(Method):
         reference: Tensor,
         counts: _ConflictCounts,
     ) -> Tensor:
-        """Add up the updates of each tensor in pairs, and remove conflicts; return the sums [d].
+        """Return the sum of the clients' updates after their conflicts are removed, [d].
 
+        For each tensor of the model, `_harmonize_in_tree` adds up the updates of this tensor.
         reference: the running mean of earlier aggregates, [d] for d trainable parameters. It
-        decides which updates form a pair.
+        decides which two updates form a pair.
         counts: the function adds its conflicts and projections to these numbers.
         """
         rows, weights = parameters_of(aggregation, server), aggregation.weights
