@@ -1,6 +1,7 @@
-"""Build the replicas of a run (the models of its server), and a server for each replica.
+"""Decide which models the server of a run has, and make a `Server` object for each model.
 
-A `Network` says which clients each replica serves and when replicas exchange.
+A replica is one of the server's models; a topology can have several replicas. A `Network` says
+which clients each replica serves, and when the replicas exchange their parameters.
 """
 
 from __future__ import annotations
@@ -245,9 +246,11 @@ def _set_clients(spec: RunSpec, replica_of: np.ndarray, server: Server) -> None:
 def _drawn_vector(
     spec: RunSpec, declarations: Declarations, vector: Tensor, replica: int
 ) -> Tensor:
-    """Return a copy of a vector in which the shared tensors of the model have new random values.
+    """Return a copy of the shared vector in which the model's tensors have new random values.
 
-    vector: [layout.shared], the initial shared vector of the run.
+    Only the tensors of the neural network "model" get new values. Tensors of further neural
+    networks, such as a method's discriminator, keep the values of `vector`.
+    vector: float [layout.shared], the initial shared vector of the run.
     replica: the number of the replica; each replica gets different random values.
     Raises ValueError if a layer of the model cannot draw initial values.
     """

@@ -44,22 +44,32 @@ SMALLEST_RANGE = 1e-4  # of utilities, by which they are divided
 
 @dataclass(frozen=True)
 class Oort(Selection):
-    """Choose clients by statistical and system utility, and explore clients without a known loss.
+    """The selection rule Oort: prefer clients with large losses, many samples and short jobs.
 
-    The loss of a client is known after an update of the client was aggregated.
+    The loss of a client is known after an update of the client was aggregated. A round draws
+    clients with a known loss in proportion to their utility (s + u) * r:
+    - s, the statistical utility, is the client's number of samples times its loss. Large values are
+      clipped, and the range is scaled to 0 to 1.
+    - u is larger for a client that no recent round has chosen.
+    - r, the system utility, is min(1, T / D) ** `penalty`. T is the preferred duration of a job,
+      and D is the duration of the client's last job.
+
+    A round also explores. It draws clients without a known loss in proportion to their number of
+    samples times r, where D is an expected duration.
+
     exploration: a fraction from 0 to 1. A round draws this fraction of its clients from the clients
     without a known loss.
-    exploration_decay: the factor by which this fraction is multiplied before every round.
-    exploration_min: the smallest value of this fraction.
-    cutoff: a factor from 0 to 1. If k clients with a known loss are drawn, let u be the k-th
-    largest utility. All clients with a utility of at least `cutoff` * u can be drawn.
-    clip: from 0 to 1, the quantile at which statistical utilities (samples times loss) are clipped.
-    preferred: a percentile. The preferred duration is this percentile of the known durations of
-    jobs. With 100, no client is penalised for its speed.
-    pacer_step: the number of rounds in a window of the pacer. The pacer compares the chosen
-    clients' statistical utility in the last window with that in the window before.
-    pacer_delta: the percentage points that the pacer adds to `preferred` if the utility was smaller
-    in the last window.
+    exploration_decay: the factor by which `exploration` is multiplied before every round.
+    exploration_min: the smallest fraction to which `exploration` decreases.
+    cutoff: a factor from 0 to 1. If a round draws k clients with a known loss, let v be the k-th
+    largest utility. All clients with a utility of at least `cutoff` * v can be drawn.
+    clip: a quantile from 0 to 1. Statistical utilities above this quantile are reduced to it.
+    preferred: a percentile from 0 to 100. T is this percentile of the known durations of jobs. With
+    100, the system utility of every client is 1.
+    pacer_step: the number of rounds in a window. A rule called the pacer compares the sum of the
+    chosen clients' statistical utility in two successive windows.
+    pacer_delta: the percentage points that the pacer adds to `preferred` if the later window has
+    the smaller sum.
     penalty: the exponent of the system utility.
     """
 
@@ -85,17 +95,18 @@ class Oort(Selection):
         above("selection.penalty", self.penalty, 0)
 
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
-        """Return the initial values of the state of this rule, by name.
+        """Return the initial arrays that this selection rule remembers between decisions, by name.
 
         During the run, the arrays have these meanings:
-        - "round": the number of the current round; 0 before the first round.
-        - "exploration", "preferred": the current values of these settings.
+        - "round": the number of the latest round; 0 before the first round.
+        - "exploration", "preferred": the present values of the options `exploration` and
+          `preferred`, which change from round to round.
         - "chosen_in" [clients]: the number of the latest round that chose the client; 0 for none.
-        - "exploited": the clients that the latest round chose by their utility.
-        - "utilities": one value for each earlier round in the current windows of the pacer. It is
-          the mean statistical utility (samples times loss) of the clients that the round chose by
-          utility.
-        - "picks": the clients that the current round has chosen and not dispatched yet.
+        - "exploited": the clients with a known loss that the latest round chose.
+        - "utilities": a value for each round that the pacer has yet to compare; fewer than 2 *
+          `pacer_step` values. A value is the mean of samples times loss over the clients with a
+          known loss that the round chose.
+        - "picks": the clients that the latest round chose and `select` has not returned yet.
 
         clients: the number of clients.
         """
@@ -110,12 +121,15 @@ class Oort(Selection):
         }
 
     def select(self, view: SelectionView) -> np.ndarray:
-        """Return up to `view.count` clients of the current round, or of a new round.
+        """Return up to `view.count` idle clients to dispatch, in random order.
 
-        A round chooses `view.concurrency` clients, and each call returns some of them. A new round
-        begins when too few are left. Clients that have become busy are left out.
-        view: what a selection knows: the number of clients to return, the idle clients, their
-        losses and durations, and the state of this rule.
+        A round of Oort chooses `view.concurrency` clients and stores them as "picks". `select`
+        returns the next `view.count` idle clients from "picks", and drops busy ones. If "picks" has
+        fewer, a new round begins, and its clients complete the result.
+        In two cases `select` begins a new round of `view.count` clients each time. These are a
+        `view.count` of at least `view.concurrency`, and a choice from one pool (`view.pool`).
+        view: the number of clients to return, the idle clients, the clients' losses and durations,
+        and the arrays of `state`.
         """
         if view.pool >= 0 or view.count >= view.concurrency:
             return self._choose(view, view.count)
@@ -126,10 +140,11 @@ class Oort(Selection):
         return np.array(chosen, np.int64)
 
     def _take_picks(self, view: SelectionView, chosen: list[int]) -> list[int]:
-        """Move chosen clients of the current round from the state's "picks" to the list `chosen`.
+        """Move idle clients from the array "picks" to the end of the list `chosen`; return `chosen`.
 
-        Busy clients are removed from "picks" and not added to `chosen`. Stop when `chosen` has
-        `view.count` clients. Return `chosen`.
+        "picks" has the clients that the latest round chose and that `select` has not returned yet.
+        Clients that are busy or already in `chosen` are removed from "picks" without being added.
+        The function stops when `chosen` has `view.count` clients, or "picks" is empty.
         """
         picks = view.state["picks"]
         taken = 0

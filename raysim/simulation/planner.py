@@ -58,11 +58,12 @@ class NoClientsLeftError(RunStoppedError):
 
 
 class Load(NamedTuple):
-    """The work and the traffic of a job.
+    """The number of samples that a job processes, and the floats that it receives and sends.
 
-    work: the samples to process. Additional passes, such as those of a method's `cost`, count as
-    samples, too.
-    down, up: the floats that the client receives and sends.
+    work: the samples that the client trains, plus those that methods declare with the hook `cost`.
+    The hook counts additional computations: a forward pass of a sample, for example, counts as a
+    third of a sample.
+    down, up: the number of floats that the client receives and sends.
     """
 
     work: float
@@ -81,11 +82,14 @@ class Messages(Protocol):
     received: np.ndarray
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats smaller a download is with messages than with the parameters.
+        """Return how many floats less a client downloads because it receives compressed messages.
 
-        The messages contain the changes of all versions since the client's last job. The result is
-        0 if the client receives the parameters. Call this once for each job, because it also
-        records that the client now has this version.
+        A message has the change from one version to the next. The client receives the messages of
+        all versions since its last job, in place of all parameters. If the messages would be
+        larger, it receives the parameters, and the result is 0.
+        Use this function once for each job, because it also records that the client now has the
+        version.
+        client: the number of the client.
         version: the base version of the client's next job.
         """
         ...
@@ -165,14 +169,14 @@ def _draw_positions(generator: np.random.Generator, clients: int, count: int) ->
 
 
 class Site:
-    """The clients for which one schedule decides, with their jobs.
+    """The clients for which one schedule decides, and the jobs of these clients.
 
-    If each replica has its own schedule, the clients of each replica are a site. Otherwise there is
-    one site with all clients of the run.
-    pool: the index of the replica whose clients these are; -1 for the site with all clients.
-    members: how many clients of this site have samples.
-    pools: how many pools the schedule makes of the clients, by their speed; 0 means that the
-    schedule makes no pools.
+    If each replica has a schedule, the run has a site for each replica, with the clients of that
+    replica. Otherwise the run has one site with all clients.
+    pool: the index of the site's replica. It is -1 for the site with all clients.
+    members: the number of clients of this site that have samples.
+    pools: the number of groups with clients of similar speed, from which the schedule draws
+    separately. 0 means that the schedule makes no such groups.
     """
 
     def __init__(self, pool: int, members: int, pools: int):
@@ -287,10 +291,11 @@ class Planner:
         return _NO_COST if self._costs is None else self._costs.of(job)
 
     def measure_with(self, measure: MeasureLosses) -> None:
-        """Give the selection a function that measures clients' losses of the current version.
+        """Set the function with which the selection rule measures the losses of clients.
 
-        measure: function that returns the loss of each client. Its arguments are the clients, and
-        the largest number of samples of a client to use (None for all).
+        measure: function that returns the loss of the current model version on each client's
+        samples. The first argument is the clients. The second argument is the largest number of
+        samples that each client uses; None means all of its samples.
         """
         if self._selector is not None:
             self._selector.measure = measure
@@ -338,7 +343,7 @@ class Planner:
 
     @property
     def running(self) -> Mapping[int, Job]:
-        """The jobs in flight, by number; discarded jobs are left out."""
+        """The jobs in flight, by number, without jobs that the schedule has decided to discard."""
         if len(self._sites) == 1:
             return self._sites[0].running_view
         return {number: job for site in self._sites for number, job in site.running.items()}
@@ -378,8 +383,7 @@ class Planner:
         If the schedule aggregates, return the planned aggregation. If it waits, return the virtual
         time at which the wait ends at the latest. Infinity means that it waits until a job ends or
         a client becomes available.
-        site: the clients for which the schedule decides: all clients of the run, or those of a
-        replica.
+        site: the clients for which one schedule decides, and the jobs of these clients.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
         while True:
@@ -473,7 +477,7 @@ class Planner:
     def _discard_stale(self, site: Site) -> None:
         """Discard the arrived jobs of a site that are too stale for its next aggregation.
 
-        site: the clients and jobs that one schedule sees: those of the run, or of one replica.
+        site: the clients for which one schedule decides, and the jobs of these clients.
         """
         if self._max_staleness is None or not site.arrived:
             return
@@ -499,12 +503,13 @@ class Planner:
         self._next.discarded += [jobs[number] for number in numbers]
 
     def _remove_arrived(self, site: Site, numbers: set[int], purpose: str) -> dict[int, Job]:
-        """Remove jobs from the arrived jobs of a site; return the removed jobs by number.
+        """Remove jobs from the list `site.arrived`; return the removed jobs by number.
 
-        site: the clients of a schedule, with their jobs.
+        site: the clients for which one schedule decides, and the jobs of these clients.
+        `site.arrived` lists the jobs whose updates have arrived and wait for an aggregation.
         numbers: the numbers of the jobs to remove.
-        purpose: what the schedule wants to do with the jobs, for errors.
-        Raises RuntimeError if a job has not arrived.
+        purpose: what the schedule wants to do with the jobs, "aggregate" or "discard", for errors.
+        Raises RuntimeError if `site.arrived` lacks one of the jobs.
         """
         removed = {job.number: job for job in site.arrived if job.number in numbers}
         missing = sorted(numbers - removed.keys())
@@ -523,8 +528,7 @@ class Planner:
     def _aggregate(self, site: Site, numbers: Sequence[int]) -> PlannedAggregation:
         """Aggregate arrived jobs of a site on virtual time; return the planned aggregation.
 
-        site: the clients of a schedule, with their jobs: all clients of the run, or those of a
-        replica.
+        site: the clients for which one schedule decides, and the jobs of these clients.
         numbers: the numbers of the jobs, in the order in which they are aggregated.
         """
         count = len(numbers)
@@ -583,12 +587,14 @@ class Planner:
             other.since_meeting, other.waits = 0, False
 
     def _take_arrived(self, site: Site, numbers: Sequence[int]) -> list[Job]:
-        """Remove jobs from the arrived jobs of a site; return them in the order of `numbers`.
+        """Remove jobs from the list `site.arrived`; return the jobs in the order of `numbers`.
 
-        site: the clients of a schedule, with their jobs.
-        numbers: the numbers of the jobs to remove.
+        site: the clients for which one schedule decides, and the jobs of these clients.
+        `site.arrived` lists the jobs whose updates have arrived and wait for an aggregation.
+        numbers: the numbers of the jobs to remove, in the order of their aggregation.
         Raises RuntimeError if a job would be aggregated before an earlier job of the same client.
-        Also raises it if a job has not arrived, or if `numbers` is empty or has a number twice.
+        Also raises it if `site.arrived` lacks a job, or if `numbers` is empty or has a number
+        twice.
         """
         if not numbers or len(set(numbers)) < len(numbers):
             raise RuntimeError(
@@ -615,12 +621,12 @@ class Planner:
 
     # --- dispatch ---------------------------------------------------------------------------------
     def _dispatch(self, site: Site, count: int, pool: int) -> int:
-        """Dispatch up to `count` idle clients with the current version of their site.
+        """Dispatch up to `count` idle clients of a site; return the number of dispatched clients.
 
-        Return the number of dispatched clients.
-        site: the clients of a schedule, with their jobs: all clients of the run, or those of a
-        replica.
-        pool: the pool from which the clients are drawn; -1 means all clients.
+        The clients receive the current version of the site's model.
+        site: the clients for which one schedule decides, and the jobs of these clients.
+        count: the largest number of clients to dispatch.
+        pool: the number of the pool (group of clients) to draw from; -1 draws from all clients.
         """
         version, selector = site.version, self._selector
         if selector is None:
@@ -852,7 +858,7 @@ class Planner:
 
     # --- checkpoints ------------------------------------------------------------------------------
     def selection_arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of the selection that a checkpoint needs; none for `Random`."""
+        """Return the arrays from which a checkpoint restores the selection; {} for `Random`."""
         return {} if self._selector is None else self._selector.arrays()
 
     @property

@@ -1,7 +1,8 @@
 """Prepare a run before its first aggregation.
 
-Clients send the arrays from which methods make server state. Workers get tensors and sample rows
-that do not change during the run.
+Clients send the arrays from which methods make server state. Workers receive the data that does not
+change during the run. These are tensors that a method sends only once, and the positions of the
+samples for probes.
 """
 
 from __future__ import annotations

@@ -50,9 +50,11 @@ class WatchedRuntime:
             return self.runtime.get(ref)
 
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
-        """Wait until any of these values exists or is lost; return its index in `refs`.
+        """Wait until the value of a reference exists or is lost; return the reference's index.
 
-        Return None if this takes longer than `seconds`.
+        The time of the wait counts as "waiting".
+        refs: references to values. The first value that exists or is lost ends the wait.
+        seconds: the longest time to wait. If it ends first, the result is None.
         """
         with self.spans.span("wait", "waiting"):
             return self.runtime.ready(refs, seconds)
@@ -74,9 +76,9 @@ class WatchedRuntime:
 class Profile:
     """The profile of a run: how long the coordinator and the workers take for each type of work.
 
-    Attribute `runtime` is a wrapper that passes calls to workers on and measures them. The run must
-    use this wrapper.
-    runtime: the runtime that executes the calls, without measurements.
+    runtime: the runtime that executes the run's calls of workers. The attribute `runtime` is not
+    this object but a `WatchedRuntime`, which passes every call on and measures it. The run must use
+    the attribute.
     """
 
     def __init__(self, runtime: Runtime):
@@ -85,11 +87,11 @@ class Profile:
         self.start = self.spans.now()
 
     def watch(self, server: object, evaluator: object, saver: object) -> None:
-        """Measure from now on how long methods of these objects take.
+        """Measure from now on how long the server's sums, the evaluation and the saving take.
 
-        server: the server or the replicas; the time of `step` counts as "sums".
-        evaluator: the time of `score` and `columns` counts as "evaluation".
-        saver: the time of `save` and `finish` counts as "saving".
+        server: the server or the replicas; the time of the function `step` counts as "sums".
+        evaluator: the time of its functions `score` and `columns` counts as "evaluation".
+        saver: the time of its functions `save` and `finish` counts as "saving".
         """
         for owner, name, kind in (
             (server, "step", "sums"),
@@ -120,11 +122,11 @@ class Profile:
 def add_idle_time(
     worker_track: WorkerTrack, call_times: Sequence[float], start: float, stop: float
 ) -> Track:
-    """Add the time between a worker's calls to its measured times; return the result.
+    """Return a worker's measured times, completed by the time in which the worker was idle.
 
-    A worker is idle from the end of a call until the next call begins. The idle time before the
-    coordinator makes the next call counts as "waiting". The idle time after that counts as
-    "messages".
+    A worker is idle from the end of a call until the next call begins. The coordinator makes the
+    next call at some time in between. Idle time before this moment counts as "waiting", and idle
+    time after this moment counts as "messages".
     worker_track: the times that the worker has measured.
     call_times: the times at which the coordinator made the calls, in the order of the calls.
     start, stop: the beginning and the end of the profile.

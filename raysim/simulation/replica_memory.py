@@ -45,11 +45,13 @@ class ReplicaMemory:
         return 0 if self._file is None else self._file.used
 
     def note_read(self, replica: int) -> None:
-        """Make room in memory for a replica that the caller reads next.
+        """Make room in memory for a replica whose tensors the caller reads next.
 
-        A replica on disk is loaded into memory when its tensors are read. If this replica and the
-        replicas loaded earlier together need too much memory, the earlier ones are removed from
-        memory.
+        A replica on disk is loaded into memory when its tensors are read. Such replicas stay in
+        memory until all of them together would exceed a limit. In this case, this function removes
+        the loaded replicas from memory before the next one is read. It does nothing for a replica
+        that is not on disk.
+        replica: the number of the replica.
         """
         if self._file is not None and replica not in self._in_memory:
             self._file.note_read(sum(tensor.nbytes for tensor in self._tensors(replica)))

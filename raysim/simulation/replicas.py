@@ -103,11 +103,12 @@ class Replicas:
         return self._memory.bytes_on_disk
 
     def read(self, replica: int) -> Server:
-        """Return the server of a replica, whose tensors may be on disk.
+        """Return the server of a replica whose tensors the caller reads next.
 
-        Call this for each replica just before you read the tensors of its server. Tensors on disk
-        are loaded into memory when they are read. Memory has room for only a few of the replicas on
-        disk.
+        Tensors of some replicas may be on disk. They are loaded into memory when they are read, and
+        memory has room for only a few such replicas. This function makes room for the replica, so
+        read its tensors before the next replica is returned.
+        replica: the number of the replica.
         """
         self._memory.note_read(replica)
         return self.servers[replica]
@@ -126,8 +127,8 @@ class Replicas:
         """Let a method make server state before round 0; all replicas get the same state.
 
         declared: what the method has declared.
-        parts: for each client, the arrays that it sent. A key is the name of a method, a dot, and
-        the name of an array. Arrays of further methods are ignored.
+        parts: for each client, the arrays that it sent. A key is "method.name": the name of a
+        method and of an array. Only arrays of the method in `declared` are used.
         """
         first, *other_servers = self.servers
         first.assemble(declared, parts)
@@ -382,10 +383,10 @@ class Replicas:
         return changed
 
     def _mean(self, row: MixingRow) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean of some replicas' vectors.
+        """Return the weighted mean of several replicas' vectors, and their largest integer buffers.
 
-        Also return the maximum of these replicas' integer buffers.
-        row: the replicas, `row.sources`, and their weights.
+        Each entry of the second tensor is the maximum of this entry over the replicas.
+        row: has the numbers of the replicas (`row.sources`) and the weight of each (`row.weights`).
         """
         sources = [self.read(source) for source in row.sources]
         vectors = [server.vector.numpy() for server in sources]
@@ -509,11 +510,11 @@ class Replicas:
 
 
 class _Bases(Mapping[int, PublishedVersion]):
-    """The published versions from which the jobs of one replica started.
+    """The versions of one replica from which jobs started, by number.
 
-    The key of a version is the number of aggregations that the replica had made before it.
-    versions: the published versions of all replicas.
-    number_of: maps a key of this mapping to the version's key in `versions`.
+    The number of a version counts the aggregations that the replica had made before this version.
+    versions: the published versions of all replicas, by a number that is unique in the run.
+    number_of: maps the number of a version to its unique number in `versions`.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):
