@@ -140,7 +140,7 @@ class Oort(Selection):
         return np.array(chosen, np.int64)
 
     def _take_picks(self, view: SelectionView, chosen: list[int]) -> list[int]:
-        """Move idle clients from the array "picks" to the end of the list `chosen`; return `chosen`.
+        """Move idle clients from the state's array "picks" to the end of `chosen`; return `chosen`.
 
         "picks" has the clients that the latest round chose and that `select` has not returned yet.
         Clients that are busy or already in `chosen` are removed from "picks" without being added.

@@ -26,18 +26,19 @@ class View(NamedTuple):
 
     now: the virtual time of the decision in seconds. Events at this time have already happened.
     version: the number of aggregations so far.
-    running: the jobs in flight by number, in the order of their dispatch; discarded jobs are left
-    out.
+    running: the jobs in flight by number, in the order of their dispatch. Jobs that the schedule
+    has decided to discard are left out.
     arrived: the jobs whose updates have arrived, in the order of arrival. Updates that arrive
     together are in the order of their clients' numbers.
-    idle: the number of clients that have samples and are not busy with a job; some of them may be
-    unavailable.
+    idle: the number of clients that have samples and are not busy with a job; some of these clients
+    may be unavailable.
     sent: the number of jobs that were dispatched since the last aggregation.
-    since: the virtual time at which the first of these jobs was dispatched. If there are none, it
-    is the time of the last aggregation.
-    in_pool: for each pool, the number of its jobs in `running`; empty without `schedule=tiered`.
-    short: the pools with too few available clients. At this virtual time, the schedule has already
-    returned a `Dispatch` for such a pool, and not all of its clients could be dispatched.
+    since: the virtual time of the first dispatch since the last aggregation. If nothing was
+    dispatched since then, it is the time of the last aggregation.
+    in_pool: for each pool, the number of the pool's jobs in `running`; empty without
+    `schedule=tiered`.
+    short: the numbers of pools for which a `Dispatch` at this virtual time has found too few
+    available clients.
     """
 
     now: float = 0.0
@@ -55,9 +56,10 @@ class View(NamedTuple):
 class Dispatch:
     """The action to draw idle, available clients and to send them the current version.
 
-    If fewer than `count` clients are idle and available, all of them are dispatched. In this case,
-    `pool` says when the schedule decides again. With pool=-1, this is when a job ends or a client
-    becomes available. With a pool, it is at once, and `View.short` contains this pool.
+    If fewer than `count` clients are idle and available, all of them are dispatched. The time of
+    the schedule's next decision is then:
+    - without a pool (pool=-1): when a job ends or a client becomes available.
+    - with a pool: immediately, with the number of this pool in `View.short`.
 
     count: the number of clients to draw.
     pool: the number of the pool (group of clients with similar speed) to draw from; -1 draws from
@@ -418,9 +420,9 @@ def _numbers(jobs: Sequence[Job]) -> list[int]:
 
 
 def _refill(view: View, concurrency: int) -> Action:
-    """Dispatch clients until `concurrency` jobs are in flight, or no client is idle.
+    """Return the action that dispatches idle clients until `concurrency` jobs are in flight.
 
-    Return `Wait` if there is nothing to dispatch.
+    Return `Wait` if so many jobs are in flight already, or if no client is idle.
     """
     free = min(concurrency - len(view.running), view.idle)
     return Dispatch(free) if free > 0 else Wait()
@@ -449,10 +451,10 @@ def check_sites(schedule: Schedule, counts: np.ndarray, network: Network) -> Non
 
 
 def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> None:
-    """Raise ValueError if a schedule needs more clients in flight than there are with samples.
+    """Raise ValueError if a schedule needs more clients in flight than the run can dispatch.
 
-    Also raise it for `schedule=buffered` if an aggregation needs more updates than the largest
-    number of jobs in flight.
+    Only clients with samples can be dispatched. For `schedule=buffered`, also raise ValueError if
+    an aggregation needs more updates than the largest number of jobs in flight.
     counts: int [clients], the number of training samples of each client.
     of: text that follows the word "clients" in the error, such as " of edge server 2".
     """

@@ -114,14 +114,15 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with scores of personal models, where each client has its own model.
 
-        For models without fine-tuning, there are also columns with validation scores. More columns
-        then have each client's test score in the round with its best validation score.
-        tested: for each client the metric's value of each of its test samples.
-        validated: for each client the metric's value of each of its validation samples.
+        The columns have the mean and the worst test score, over trained clients and over unseen
+        clients. If suffix="" and there are validation samples, further columns have validation
+        scores, and test scores of best rounds. The best round of a client is the round with its
+        best validation score so far.
+        tested: for each client, the metric's value for each of the client's test samples.
+        validated: for each client, the metric's value for each of the client's validation samples.
         suffix: the end of the columns' names: "_finetuned" for fine-tuned models, "" for models
         without fine-tuning.
-        scoring: the scored clients; their scores are appended to the lists in
-        `scoring.client_scores`.
+        scoring: the scored clients. The score of each client is added to `scoring.client_scores`.
         """
         clients = scoring.clients
         row = self._client_columns(suffix, _join(tested, clients), clients, scoring)
@@ -190,9 +191,12 @@ class ScoreColumns:
     def _unseen_columns(self, suffix: str, values: np.ndarray, scoring: ScoredClients) -> Row:
         """Return columns with the mean and the worst of the unseen clients' test scores.
 
+        Return {} if no unseen client is scored.
         suffix: the end of the columns' names.
-        values: the metric's value for each of their test samples, one client after another.
-        scoring: the unseen clients; the score of each one is added to `scoring.client_scores`.
+        values: the metric's value for each test sample of the unseen clients, one client after
+        another.
+        scoring: has the unseen clients. The score of each unseen client is added to
+        `scoring.client_scores`.
         """
         if not len(scoring.unseen):
             return {}
@@ -226,11 +230,13 @@ class ScoreColumns:
     def _best_columns(
         self, scoring: ScoredClients, tested: np.ndarray, validated: np.ndarray
     ) -> Row:
-        """Return columns with validation scores, and with test scores in each client's best round.
+        """Return columns with validation scores, and columns with test scores of best rounds.
 
-        The best round of a client is the round with its best validation score so far. If the metric
-        of this object is not the main metric, return only one column: the clients' mean validation
-        score in this round. Return {} if there are no scores for these columns.
+        The best round of a client is the round with the client's best validation score so far. The
+        test score of each client is the score from that round. The validation scores are two means
+        over the clients: in this round, and in the clients' best rounds.
+        If the metric of this object is not the main metric, the only column is the mean validation
+        score in this round. Return {} if no client has such scores.
 
         scoring: the scored clients.
         tested: the metric's value for each test sample of these clients, one client after another.
@@ -252,11 +258,13 @@ class ScoreColumns:
         return row
 
     def _best_shared_columns(self, version: int, row: Row) -> Row:
-        """Return the columns with the shared model's best round so far and its central score then.
+        """Return the number of the shared model's best round so far, and its score, as columns.
 
-        The best round is the round with the best mean validation score. The central score is the
-        score on the central test set. Return {} if the metric of this object is not the main
-        metric, or if there are no validation samples.
+        The best round is the round with the best mean validation score. One column has the number
+        of this round. If there is a central test set, a second column has the shared model's score
+        on this set in the best round.
+        Return {} if the metric of this object is not the main metric, or if there are no validation
+        samples.
 
         version: the number of the scored version.
         row: the columns of this round.

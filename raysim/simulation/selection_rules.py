@@ -135,10 +135,11 @@ class FedCS(Selection):
     deadline: the time limit of a round, in virtual seconds.
     candidates: the number of idle clients that are drawn, and from which the rule chooses; None
     uses all idle clients.
-    uplink: the links over which clients send their updates. "shared": one link for all clients, so
-    that they send one after another. The paper assumes this. "own": a link for each client, so that
-    clients do not delay each other. raysim's virtual clock assumes this. The fastest clients that
-    meet the deadline are then chosen.
+    uplink: the links over which clients send their updates:
+    - "shared": one link for all clients, so that clients send one after another. The paper assumes
+      this link.
+    - "own": a separate link for each client, so that clients do not delay each other. raysim's
+      virtual clock assumes such links. The rule chooses the fastest clients that meet the deadline.
     """
 
     deadline: float = 60.0
@@ -167,8 +168,10 @@ class FedCS(Selection):
     def _schedule_uploads(self, ready: np.ndarray, sending: np.ndarray, count: int) -> list[int]:
         """Return the positions of clients that meet the deadline, in the order of their uploads.
 
-        ready: for each client, the seconds until it has received and trained and can send.
-        sending: for each client, the seconds that it needs to send.
+        If no client meets the deadline, return the client that finishes first.
+        ready: for each client, the seconds from dispatch until the client has trained the model and
+        can upload its update.
+        sending: for each client, the seconds of the upload.
         count: the largest number of positions to return.
         """
         is_left = np.ones(len(ready), bool)

@@ -126,12 +126,13 @@ class Selector:
     devices: the simulated devices of the clients.
     seed: the seed of the run.
     counts: int64 [clients], the number of training samples of each client.
-    pools: the numbers of the clients in each pool; empty for a run without pools. A pool is a tier
-    of `schedule=tiered`, or the clients of one replica.
+    pools: for each pool, an array of the clients that belong to the pool; empty for a run without
+    pools. A pool is a tier of `schedule=tiered`, or the clients of one replica.
     concurrency: the largest number of jobs in flight.
     load: function that returns three numbers about a client's next job: the samples to process, and
     the floats that the client receives and sends. Its arguments are the client, the base version,
-    the number of the client's earlier jobs, and how many of these were aggregated.
+    and two counts. The first counts the client's earlier jobs, the second those that were
+    aggregated.
     participations, accepted: int32 [clients], the number of each client's jobs so far, and the
     number of its aggregated jobs. The planner updates these arrays.
     """

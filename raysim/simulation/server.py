@@ -51,14 +51,17 @@ class Server:
 
     Without methods the next version is x + sum(w_i * delta_i) / sum(w_i). Here x is the shared
     vector, w_i is the weight of update i, and delta_i is its change of the parameters. Hooks of
-    methods can change the weights, the mean and the step. Updates are summed in a fixed tree over
-    the order in which they are aggregated (`tree_sum`), on the server or on workers.
+    methods can change the weights, the mean and the step. The server or the workers add the updates
+    in a fixed binary tree (`tree_sum`). The leaves of the tree are the updates, in the order of
+    aggregation.
 
     declarations: what the run's methods have declared.
     vector: float [layout.shared], the initial shared vector.
     counters: int [layout.shared_counters], the initial integer buffers.
     counts: int64 [clients], the number of training samples of each client; 0 for clients that never
     train this model.
+    seed: the seed of the run.
+    task: the task of the run, such as classification.
     weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all
     updates by 1.
     size: the largest number of updates in one aggregation.
@@ -66,7 +69,7 @@ class Server:
     unseen: the number of clients that never train this model: unseen clients, and clients of other
     replicas.
     replica: the number of the replica of this server; 0 if the run has one model.
-    local: the settings of local training.
+    local: the options of local training.
     """
 
     def __init__(
@@ -285,8 +288,7 @@ class Server:
         If all jobs failed, the next version has the same vector as the current one.
 
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.
-        If a worker has summed the update, the entry has no change of the parameters (`Update.delta`
-        is None).
+        If a worker has already added the update to a sum, `Update.delta` is None in the entry.
         sums: the sums that workers have made. The key of a sum is the numbers (`Update.job`) of all
         jobs whose updates are summed in it.
         staleness: the staleness of each entry of `updates`; the value for a failed job is not used.
@@ -507,14 +509,13 @@ class Server:
 def _ranges_of_sums(
     sums: GroupSums, positions: Mapping[int, int]
 ) -> dict[range, np.ndarray | None]:
-    """Return the sums by range of positions instead of job numbers.
+    """Map ranges of positions to the sums that workers made; a position is a job's index.
 
-    A position is the index of a job in this aggregation. A range contains the positions of all jobs
-    whose updates are summed. A sum without any job in `positions` is left out. No value is None;
-    the type is the one that `sum_in_tree` accepts.
-    sums: the sums that workers made. The key of a sum is the numbers of all jobs whose updates are
-    summed in it.
+    The index counts the jobs of this aggregation from 0. The range of a sum has the positions of
+    all jobs whose updates are summed. A sum without any job in `positions` is left out.
+    sums: the sums by jobs. The key of a sum is the numbers of all jobs whose updates are summed.
     positions: the position of each job that did not fail, by the number of the job.
+    The values are never None; the result has this type because `sum_in_tree` takes it.
     """
     ranges: dict[range, np.ndarray | None] = {}
     for jobs, total in sums.items():
@@ -562,8 +563,9 @@ def make_server(
     size: the largest number of updates in one aggregation.
     counts: int64 [clients], the number of training samples of each client; 0 for clients of other
     replicas. If `counts` is None, the replica serves all clients of the run.
-    unseen: how many clients of the run never train this replica: unseen clients (`evaluate.unseen`)
-    and clients of other replicas. If it is None, only unseen clients are counted.
+    unseen: the number of clients that never train this replica: unseen clients (`evaluate.unseen`)
+    and clients of other replicas. None means the number of unseen clients, for a run with one
+    replica.
     replica: the number of the replica.
     """
     settings, partition = spec.settings, spec.data.partition

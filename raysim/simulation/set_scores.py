@@ -160,14 +160,17 @@ class SetScores:
     def _best_columns(
         self, reports: Sequence[SetReport], scoring: ScoredSets, best: BestRounds, row: Row
     ) -> Row:
-        """Return columns with the validation score of this round, and with the best round so far.
+        """Return columns on the validation score of this round and on the best round so far.
 
         The validation score is a mean over the clients. The best round is the round with the best
-        validation score. Two columns have its number and its score on the central test set.
+        validation score. One column has the number of the best round. If there is a central test
+        set, another column has the shared model's score on this set in the best round.
+        Return {} if there are no validation scores.
 
         reports: the reports on the clients' validation samples.
         scoring: the scored clients and the scored version.
-        best: the best rounds before this one. The scores of this round are recorded in it.
+        best: the object that remembers the best round of the shared model; this round is added to
+        it.
         row: the columns of this round so far, with the score on the central test set.
         """
         values = _by_metric(reports).get(self.metric, {})
@@ -184,10 +187,10 @@ class SetScores:
 
 
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
-    """Map the name of each metric to a dictionary with the score of each client.
+    """Map the name of each metric to the scores of all reports, by client.
 
-    reports: each has the scores of all metrics on one set of samples. Some samples do not belong to
-    one client, such as those of a domain. The key of their score is a negative number.
+    reports: the scores of all metrics on one set of samples each. A set with the samples of several
+    clients, such as those of a domain, has a negative number as key.
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

@@ -82,9 +82,10 @@ class StateIndex:
 
         States that must be written get the file number `UNWRITTEN`. These are changed states, and
         states in abandoned files. A file is abandoned if too few of its bytes belong to current
-        states. If the clients with a state are not those of this index, followed by new clients,
-        all states are written. This happens if the run was resumed from a checkpoint before the one
-        of this index.
+        states.
+        Normally, `jobs` begins with the clients of this index, in the same order, and continues
+        with clients that have their first state. Otherwise all states must be written. This happens
+        if the run was resumed from a checkpoint before the one of this index.
 
         jobs: for every client with a committed state, the number of the job that made it. The
         clients are in the order in which they had a first committed state.
@@ -104,11 +105,14 @@ class StateIndex:
         return StateIndex(states, self.files)
 
     def _abandoned_files(self, states: np.ndarray) -> np.ndarray:
-        """Return the files that contain too few bytes of current states to be kept.
+        """Return the numbers of the files to abandon: too few of their bytes are still needed.
 
-        The caller marks the current states in these files, so that they are written into new files.
-        states: the rows of `StateIndex.states` of the clients whose state has not changed since
-        this index was made.
+        A file is abandoned if less than half of its bytes belong to unchanged states. Also
+        abandoned are small files (less than `SMALL_FILE_BYTES` of unchanged states), if there are
+        more than `MAX_SMALL_FILES`. The caller must write the unchanged states of abandoned files
+        into new files.
+        states: rows of `StateIndex.states`, for the clients whose state is unchanged since this
+        index was made.
         """
         number, written = self.files.T
         size = number.max(initial=-1) + 1
@@ -121,13 +125,13 @@ class StateIndex:
     def write_files(
         self, clients: Mapping[int, Arrays], number: int
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Divide the states that are not in a file yet among new files.
+        """Yield new files for the states that are not in a file yet; the caller writes the files.
 
-        Yield the number and the tensors of each new file; the caller writes it. The file and the
-        size of each such state are recorded in this index.
+        Each file is yielded as a pair: the number of the file, and its tensors by name. The index
+        records for each new state the number of its file and the size of the state.
 
-        clients: for each client the named tensors of its state. It may contain states that are in a
-        file.
+        clients: for each client, the named tensors of the client's state. It may contain states
+        that are already in a file; they are not used.
         number: the number of the first new file.
         """
         tensors: dict[str, np.ndarray] = {}
@@ -150,7 +154,10 @@ class StateIndex:
             yield number, tensors
 
     def with_sizes(self) -> StateIndex:
-        """Return the index with the size of each file in bytes; all states must be written."""
+        """Return a copy of this index that also has the size of each file in bytes.
+
+        Before this, every state must be in a file (`write_files`).
+        """
         numbers = np.unique(self.states[:, FILE])
         live = np.bincount(self.states[:, FILE], self.states[:, SIZE])[numbers].astype(np.int64)
         known = dict(self.files.tolist())

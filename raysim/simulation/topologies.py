@@ -40,9 +40,11 @@ class Hierarchical(Topology):
     seconds: the virtual seconds between two exchanges. None means that `every` decides. If it is a
     number, no edge waits. When this time is over, the next edge that aggregates starts the exchange
     of all edges.
-    assign: how clients are assigned to edges. "random": at random, equally many to each edge.
-    "region": neighbouring regions of the fleet to the same edge, equally many clients to each.
-    "data": clients with similar shares of classes to the same edge.
+    assign: how clients are assigned to edges:
+    - "random": each edge gets equally many clients, at random.
+    - "region": each edge gets equally many clients, from regions of the fleet that are next to each
+      other.
+    - "data": clients with similar fractions of each class get the same edge.
     bandwidth_up, bandwidth_down: median bytes per second of the links between edges and cloud.
     bandwidth_sigma: standard deviation of the logarithm of an edge's bandwidth.
     """
@@ -242,9 +244,9 @@ class Gossip(Topology):
       neighbours in one of these rings are neighbours.
     - "complete": all clients are neighbours.
     - "edges": the pairs in `edges`.
-    edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, weight]. Client i
-    gives the model of client j this weight, and client j gives it to the model of client i. Without
-    a weight in any pair, `weights` decides.
+    edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, w]. In the mean
+    that client i computes, replica j has the weight w, and vice versa. Give a weight in all pairs
+    or in none. Without such weights, the option `weights` decides.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
     "pairwise", a client draws one of its neighbours, and the replicas of both become the mean of
     the two.

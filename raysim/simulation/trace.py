@@ -82,9 +82,9 @@ class Trace(Fleet):
     differ by at most 1.
     file: the path of the trace file; None raises an error.
     wrap: True repeats a row after its period; False makes its clients unavailable after its period.
-    availability: "trace" makes a client available in the intervals of its row. With any other
-    value, the client follows the availability rule with this name, which all fleets have. Then only
-    speed and bandwidth come from the file.
+    availability: when a client is available. "trace" means in the intervals of its row. "always",
+    "diurnal" and "markov" are the rules of fleets without a trace. With these rules, only speed and
+    bandwidth come from the file.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("trace", *Fleet.AVAILABILITIES)
