@@ -239,7 +239,11 @@ class Coordinator:
         self.planner.count_unplanned(aggregation, floats)
 
     def _aggregate(self, aggregation: PlannedAggregation, jobs: Sequence[Job]) -> PendingRound:
-        """Collect the updates of these jobs, and aggregate them into the next version."""
+        """Collect the updates of these jobs, and aggregate them into the next version.
+
+        Return this aggregation's row of the history, its failures, its probes and its ended jobs.
+        The scores follow later.
+        """
         result_floats = self.dispatcher.pending_floats
         results, sums = self.dispatcher.collect(jobs)
         store_bytes = self.history.store_bytes(self.versions.nbytes, result_floats)

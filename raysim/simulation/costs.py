@@ -145,8 +145,8 @@ class Costs:
     def add_pass(self, client: int, work: float, down: int, up: int) -> None:
         """Add the cost of a forward pass, with which a client computes its loss for the selection.
 
-        work: the number of samples in the forward pass, multiplied by the caller with `FORWARD`
-        (1/3). This is the number of trained samples that would cost the same.
+        work: the number of trained samples that would cost as much as the forward pass. It is
+        `FORWARD` (1/3) times the number of samples in the pass.
         down, up: the floats that the client received and sent.
         """
         job = Job(-1, client, 0, 0, work=work, down=down, up=up)

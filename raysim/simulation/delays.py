@@ -23,10 +23,12 @@ from raysim.simulation.fleet import Devices, Fate, Fleet, Labels, Trip
 
 @dataclass(frozen=True)
 class DelayKind:
-    """A kind of clients, such as "slow": each of their jobs takes a random time.
+    """A kind of client, such as "slow", and the limits of the random time of each job.
 
-    weight: decides how many clients belong to this kind; a larger weight means more clients. It is
-    this kind's parameter of a Dirichlet distribution, from which `Delays` draws each client's kind.
+    weight: decides how many clients are of this kind; a larger weight means more clients. For each
+    client, `Delays` draws a vector with one number per kind from a Dirichlet distribution. The
+    client gets the kind with the largest number. The parameters of the distribution are the weights
+    times `scale`.
     least, most: the shortest and the longest time of a job, in virtual seconds.
     """
 
@@ -68,7 +70,7 @@ class Delays(Fleet):
             in_range(f"fleet.kinds.{name}.most", kind.most, least=least, why=why)
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """Draw to which kind each client belongs, such as "slow"; the kind decides its delays.
+        """Draw the kind of each client, such as "slow"; the kind decides the client's delays.
 
         seed: the seed of the run.
         clients: the number of clients.

@@ -1,18 +1,20 @@
 """Named classes of devices, with their speeds and shares from published figures.
 
-Each figure below is marked with its origin. "Measured" and "Published" figures are from the cited
-sources, "Derived" figures are computed from them, and "Assumed" figures are our choice.
+Each figure below is marked with its origin. "Measured" figures are measurements in the cited
+sources. "Published" figures are other values in the cited sources, such as prices or the limits of
+a device. "Derived" figures are computed from these two, and "Assumed" figures are our choice.
 
-Training speed, in floating-point operations per second of a whole training step:
+Training speed: the floating-point operations of a training step, divided by its seconds.
 - Phones. Measured: 179, 588 and 1,642 ms for a batch on a fast, a medium and a slow phone. These
   are the values in the code of Yang et al., "Characterizing Impacts of Heterogeneity in Federated
   Learning upon Large-Scale Smartphone Data" (WWW 2021), for its CNN on FEMNIST
   (github.com/PKU-Chengxu/FLASH: `femnist_mean` in models/utils/device_util/device_util.py; its
   default batch size is 10). Derived: LEAF's CNN makes 17.2 M multiplications and as many additions
   in a sample's forward pass. The backward pass needs twice as many operations. So a sample needs
-  6 x 17.2 M = 103 MFLOP, and 10 samples in these times mean 5.8, 1.8 and 0.63 GFLOP/s. A library
-  that is tuned for phones is faster: Das et al., "Enabling On-Device Smartphone GPU based Training"
-  (2022), measured 15 to 30 GFLOP/s in the kernels of a fast phone's CPU.
+  6 x 17.2 M = 103 MFLOP. A phone that trains 10 samples in these times has a speed of 5.8, 1.8 or
+  0.63 GFLOP/s. A library that is tuned for phones is faster: Das et al., "Enabling On-Device
+  Smartphone GPU based Training" (2022), measured 15 to 30 GFLOP/s in the kernels of a fast phone's
+  CPU.
 - Tablets. Assumed: the same as medium phones.
 - Edge boxes. Published: NVIDIA's Jetson Nano has at most 236 GFLOP/s (32 bit). Assumed: a quarter
   of that in training.
@@ -161,9 +163,12 @@ class DeviceClasses(Fleet):
         return FleetCosts(costs, kinds, self.kwh_price, self.kwh_co2)
 
     def labels(self, seed: int, clients: int) -> Labels:
-        """Draw the class of each client.
+        """Draw the device class of each client at random.
 
-        The number of clients of each class is its share of all clients, except for rounding.
+        The number of clients in a class is not random: it is the `share` of the class times the
+        number of all clients, rounded.
+        seed: the seed of the run.
+        clients: the number of clients.
         """
         ends = np.cumsum([device_class.share for device_class in self.classes.values()])
         places = (stream(seed, "fleet.class").permutation(clients) + 0.5) / clients

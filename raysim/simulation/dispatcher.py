@@ -158,9 +158,10 @@ class Dispatcher:
         self._fill_workers()
 
     def _active_loads(self) -> list[float]:
-        """Return the number of samples that each worker still has to train.
+        """Return the load of each active worker: the number of samples that it still has to train.
 
-        Only active workers count: those that get new calls (`WorkerCalls.active`), ascending.
+        A worker is active if it gets new calls (`WorkerCalls.active`). The loads are in the order
+        of the workers' numbers.
         """
         return [self._loads[worker] for worker in self._calls.active]
 
@@ -247,11 +248,12 @@ class Dispatcher:
         return sum(isinstance(call, TrainCall) for call in self._calls.unanswered(worker))
 
     def _take_bundle(self, worker: int) -> list[Job]:
-        """Remove the jobs of this worker's next call from the queue; return them.
+        """Remove the jobs of this worker's next call from the queue, and return them.
 
-        The rule: a worker gets only jobs of clients whose newest state is on no other worker. The
-        exception is the first job of a worker without unanswered calls. It may belong to a client
-        whose state is on another worker, once the client's earlier job there has ended.
+        In general, the worker gets only jobs of clients whose newest state is on no other worker.
+        There is one exception if the worker is idle. Then the first of these jobs may belong to a
+        client whose newest state is on another worker. The job that makes this state must have
+        ended.
         """
         is_idle = not self._calls.unanswered(worker)
 
@@ -405,10 +407,12 @@ class Dispatcher:
     def _train_again(
         self, calls: Sequence[TrainCall], groups: Sequence[Group]
     ) -> dict[Group, np.ndarray]:
-        """Train the jobs of lost sums again; wait, and return the new sums by group.
+        """Train jobs again because sums of their updates were lost; return the new sums.
 
-        calls: the calls that trained these jobs.
-        groups: the job numbers of each lost sum.
+        A group is a tuple of job numbers. A worker had added up the updates of each group, and this
+        sum was lost. Wait until all jobs are trained again, and return the new sum of each group.
+        calls: the calls that trained these jobs before.
+        groups: the groups whose sums were lost.
         """
         job_of = {job.number: job for call in calls for job in call.jobs}
         repeated: list[TrainCall] = []

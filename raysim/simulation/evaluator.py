@@ -58,11 +58,12 @@ class Scoring:
     clients: the scored clients that take part in the training.
     unseen: the scored clients that never take part in the training.
     reports: the scoring calls of each view (kind of scoring). The views "shared", "own",
-    "finetuned" and "common" are described at the top of this file. "mean" scores the mean of all
-    replicas. "sets" is used if a method computes the scores itself.
+    "finetuned" and "common" are described at the top of this file. The view "mean" scores the mean
+    of all replicas. If a method computes the scores itself, all calls belong to the view "sets".
     members: for the loss decomposition, the clients whose local models are compared.
-    models: for the loss decomposition, the calls that score the local model of each of these
-    clients. The last entry has the calls that score the next shared model.
+    models: for the loss decomposition, one list of calls for each scored model. First come the
+    local models of `members`, in this order. The last model is the shared model after the
+    aggregation.
     replicas: for each scored replica, the calls that score it on the central test set.
     version: the scored version.
     client_scores: for each column, pairs of an array of clients and an array of their scores;
@@ -80,7 +81,7 @@ class Scoring:
 
     @property
     def calls(self) -> list[Call]:
-        """All calls to workers that this scoring has started, for all views and models."""
+        """All calls to workers that this scoring has started."""
         lists = (*self.reports.values(), *self.models, *self.replicas)
         return [call for calls in lists for call in calls]
 
@@ -287,8 +288,9 @@ class Evaluator:
         """Return the mean loss of every replica for each client, float64 [replicas, clients].
 
         clients: the clients, on whose training samples the losses are computed.
-        samples: the largest number of samples of a client that are used; None uses all samples. If
-        a client has more samples, this many are drawn at random, again after each aggregation.
+        samples: the largest number of a client's samples that are used; None uses all samples. For
+        a client with more samples, `samples` of them are drawn at random. After each aggregation,
+        other samples are drawn.
         replicas: the replicas of the run.
         versions: the published versions of the replicas.
         """
@@ -326,9 +328,10 @@ class Evaluator:
         return Scoring(clients, unseen, version=version)
 
     def _sample(self, clients: np.ndarray, version: int, purpose: str) -> np.ndarray:
-        """Draw `evaluate.clients` of these clients; return them ascending.
+        """Draw some of these clients, as many as `evaluate.clients` says; return them ascending.
 
-        If `evaluate.clients` is "all", or at least the number of these clients, return all of them.
+        Return all clients if `evaluate.clients` is "all", or if it is not smaller than their
+        number.
         clients: the clients to draw from, ascending.
         version: the number of the scored version; each version has a draw of its own.
         purpose: the name of the random stream, so that different purposes have different draws.
@@ -602,11 +605,12 @@ class Evaluator:
     def _replica_columns(self, mean: Sequence[ScoringReport], scoring: Scoring, own: Row) -> Row:
         """Return columns with the replicas' scores on the central test set.
 
-        They contain the scores of single replicas, and the score of the mean of all replicas.
+        The columns contain the scores of single replicas, and the score of the mean of all
+        replicas. If clients have validation samples, they also contain the mean's score in the best
+        round. That is the round with the best validation score of the clients' own models.
         mean: the workers' reports on the mean of all replicas.
         scoring: the scoring that has started the calls for single replicas (`Scoring.replicas`).
-        own: the columns with the scores of the clients' own models. The validation score in these
-        columns decides which round is the best one.
+        own: the columns with the scores of the clients' own models, with the validation score.
         """
         losses = np.concatenate([report.losses for report in mean])
         row: Row = {"loss_global": mean_loss(losses)}
@@ -644,8 +648,9 @@ class Evaluator:
     def scores(self, scorings: Sequence[Scoring]) -> ClientScores | None:
         """Return the score of each single client in the last scoring that has such scores.
 
-        Return None if no scoring has scores of single clients. Call `columns` with each scoring
-        before this method, because it fills `Scoring.client_scores`.
+        Return None if no scoring has scores of single clients. The scores are read from
+        `Scoring.client_scores`. The method `columns` fills it, so call `columns` with each scoring
+        first.
         """
         scored = [scoring for scoring in scorings if scoring.client_scores]
         if not scored:

@@ -74,11 +74,11 @@ class SumTrees:
         return groups
 
     def summed_groups(self, numbers: Iterable[int]) -> list[Group]:
-        """Return the groups of jobs whose updates a worker replaces by one sum.
+        """Return the groups of jobs whose updates a worker replaces by one sum per group.
 
-        These are the largest groups that consist only of jobs of this worker. If a summation tree
-        has a single job, there is no group for this job. The worker then sends the update, which is
-        as large as a sum.
+        These are the largest groups that contain only jobs of this worker. If a summation tree has
+        a single job, this job is in no group. For this job the worker sends the update itself,
+        because a sum would not be smaller.
         numbers: the numbers of the jobs that the worker trains.
         """
         return [group for group in self.groups(numbers) if len(self._trees[group[0]].jobs) > 1]

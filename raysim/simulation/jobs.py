@@ -220,9 +220,11 @@ class JobTable:
     def end(
         self, aggregation: PlannedAggregation, updates: Sequence[Update | Failure]
     ) -> tuple[JobRecord, ...]:
-        """Remove the jobs of an aggregation from the table; return their records.
+        """Remove the jobs that end with an aggregation from the table; return their records.
 
-        These are the jobs that the aggregation ends as aggregated, failed, lost or discarded.
+        These are all jobs in `aggregation.aggregated`, `aggregation.lost` and
+        `aggregation.discarded`.
+        aggregation: the aggregation, as it was planned.
         updates: an update or a failure for each job in `aggregation.aggregated`, in the same order.
         """
         self._aggregations.popleft()

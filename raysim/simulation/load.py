@@ -51,8 +51,8 @@ class VaryingTensors:
     The keys of all fields are full names of tensors, "method.name".
     sent: the size in version 0, in floats, of each tensor that clients receive.
     uploaded: the size in version 0, in floats, of each tensor that clients send.
-    planned: a function for each tensor that clients send. It returns the size of the sent tensor in
-    floats. Its argument is the total size, in floats, of the tensors in `sent` that the client
+    planned: for each tensor that clients send, a function that plans its size in floats. The
+    argument of the function is the total size, in floats, of all tensors in `sent` that the client
     received.
     """
 
@@ -69,10 +69,10 @@ class VaryingTensors:
         return sum(map(floats_of, self.sent))
 
     def growth(self, floats_of: FloatsOf) -> tuple[int, int]:
-        """Return by how many floats a client's download and upload are larger than in version 0.
+        """Return how many floats a job's download and upload have grown since version 0.
 
-        floats_of: function that returns the size in floats of a tensor that clients receive with
-        the job's base version. Its argument is the tensor's full name, "method.name".
+        floats_of: function that returns the size, in floats, of a tensor that the job's client
+        receives. Its argument is the tensor's full name, "method.name".
         """
         received = self.received_floats(floats_of)
         down = received - sum(self.sent.values())
@@ -121,9 +121,9 @@ class Loads:
     spec: the run.
     declarations: what the methods of the run declare.
     counts: int64 [clients], the number of training samples of each client.
-    sent_floats: function that returns how many floats of a tensor the server sends to a client with
-    the current version. Its arguments are the client and the tensor's full name, "method.name". If
-    `sent_floats` is None, tensors have the same sizes in all versions as in version 0.
+    sent_floats: function that returns the present size, in floats, of a tensor that the server
+    sends to a client. Its arguments are the client and the tensor's full name, "method.name". None
+    means that every tensor has its size of version 0.
     """
 
     def __init__(
@@ -217,11 +217,12 @@ class StepMessages:
         self.received = np.full(clients, -1, np.int32)
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats smaller a download is with messages than with the parameters.
+        """Return how many floats smaller a client's next download is because of messages.
 
-        The messages contain the changes of all versions since the client's last job. The result is
-        0 if the client receives the parameters. Call this once for each job, because it also
-        records that the client now has this version.
+        The client receives messages instead of the parameters. The messages contain the changes of
+        all versions since the base version of the client's last job. The result is 0 if the client
+        receives the parameters. Call this once for each job, because it also records that the
+        client now has this version.
         version: the base version of the client's next job.
         """
         previous = self.received.item(client)
