@@ -40,11 +40,11 @@ def make_plan(
     The samples are shuffled and cut into batches. With `local.sampling=replacement`, each batch is
     drawn with replacement instead.
 
-    local: the settings of local training, such as the batch size.
+    local: the options of local training, such as the batch size.
     samples: the number of the client's training samples.
     selected: the samples to train on, as an array for each epoch. With `local.steps`, the job's
-    steps are divided into equal parts, and there is an array for each part. The arrays have
-    ascending positions from 0 to `samples` - 1.
+    steps are divided into as many equal intervals as there are arrays. Each interval trains on one
+    array. The arrays have ascending positions from 0 to `samples` - 1.
     generator: the source of random numbers for the shuffle.
     drop_single: True drops a last batch of one sample, unless it is the only batch.
     """
@@ -67,10 +67,11 @@ def make_plan(
 
 
 def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
-    """Return the number of batches of one epoch, or of one interval between selections of samples.
+    """Return the number of batches of one epoch, or of one interval of a job without epochs.
 
-    With `local.epochs`, each epoch visits all its samples in batches. With `local.steps`, the job's
-    steps are divided into `parts` intervals, as equal as possible.
+    With `local.epochs`, an epoch visits all of its selected samples in batches. With `local.steps`,
+    a job has a number of steps and no epochs. Its steps are divided into `parts` intervals, as
+    equal as possible, and samples are selected for each interval.
     part: the number of the epoch or interval, from 0.
     parts: the number of epochs or intervals in the job.
     positions: the number of samples that are selected for this epoch or interval.
@@ -106,13 +107,14 @@ def usual_batch_sizes(counts: np.ndarray, batch: int) -> frozenset[int]:
 
 
 class BatchPlanner:
-    """A planner of the batches of jobs.
+    """An object that decides the batches of jobs before training.
 
-    local: the settings of local training.
+    local: the options of local training.
     seed: the seed of the run.
     selector: the method that selects samples; None takes all samples.
-    drop_single: True drops a last batch of one sample, unless it is the only batch.
-    needs_two_rows: True if the model cannot train on a batch of one row.
+    drop_single: True drops a last batch of one sample if the epoch has further batches.
+    needs_two_rows: True if the model cannot train on one sample. An epoch for which a method
+    selects fewer than two samples is then left out.
     """
 
     def __init__(
@@ -162,19 +164,18 @@ class BatchPlanner:
         return make_plan(local, samples, selected, generator, self.drop_single)
 
     def _select(self, selector: MethodDeclaration, ctx: Context) -> list[np.ndarray]:
-        """Return the samples that a method selects for each epoch of a job.
+        """Return the samples that a method selects for each epoch of a job; [] means all samples.
 
         The result has one array for each epoch: the samples' positions in the client's data,
-        ascending. With `local.steps`, the job's steps are divided into `local.phases` intervals,
-        and the result has one array for each interval. If the model cannot train on one sample,
-        arrays with one sample are left out. An empty list means that the method selects all
-        samples.
+        ascending. With `local.steps`, a job has no epochs. Its steps are divided into
+        `local.phases` intervals, and there is an array for each interval.
+        The result is [] if the method returns None. If the model cannot train on one sample, arrays
+        with fewer than two samples are left out.
 
         selector: the method that selects samples.
         ctx: the context of the job.
         Raises ValueError if the method returns positions for some epochs and None for a later
-        epoch. Also raises it if all arrays have fewer than two samples and the model cannot train
-        on one.
+        epoch. Also raises it if all arrays are left out.
         """
         assert selector.select is not None, "only methods that select are asked"
         parts = self.local.epochs or min(self.local.phases, self.local.steps or 1)

@@ -193,12 +193,13 @@ class BatchedLanes(LaneLoop[Lane]):
     def _leaves(self) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Return the parameters of all lanes, and the tensors that the optimizer changes.
 
-        The result is a pair:
-        - a dict. Its keys are the ids of the network's parameters. Each value is a tensor [K, ...]
-          with the values of this parameter in all K lanes.
-        - a list of tensors with the trained parameters of all lanes. Without `local.clip`, it has a
-          tensor [K, ...] for each trained parameter. With `local.clip`, it has a tensor [K, n] for
-          each contiguous slice of n trained parameters in the vector.
+        K is the number of lanes. The result is a pair:
+        - a dictionary with the parameters of the neural networks. A key is the id of a parameter.
+          The value is a tensor [K, ...] with the parameter's values in all lanes.
+        - a list with the tensors that the optimizer changes. Without `local.clip`, there is a
+          tensor [K, ...] for each trained parameter. With `local.clip`, the trained parameters of a
+          lane are joined in ranges of the vector. For each range of n floats, there is a tensor [K,
+          n].
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}
@@ -284,8 +285,8 @@ class BatchedLanes(LaneLoop[Lane]):
         """Clip the gradient of each of the K lanes to the norm `local.clip`.
 
         If `local.clip` is 0, return `gradients` unchanged. Otherwise return a tensor [K, n] for
-        each contiguous slice of n trained parameters in the vector. In both cases the gradients
-        have the shapes of the tensors that the optimizer changes.
+        each range of n floats in the vector that belongs to trained parameters. In both cases the
+        gradients have the shapes of the tensors that the optimizer changes.
         gradients: one tensor [K, ...] for each trained parameter.
         """
         clip = self.trainer.step.clip

@@ -48,10 +48,11 @@ class FrozenNetworks:
         return self._vectors[name].networks
 
     def vector(self, name: str) -> Vector:
-        """Return the vector of a copy of the networks; make the copy if it does not exist.
+        """Return the vector of a frozen copy of the run's neural networks.
 
-        The vector contains the values that were last loaded into the copy.
-        name: the name of the copy.
+        The copy is made when its name is used for the first time. The vector contains the values
+        that were last loaded into the copy.
+        name: the name that a method has chosen for the copy.
         """
         if name not in self._vectors:
             trained = self._trained

@@ -54,7 +54,9 @@ def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """Call a layer's function with aligned tensors.
 
     Tensors at unaligned addresses are replaced by copies. Functions such as `batch_norm` change
-    running means and variances. If they changed copies, the original tensors get the new values.
+    running means and variances in place. If these are copies, the new values are then copied back
+    into the original tensors.
+    func: the function, such as `torch.nn.functional.linear`.
     args, kwargs: the arguments of `func`.
     """
     aligned = [_align_argument(argument) for argument in args]
@@ -153,7 +155,12 @@ class NoReading(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`. Raises RuntimeError if it reads a value."""
+        """Call a function of PyTorch, unless it returns values of a tensor to Python.
+
+        func: the function, with its arguments `args` and `kwargs`.
+        types: has no effect.
+        Raises RuntimeError if `func` returns such values, as `Tensor.item` does.
+        """
         if func in _READING:
             raise RuntimeError(
                 f"`{func.__name__}` reads the value of a tensor in Python, but a recording repeats "

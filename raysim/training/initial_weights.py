@@ -74,8 +74,9 @@ class InitialWeights:
 
         Raises ValueError, which names tensors, if tensors of the file and of the run do not match.
 
-        personal: names of tensors that stay on the clients. They may be missing, because a file
-        that a run has written does not have them.
+        networks: the neural networks of the run, by name.
+        personal: full names of tensors that stay on the clients. They may be missing, because a
+        file that a run has written does not have them.
         """
         targets = _Targets(networks, personal)
         with torch.no_grad():
@@ -83,9 +84,13 @@ class InitialWeights:
                 targets.tensors[name].copy_(torch.from_numpy(np.asarray(array)))
 
     def drawn(self, networks: Mapping[str, nn.Module], personal: Collection[str] = ()) -> list[str]:
-        """Return the full names of the tensors that do not start from the file.
+        """Return the full names of the tensors whose initial values do not come from the file.
 
-        personal: names of tensors that stay on the clients; the file need not have them.
+        `init.only` or `init.redraw` excludes these tensors, or the file has no values for them.
+        networks: the neural networks of the run, by name.
+        personal: full names of tensors that stay on the clients; the file may have no values for
+        them.
+        Raises ValueError if the file lacks a tensor that the run needs from it.
         """
         targets = _Targets(networks, personal)
         chosen = self._select(targets)
@@ -112,11 +117,12 @@ class InitialWeights:
             )
 
     def _select(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return those arrays of the weights file that the run loads, by the tensors' full names.
+        """Return the arrays of the weights file that the run loads, by the tensors' full names.
 
+        `init.only` and `init.redraw` select the tensors.
         targets: the tensors of the run into which arrays can be loaded.
-        Raises ValueError if the file has none of them or lacks some, or if an array does not fit
-        its tensor.
+        Raises ValueError if the file has none of the selected tensors, or lacks one that the run
+        needs. Also raises it if an array does not fit its tensor.
         """
         in_file = self._rename(targets)
         only = targets.within("only", self.init.only)
@@ -141,10 +147,10 @@ class InitialWeights:
         """Return the arrays of the weights file by the full names of the run's tensors.
 
         The file may have the full names, or the names from the user's own model. It may also have
-        names without the network's name as prefix, such as "model.".
+        names without the prefix "model.". Arrays that match no tensor of the run are left out.
         targets: the tensors of the run, with all names that a file may use for them.
-        Raises ValueError if some but not all arrays of the file match no tensor of the run, unless
-        `init.only` or `init.redraw` excludes these arrays.
+        Raises ValueError if only some arrays of the file match, unless `init.only` is set or
+        `init.redraw` names the other arrays. If no array matches, the result is {}.
         """
 
         def known_names(scheme: dict[str, str]) -> int:
@@ -164,7 +170,10 @@ class InitialWeights:
         return {names[name]: array for name, array in self.tensors.items() if name in names}
 
     def _is_redrawn(self, name: str) -> bool:
-        """Return True if `init.redraw` names a part that contains this tensor of the file."""
+        """Return True if `init.redraw` names a tensor of the file, or a module with this tensor.
+
+        name: the name of the tensor in the weights file.
+        """
         short = name.removeprefix(MODEL)
         parts = self.init.redraw or ()
         return any(_is_in(name, part) or _is_in(short, part) for part in parts)
@@ -306,9 +315,11 @@ class _Targets:
 
 
 def _without_adapters(scheme: Mapping[str, str]) -> dict[str, str]:
-    """Map the names in a file of the model without adapters to the run's full names.
+    """Return the names in a file that was written from the same model without adapters.
 
-    scheme: the names in a file of the model with adapters, mapped to the run's full names.
+    The result maps the names in such a file to the full names of the run's tensors.
+    scheme: maps the names in a file of the model with adapters to the full names of the run's
+    tensors.
     """
     return {
         name.replace(ADAPTED, "."): full for name, full in scheme.items() if ADAPTER not in name

@@ -1,4 +1,4 @@
-"""Define the interface of loops that train jobs, and the loop that trains one after another."""
+"""Define the interface of training loops, and the loop that trains jobs one after another."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from raysim.training.trainer import RunningJob, Trainer
 class JobHandler(Protocol):
     """The interface with which a training loop begins and ends jobs.
 
-    The property `numbers` lists the numbers of all jobs to train. The methods get a job's position
-    in this list, from 0.
+    The property `numbers` of this class lists the numbers of all jobs to train. The other functions
+    get a job's index in this list.
     """
 
     @property
@@ -23,9 +23,9 @@ class JobHandler(Protocol):
     def is_ready(self, position: int) -> bool:
         """Return True if a job can begin now.
 
-        Return False if the job starts from the client state at the end of an earlier job that has
-        not ended yet.
-        position: the position of the job in the property `numbers`, from 0.
+        A job starts from a client state. If an earlier job of the same client computes this state,
+        the job must wait until the earlier job has ended.
+        position: the index of the job in `JobHandler.numbers`, from 0.
         """
         ...
 
@@ -33,14 +33,14 @@ class JobHandler(Protocol):
         """Load the model and the state of a job's client into the trainer; return the running job.
 
         Afterwards `Trainer.vector` contains the model.
-        position: the position of the job in the property `numbers`, from 0.
+        position: the index of the job in `JobHandler.numbers`, from 0.
         """
         ...
 
     def end(self, position: int, running: RunningJob) -> None:
         """Store the result of a finished job, whose trained model is in `Trainer.vector`.
 
-        position: the position of the job in the property `numbers`, from 0.
+        position: the index of the job in `JobHandler.numbers`, from 0.
         running: the object that `begin` returned for this job.
         """
         ...
@@ -48,7 +48,7 @@ class JobHandler(Protocol):
     def fail(self, position: int, error: BaseException) -> None:
         """Store the error that a job raised; the result of the job is then a failure.
 
-        position: the position of the job in the property `numbers`, from 0.
+        position: the index of the job in `JobHandler.numbers`, from 0.
         error: the error.
         """
         ...

@@ -19,9 +19,10 @@ from raysim.vectors.layout import Vector
 
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
-    """Restore the global generators of `random`, NumPy and torch at the end of `with`.
+    """Restore the global generators of `random`, NumPy and PyTorch at the end of `with`.
 
-    device: the device whose generator of torch is restored, besides that of the CPU.
+    device: if this is a CUDA device, PyTorch's generator of this device is restored, too. PyTorch's
+    generator of the CPU is always restored.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = [device] if device.type == "cuda" else []

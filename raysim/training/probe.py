@@ -145,10 +145,13 @@ def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
     """Return columns of a history row: means of the probes' measures over all probed clients.
 
     All clients are probed on the same samples. A class is unseen if the client has no training
-    sample of it. `unseen_probability` and `seen_share` are weighted by the client's number of
-    probed samples of unseen classes. `feature_likeness` is weighted by this number times the number
-    of samples of seen classes. `local_accuracy_worst` is not a mean, but the lowest accuracy of a
-    client. A column is None if no client has a value.
+    sample of it. Let u be the number of probed samples of unseen classes, and s of seen classes.
+    The weights of the clients in the means are:
+    - u for "unseen_probability" and "seen_share".
+    - u * s for "feature_likeness".
+    - u + s for other columns.
+    "local_accuracy_worst" is not a mean, but the lowest accuracy of a client. A column is None if
+    no client has a value.
     """
     accuracies = [probe.accuracy for probe in probes]
     distances = [feature_distance(p.features, p.received) for p in probes]

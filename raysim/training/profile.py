@@ -35,12 +35,13 @@ class WorkerTrack:
 
 
 def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.device) -> Spans:
-    """Measure from now on how long some methods of some objects take; return the recorder.
+    """Time Python functions of several objects from now on; return the recorder of the times.
 
-    On a GPU, the time of a method includes the wait until the GPU has finished its work.
-    parts: pairs (object, kinds). `kinds` maps the name of a method of the object to a kind of work,
-    for example {"gather": "gathering"}. The time of the method counts for this kind. Names that the
-    object does not have are ignored.
+    On a GPU, the time of a function includes the wait until the GPU has finished its work.
+    parts: pairs (object, kinds). `kinds` maps the name of a function of the object to a type of
+    work, for example {"gather": "gathering"}. The time of the function counts for this type. Names
+    that the object does not have are ignored.
+    device: the device on which the objects compute.
     """
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     spans = Spans(whole=("evaluation",), settle=settle)

@@ -41,11 +41,11 @@ FACTS: Mapping[str, Callable[[Lane], Any]] = {
 
 @dataclass
 class Reads:
-    """The names of the tensors and Python values of clients that steps have read so far.
+    """The names of all client data that steps have read so far: tensors and Python values.
 
-    entries: the read tensors as pairs (table, key), ordered by their first reads. An example is
-    ("state", "scaffold.control"). `tables_of` lists the tables.
-    facts: the names of the read Python values, such as "client".
+    entries: the tensors that steps have read, as pairs (table, key), in the order of their first
+    reads. An example is ("state", "scaffold.control"). `tables_of` lists the tables.
+    facts: the names of the Python values that steps have read, such as "client".
     """
 
     entries: dict[Entry, None] = field(default_factory=dict)
@@ -93,18 +93,18 @@ class TrackedTable(UserDict[str, Tensor]):
 
 @dataclass(eq=False)
 class RecordedLane(Lane):
-    """A lane whose steps are recorded.
+    """A lane whose training steps are recorded: one of the clients that train at the same time.
 
-    modes: for each network or module whose mode a step of the lane's job has set, the latest mode.
-    True means train mode, False means eval mode. The entries are in the order in which the modes
-    were set.
+    modes: the mode of each neural network or module whose mode was set by a step of the job. True
+    means train mode, False means eval mode. The entries are in the order in which the modes were
+    last set.
     """
 
     modes: dict[str, bool] = field(default_factory=dict)
     _start: Tensor | None = None
 
     def restart(self) -> None:
-        """Forget the train or eval modes and the start vector of the lane's previous job."""
+        """Prepare the lane for its next job: forget the modes and start vector of the last job."""
         self.modes, self._start = {}, None
 
     @property
@@ -165,9 +165,12 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The part of a `Plan` that a recorded step may read.
+    """The sizes of a job's batches and of its client's data, for hooks in a recorded step.
 
-    sizes: the size of each batch of the job.
+    This object replaces the job's `Plan` in the recorded step. It lacks the positions of the
+    samples.
+
+    sizes: the number of samples in each batch of the job.
     samples: the number of the client's training samples.
     """
 
@@ -185,14 +188,15 @@ class RecordedContext(Context):
 
     The tensors of this context are inputs of the recording.
 
-    ctx: the context of the job outside of the recording.
+    ctx: the job's context in ordinary steps, from which this context takes its values.
     tables: the tensors that the step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
     reads: the object to which the names of read tensors and Python values are added.
-    frozen_vector: function that returns the vector of a frozen copy of the networks. Its argument
-    is the name of the copy.
-    iteration: an exit stack that the caller closes at the end of the step. Closing it undoes the
-    changes that the method `frozen` of this context has made to frozen copies.
+    frozen_vector: function that returns the vector of a frozen copy of the neural networks. Its
+    argument is the name of the copy.
+    iteration: an exit stack that the caller closes at the end of the step. During the step, the
+    frozen copies use tensors of this context. Closing the stack gives the copies their earlier
+    tensors back.
     """
 
     __slots__ = ("_frozen", "_frozen_vector", "_iteration", "_reads", "_tables")

@@ -66,10 +66,11 @@ def stacked_rows(flat: Tensor, count: int, alignment: int) -> Tensor:
 
 
 def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str, bool]:
-    """Return the modes of networks and modules after some stages.
+    """Return the modes of neural networks and modules after some stages.
 
-    Networks and modules whose mode was set last come last.
+    In the result, the name whose mode was set most recently is the last one.
     modes: the modes before the stages. A mode is True for train mode and False for eval mode.
+    stages: the stages, in the order of their training. Each stage sets some modes.
     """
     result = dict(modes)
     for stage in stages:
@@ -166,8 +167,8 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         """Return True if the lane's next step shall be recorded and replayed.
 
         With a single lane, all steps are recorded. With several lanes, only steps with usual batch
-        sizes are recorded. Usual are the full batch size, and the size of the last batch if most
-        clients have the same.
+        sizes are recorded. A usual size is the full batch size. If the last batch has the same size
+        for most clients, this size is usual, too.
         """
         return self.count == 1 or len(lane.next_batch.inputs) in self.trainer.usual_sizes
 
@@ -218,9 +219,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         """Copy the results of a step into the lane's job.
 
         loss: the task loss; None if no stage has the task loss.
-        changed: the tensors that hooks have set. Each key is a pair of a table's name and
-        "method.name". The table is "state" for the client state, and "kept" for tensors that a
-        method keeps until the job's end.
+        changed: the tensors that hooks have set. A key is a pair, for example ("state",
+        "scaffold.control"). It starts with "state" for the client state, or "kept" for tensors that
+        a method keeps until the job's end. Then follow the names of the method and of the tensor.
         """
         for (table, key), value in changed.items():
             getattr(lane.ctx, table)[key] = value
@@ -239,9 +240,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         """Compute one training step of a lane.
 
         Return the task loss, and the tensors that hooks have set. The loss is None if no stage has
-        the task loss. The keys of the tensors are pairs of a table's name and "method.name". The
-        table is "state" for the client state, and "kept" for tensors that a method keeps until the
-        job's end.
+        the task loss. The key of a tensor is a pair, for example ("state", "scaffold.control"). It
+        starts with "state" for the client state, or "kept" for tensors that a method keeps until
+        the job's end. Then follow the names of the method and of the tensor.
 
         lane: the lane whose model is trained.
         batch: the samples of the step.
@@ -286,8 +287,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
         """Return the tensors that the next steps of some lanes read.
 
-        A key is (position of the lane in `lanes`, table, key in the table). A tensor that all lanes
-        read is returned only once, with `SHARED` in place of the position.
+        A key is (position of the lane in `lanes`, table, key). `tables_of` describes tables and
+        keys; the table "batch" with the keys "inputs" and "targets" is added. A tensor that all
+        lanes read is returned only once, with `SHARED` instead of the position.
         """
         inputs: dict[InputPath, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for position, lane in enumerate(lanes):
@@ -344,11 +346,11 @@ class Recording:
         return results
 
     def _compute(self) -> Sequence[Tensor]:
-        """Compute the step of each lane, on a GPU in a parallel branch of the CUDA graph.
+        """Compute the step of each lane; return the results of all lanes in one list.
 
-        Return one list of tensors with the results of all lanes, lane after lane. The results of a
-        lane are its loss, if it has one, and the tensors that its hooks have changed. `_outputs`
-        describes this list.
+        On a GPU, each lane has a separate branch of the CUDA graph, so that the lanes compute in
+        parallel. The results of a lane are its loss, if it has one, and the tensors that its hooks
+        have changed. The lanes follow one another in the list, and `_outputs` describes the list.
         """
         loop, outputs = self.loop, list[Tensor]()
         self._outputs = []
@@ -364,10 +366,11 @@ class Recording:
         return outputs
 
     def _lane_inputs(self, position: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
-        """Return the batch of a lane, and the tensors that its step may read.
+        """Return the batch of a lane, and the tensors that the lane's step may read.
 
-        The tensors are inputs of this recording, by table and key as in the result of `tables_of`.
-        position: the position of the lane among the lanes of this recording.
+        All of them are input tensors of this recording. The tensors are in dictionaries by table
+        and key, with the tables of `tables_of`, such as "state".
+        position: the index of the lane among the lanes of this recording.
         """
         tables: dict[str, dict[str, Tensor]] = {
             name: {} for name in ("state", "kept", "download", "draws", VECTORS)

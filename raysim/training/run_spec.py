@@ -312,9 +312,10 @@ def declare_run(spec: RunSpec) -> Declarations:
 
 
 def share_frozen_weights(spec: RunSpec) -> RunSpec:
-    """Return the spec with the frozen weights of its model, if the model has adapters.
+    """Return a copy of the spec with the frozen weights of its model as arrays in `spec.frozen`.
 
-    All processes of a node then share these weights.
+    Processes of a node that get this copy use the same memory for these weights. If the model has
+    no adapters, return `spec` unchanged.
     """
     if not spec.model.lora.rank and "peft" not in sys.modules:
         return spec  # no model has adapters
@@ -327,10 +328,10 @@ def share_frozen_weights(spec: RunSpec) -> RunSpec:
 
 
 def check_base(spec: RunSpec) -> None:
-    """Raise ValueError if the adapters in `init.file` belong to other frozen weights.
+    """Raise ValueError if the adapters in `init.file` were trained with other frozen weights.
 
-    A file that a run with adapters has written does not contain the frozen weights, but their
-    checksum. The adapters in the file fit only weights with this checksum.
+    If a run with adapters writes a file, the file contains a checksum of the frozen weights, but
+    not the weights. The adapters in the file fit only frozen weights with this checksum.
     """
     if spec.weights is not None and spec.weights.base:
         declarations = declare_as_drawn(spec)
@@ -385,7 +386,7 @@ def evaluation_of(spec: RunSpec, declarations: Declarations) -> Evaluation:
 
 
 def _check_rates(local: Local, declarations: Declarations) -> None:
-    """Raise ValueError if `local.rates` names a module of the model without parameters."""
+    """Raise ValueError if a name in `local.rates` selects no parameter of the run."""
     names = [entry.name for entry in declarations.layout.entries if entry.parameter]
     for part in local.rates:
         if not any(is_in_part(name, part) for name in names):
