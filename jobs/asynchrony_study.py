@@ -262,10 +262,12 @@ python jobs/asynchrony_study.py page
 
 
 def draw(store: dict[str, Any], path: Path) -> None:
-    """Draw accuracy against virtual time.
+    """Draw the accuracy of each algorithm against virtual time.
 
-    A line shows the mean over the seeds. A band shows the range from the lowest to the highest
-    seed.
+    There is a panel for each method that clients train with. A line shows the mean accuracy over
+    the seeds. The band around a line reaches from the lowest to the highest accuracy of the seeds.
+    store: the stored numbers of the runs, by client method, algorithm and seed.
+    path: the file of the picture.
     """
     with curves_figure(path, len(store), height=5.6, lowest=0.5) as axes:
         for ax, (local, runs) in zip(axes, store.items(), strict=True):

@@ -6,16 +6,18 @@ This program makes the page docs/studies/language.md:
     python -m jobs.language_study collect runs/language
     python -m jobs.language_study page
 
-`run` trains the base model centrally, and then three runs of each method that start from it.
-`collect` writes docs/studies/language.json, and `page` writes docs/studies/language.md and .png.
+`run` trains the base model centrally. It then starts from this model and executes each method with
+three seeds. `collect` writes docs/studies/language.json, and `page` writes docs/studies/language.md
+and .png.
 
-`run` continues if it was stopped, and applies further arguments, such as `local.steps=25`, to every
-run. With the first seed, it trains the methods in `RATES` at several learning rates. The runs of
-the other seeds use the best learning rate. `data.root` cannot be set: all runs train on texts of
-Python's documentation (`pydoc_data.topics`).
+If `run` was stopped, the same command continues. Further arguments, such as `local.steps=25`, apply
+to every run. With the first seed, `run` trains the methods in `RATES` at several learning rates.
+The runs of the other seeds use the best learning rate. `data.root` cannot be set: all runs train on
+texts of Python's documentation (`pydoc_data.topics`).
 
 `run runs/language only=DiLoCo,FedIT` executes the runs of some methods. `collect` then keeps the
-stored numbers of the other methods, if they started from a base model with the same weights.
+stored numbers of all other methods. Their runs must have started from a base model with the same
+weights.
 """
 
 from __future__ import annotations
@@ -135,21 +137,24 @@ def is_finished(out: Path) -> bool:
 
 
 def tried_rates(folder: Path, method: str) -> dict[float, float]:
-    """Map each learning rate in `RATES` to the perplexity of the first seed's run with it.
+    """Map each learning rate of a method to the perplexity of its run on the first seed.
 
-    A learning rate is left out if its run has not finished.
+    The learning rates are those in `RATES[method]`, except those whose run has not finished.
     folder: the folder of all runs.
+    method: the name of the method.
     """
     outs = {rate: folder_of(folder, method, SEEDS[0], rate) for rate in RATES[method]}
     return {rate: measured(out)["perplexity"] for rate, out in outs.items() if is_finished(out)}
 
 
 def best_rate(folder: Path, method: str) -> float | None:
-    """Return the learning rate in `RATES` with the lowest perplexity in the first seed's runs.
+    """Return the learning rate at which a method has the lowest perplexity on the first seed.
 
-    Return None if the method is not in `RATES`, so that its learning rate is fixed. Raise
-    ValueError if a run of the first seed is missing.
+    `RATES[method]` has the learning rates that were tried. Return None if `RATES` does not contain
+    the method, because its learning rate is then fixed. Raise ValueError if a run with the first
+    seed is missing.
     folder: the folder of all runs.
+    method: the name of the method.
     """
     if method not in RATES:
         return None
@@ -297,10 +302,12 @@ def table(store: dict[str, Any]) -> str:
 
 
 def draw(store: dict[str, Any], path: Path) -> None:
-    """Draw perplexity against virtual time and traffic.
+    """Draw the perplexity of each method against virtual time, and against traffic.
 
-    A line shows the mean over the seeds. A band shows the range from the lowest to the highest
-    seed.
+    There is a panel for virtual time and one for traffic. A line shows the mean perplexity over the
+    seeds. The band around a line reaches from the lowest to the highest perplexity of the seeds.
+    store: the stored numbers of the runs, by method and seed.
+    path: the file of the picture.
     """
     titles = ("virtual seconds", "MB, down and up")
     with curves_figure(path, 2, 5, None, "perplexity, mean of the clients") as axes:

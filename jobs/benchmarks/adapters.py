@@ -166,10 +166,11 @@ def peak_bytes(overrides: list[str]) -> int:
 
 
 def measure_memory() -> None:
-    """Print the largest memory of all workers for each number format of the frozen weights.
+    """Print how much memory all workers use, for each number format of the frozen weights.
 
-    Each number format is measured in three runs: with 1 worker and 4 clients, with 2 workers and 4
-    clients, and with 2 workers and 64 clients.
+    The printed memory is the highest sum over the workers at one time in a run. Three runs are made
+    for each number format: 1 worker with 4 clients, 2 workers with 4 clients, and 2 workers with 64
+    clients.
     """
     size_mib = FROZEN_BYTES / 2**20
     print(f"the frozen weights of the model need {size_mib:.0f} MiB in float32", flush=True)

@@ -55,11 +55,13 @@ _SKIP = 1  # the first rounds, which are not measured
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """The cluster on which the benchmark runs, and the sizes of its models.
+    """The Ray cluster on which the benchmark runs, and the sizes of its models.
 
-    address: the address of a running Ray cluster; None starts Ray.
-    nodes: the number of Ray nodes to start on this machine; None starts a local Ray.
-    workers: the number of all workers; None starts as many as fit.
+    address: the address of a running Ray cluster. With None, the benchmark starts Ray on this
+    machine.
+    nodes: the number of Ray nodes that the benchmark starts on this machine. With None, it starts
+    only one node. `nodes` must be None if `address` is set.
+    workers: the number of workers on all nodes together; None means as many as fit.
     floats: the number of parameters of each model.
     """
 
@@ -221,8 +223,8 @@ class Stopwatch:
         owner: the object that has the method.
         name: the name of the method.
         part: the part of a round that the method does, such as "add up".
-        outer: if a watched method of another part calls this method, the name of that part; else
-        "". The seconds of this method are then subtracted from `seconds[outer]`, so that they count
+        outer: the part of another watched method that calls this one; "" if no watched method calls
+        it. `seconds[outer]` then does not contain the seconds of this method, so that they count
         once.
         """
         inner = getattr(owner, name)
@@ -282,8 +284,9 @@ def run_of(floats: int, workers: int, way: str) -> RunSpec:
 
     Half of the clients train in each round.
     workers: the number of workers.
-    way: "updates" lets workers return every update by itself. "sums" and "sums of nodes" let them
-    return sums of updates.
+    way: how updates return to the coordinator. With "updates", each update returns alone. With
+    "sums", each worker returns one sum of its updates. With "sums of nodes", each node returns one
+    sum of its workers' updates. The returned run is the same for "sums" and "sums of nodes".
     """
     case = Case(workers * CLIENTS, (max(1, (floats - 10) // 75),))
     spec = spec_of(case, RunSettings(evaluate=Evaluation(every=10**9)))
@@ -293,12 +296,13 @@ def run_of(floats: int, workers: int, way: str) -> RunSpec:
 def costs(
     options: ClusterOptions, size: Size, rounds: int, say: Callable[[str], None]
 ) -> Iterator[RoundCost]:
-    """Measure a round for each model size and each way of returning updates.
+    """Measure what a round costs, for each model size and each way of returning updates.
 
-    A way is "sums" (a sum from each worker), "sums of nodes" (a sum from each node) or "updates"
-    (one by one). "sums of nodes" is skipped if all workers are on the coordinator's node.
-    size: the number of workers and their resources.
-    rounds: the number of measured rounds.
+    `options.floats` has the model sizes. The ways are "sums" (a sum from each worker), "sums of
+    nodes" (a sum from each node) and "updates" (one by one). "sums of nodes" is skipped if all
+    workers are on the coordinator's node.
+    size: the number of workers, and the resources of a worker.
+    rounds: the number of measured rounds for each cost.
     say: function that gets a text while the benchmark waits for Ray's resources.
     """
     from raysim.runtime import ray as cluster

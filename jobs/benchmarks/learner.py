@@ -68,7 +68,7 @@ class Idle(Learner):
 
 
 class Nothing(Idle):
-    """A method with the same model as `Idle` and with a training function that does nothing."""
+    """A learner with the parameters of `Idle`, whose training function does nothing."""
 
     name = "nothing"
 
@@ -94,8 +94,9 @@ def job_ms(method: Method) -> float:
 
 
 def copies_ms(floats: int) -> float:
-    """Return the CPU time, in milliseconds, that copying an array twice takes.
+    """Return the CPU time for copying an array twice, in milliseconds.
 
+    The result is the shortest of 20 measured times.
     floats: the number of float32 values in the array.
     """
     values = np.zeros(floats, np.float32)
@@ -109,10 +110,10 @@ def copies_ms(floats: int) -> float:
 
 
 def main() -> None:
-    """Print what a learner costs for each model size; raise ValueError if it costs too much.
+    """Print, for each model size, the CPU time that a learner adds to a job.
 
-    The cost is the CPU time that a learner adds to a job. After the time for two copies of the
-    parameters is subtracted, it may be at most `LIMIT_MS` milliseconds.
+    The time for copying the parameters twice is then subtracted. Raise ValueError if more than
+    `LIMIT_MS` milliseconds remain for a model size.
     """
     values = read(parser(__doc__))
     results = []

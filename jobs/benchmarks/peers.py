@@ -229,8 +229,10 @@ def compare(
 def table(results: dict[str, dict[str, list[float]]]) -> str:
     """Return a table with a row for each workload and simulator.
 
-    A row has the median seconds of a round, and raysim's seconds divided by the simulator's.
-    results: the seconds per round in each turn, by workload and simulator.
+    A row has the simulator's median seconds per round. It also has ratios: raysim's seconds divided
+    by the simulator's seconds.
+    results: the seconds per round, by workload and simulator. Each list has one number for each
+    repetition of the measurement.
     """
     rows = []
     for name, seconds in results.items():

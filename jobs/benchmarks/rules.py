@@ -115,8 +115,9 @@ def seconds_per_rule(updates: Sequence[Update], *methods: Method) -> float:
     """Return the median wall seconds in which the server aggregates `updates` with a rule.
 
     The first aggregation, in which the server makes its state, is not measured.
-    updates: the updates of each aggregation. The server gets every update by itself, and no sums.
-    methods: the aggregation rule; none for FedAvg.
+    updates: the updates of each aggregation. The server gets each update separately, and no sums of
+    updates.
+    methods: the methods that make up the aggregation rule; without any, the rule is FedAvg.
     """
     counts = np.full(COHORT, 100)
     task = Task((3, 32, 32), 10, COHORT)
@@ -153,8 +154,9 @@ def bench_rules(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     """Measure FedAvg against a plain loop, and each aggregation rule against FedAvg.
 
     The server rule of FedLD (`fedld_principal`) is measured last, against a plain sum.
-    blocks: how often each pair is measured.
-    say: function that gets a line for each block.
+    blocks: the number of repetitions. In each repetition, every rule and its reference are measured
+    once.
+    say: function that gets a line of text after each repetition.
     """
     updates = _updates()
 

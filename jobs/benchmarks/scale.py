@@ -194,11 +194,11 @@ class ManyWorkers:
         self.arrays = 0
 
     def call(self, worker: int, method: str, *args: object, returns: int = 1) -> list[Any]:
-        """Call a method of the real worker that stands for a worker which the coordinator sees.
+        """Call a method of a real worker, and return references to the values that it returns.
 
-        Return references to the values that the method returns.
-        worker: the number of the worker that the coordinator sees. The number of the real worker is
-        the remainder of its division by the number of real workers.
+        The coordinator sees more workers than there are. The real worker has the number `worker`
+        modulo the number of real workers.
+        worker: the number of the worker that the coordinator wants to call.
         method: the name of the worker's Python method.
         args: the arguments of the method.
         returns: the number of values that the method returns.

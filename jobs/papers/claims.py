@@ -137,10 +137,11 @@ class Finding:
 
     @property
     def is_trained(self) -> bool:
-        """Return True if our runs of `claim.other` are accurate enough to test the claim.
+        """Return True if our runs of the compared method are accurate enough to test the claim.
 
-        They are if their accuracy is at least `TRAINED` times the accuracy that the paper prints.
-        Return True, too, if the paper prints no accuracy.
+        The compared method is `claim.other`. Its mean accuracy in our runs must be at least
+        `TRAINED` times the accuracy printed in the paper. Return True, too, if one of these two
+        accuracies is unknown.
         """
         if self.accuracy is None or self.claim.printed is None:
             return True
@@ -182,10 +183,12 @@ class Finding:
 
 
 def seeds_needed(deviation: float, difference: float) -> str:
-    """Return, as text, how many seeds are needed until the 95 % interval does not contain 0.
+    """Return, as text, the number of seeds for which a 95 % interval would not contain 0.
 
-    deviation: the standard deviation over seeds of the difference between the two methods.
-    difference: the mean over seeds of this difference.
+    The interval is that of the mean difference between the scores of two methods. Each seed gives
+    one difference.
+    deviation: the standard deviation of the differences.
+    difference: the mean of the differences.
     """
     from scipy import stats
 
@@ -231,12 +234,11 @@ def _value(run: Run, score: Score) -> float | None:
 
 
 def _accuracy(claim: Claim, run: Run) -> float | None:
-    """Return the accuracy of our run in percent, to compare it with the printed accuracy.
+    """Return the accuracy of a run in percent, to compare it with the printed accuracy.
 
     The accuracy is computed as in the paper's table, for example as the mean of the last ten
-    rounds.
-    Return None if the paper prints no numbers for the claim, or if the run has no accuracy.
-    run: a run of the method with which the claim compares its own method (`claim.other`).
+    rounds. Return None if the paper prints no numbers for the claim, or if the run has no accuracy.
+    run: our run of `claim.other`. The claim compares `claim.method` with this method.
     """
     if claim.printed is None:
         return None

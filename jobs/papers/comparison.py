@@ -41,8 +41,9 @@ SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.hetero
 class Match:
     """A run for a cell of a table, and how its configuration differs from the paper's.
 
-    variant: the differences in the settings of the methods, as text; "" if there are none.
-    setting: all other differences as text, such as another number of rounds; "" if there are none.
+    variant: a text about the methods' hyperparameters that differ from the paper; "" if none do.
+    setting: a text about all other differences, such as another number of rounds; "" if there are
+    none.
     data: the data set of the run if it is not the paper's; else "".
     is_stored: True if the run is one of the results that are stored with raysim.
     """
@@ -62,8 +63,9 @@ class Entry:
     command: the command of a run at the paper's setting.
     score: the score of our runs that is compared with the printed number.
     matches: our runs for this number.
-    variant: a text about the differences in the settings of the methods, which all of `matches`
-    share. It is "" if there are none, and for an entry that may have runs with several variants.
+    variant: a text that says how the methods' hyperparameters in all `matches` differ from the
+    paper. It is "" if no hyperparameter differs. It is also "" for an entry whose runs may differ
+    from the paper in several ways.
     """
 
     cell: Cell
@@ -132,19 +134,20 @@ class Entry:
         return statistics.fmean(numbers) if numbers else None
 
     def settings(self) -> set[str]:
-        """Return the settings of our runs that have a value of `self.score`.
+        """Return texts about how our runs differ from the paper, one for each setting.
 
-        A setting is a text about the differences from the paper, except those in the methods'
-        settings. The text is "" for a run at the paper's setting.
+        Such a text is `Match.setting`. It does not mention the methods' hyperparameters, and is ""
+        for a run at the paper's setting. Runs without a value of `self.score` are left out.
         """
         return {match.setting for match in self.matches if replace(self, matches=[match]).values}
 
     def at(self, setting: str) -> list[Entry]:
-        """Divide the runs at one setting into entries whose runs have the same method settings.
+        """Divide the runs at a setting into entries whose runs have equal hyperparameters.
 
-        If there is no run at the setting, return one entry without runs.
-        setting: a text about the differences from the paper, except those in the methods' settings.
-        "" is the paper's setting.
+        Hyperparameters are here those of the methods only. If there is no run at the setting,
+        return one entry without runs.
+        setting: the text `Match.setting`, which says how the runs differ from the paper. It does
+        not mention the methods' hyperparameters, and is "" for the paper's setting.
         """
         by_variant: dict[str, list[Match]] = {}
         for match in self.matches:
@@ -183,12 +186,12 @@ def compare(
 ) -> str:
     """Return a text with the numbers of a paper's table and our scores next to them.
 
-    For each data set, a table shows the runs at the setting at which the user's runs fill the most
-    cells. Separate tables for runs at other settings follow. At the end are the commands that would
-    compute the missing scores.
+    The runs for a data set may have several settings, for example different numbers of rounds. Each
+    setting has separate text tables. The first tables are for the setting that fills the most cells
+    with the user's runs. At the end are the commands that would compute the missing scores.
     name: the name of the paper's table, such as "fedbr/table1".
     runs: the user's runs.
-    width: the longest line in characters; columns that do not fit are printed below.
+    width: the largest number of characters in a line. Columns that do not fit are printed below.
     stored: raysim's stored runs. A cell shows them only for settings at which the user has no run.
 
     Raise `RefusedError` for an unknown name.
@@ -237,12 +240,12 @@ def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
 
 
 def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
-    """Choose for each data set of a table the setting whose runs are shown first.
+    """Choose, for each data set of a table, the setting whose runs are shown first.
 
     This is the setting at which the user's runs fill the most cells of the table. Settings of runs
-    on different data than the paper's are not considered. Return a dictionary from the name of each
-    data set to its setting: a text about the differences from the paper's setting. The text is ""
-    for the paper's setting, and if there are no runs.
+    on different data than the paper's are not considered. Return a dictionary from the name of a
+    data set to a text. The text says how the chosen setting differs from the paper's setting. It is
+    "" for the paper's setting, and if there are no runs.
     entries: the numbers of the table, each with the user's runs and the runs stored with raysim.
     """
 
@@ -269,9 +272,9 @@ def _settings(entries: Sequence[Entry]) -> list[str]:
 
 
 def _stored_notes(entries: Sequence[Entry]) -> list[str]:
-    """Return one line with the labels of all rows that have runs stored with raysim.
+    """Return a line that names all table rows with runs from `jobs/papers/results`.
 
-    Return no line if there are no such rows.
+    Return an empty list if there are no such rows.
     """
     rows = [
         entry.cell.label for entry in entries if any(match.is_stored for match in entry.matches)
@@ -303,10 +306,11 @@ def _match(
 ) -> Iterator[str]:
     """Add each run to the entries with which it is compared; yield texts about each run.
 
-    A run belongs to an entry if it has the preset, the methods and the row's parameters of the
-    entry's command. The texts say to which rows the run belongs, and how it differs from the
-    paper's setting.
-    name: the name of the table.
+    An entry is a number of the paper's table, with the command of a run that would compute it. A
+    run belongs to an entry if it has the preset and the methods of this command. It must also have
+    the command's values of all keys that distinguish rows of the table. The texts say to which rows
+    the run belongs, and how it differs from the paper's setting.
+    name: the name of the table, such as "fedbr/table1".
     """
     row_keys = _row_keys(paper_runs, name.partition("/")[0])
     presets: dict[tuple[str, ...], dict[str, str]] = {}
@@ -338,10 +342,10 @@ def _as_match(run: Run, different: Mapping[str, str]) -> Match:
 
 
 def _row_keys(paper_runs: PaperRuns, paper: str) -> set[str]:
-    """Return the configuration keys that tell the rows of a paper's tables apart.
+    """Return the configuration keys whose values decide to which table row a run belongs.
 
-    A run belongs to a row only if it has the row's values of these keys. They are the keys in the
-    commands of the rows that begin with one of `paper_runs.row_prefixes`.
+    A run belongs to a row only if it has the row's values of these keys. A key is returned if a
+    command for the paper's tables sets it, and if it begins with one of `paper_runs.row_prefixes`.
     paper: the name of the paper, such as "fedbr".
     """
     keys: set[str] = set()
@@ -384,11 +388,11 @@ def _flat(config: Mapping[str, object]) -> dict[str, str]:
 def _different(
     run: Run, preset: Mapping[str, str], command: Command, row_keys: set[str]
 ) -> dict[str, str]:
-    """Return the differences of a run's configuration from that of a command, as texts by key.
+    """Map configuration keys to texts about the differences between a run and a command.
 
     A key that the run lacks counts as a difference only if it is in `row_keys`.
     preset: the values of the command's preset, methods and options, by key.
-    row_keys: the keys that tell the rows of the paper's tables apart.
+    row_keys: the keys whose values decide to which table row a run belongs.
     """
     # A key that only one of the two has follows from the choice of another option, which is a
     # difference itself. A run without a row key does not belong to the row.
@@ -429,8 +433,8 @@ def is_equal(one: str, other: str) -> bool:
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield lines about a run: its rows in the table, and its differences from the paper.
 
-    labels: the labels of the table's rows to which the run belongs. They are grouped by a text that
-    says how the run differs from the paper for these rows; "" if it does not differ.
+    labels: maps a text to labels of table rows to which the run belongs. The text says how the run
+    differs from the paper for these rows; "" means that it does not differ.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
@@ -449,7 +453,7 @@ def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
 def _missing(entries: Sequence[Entry]) -> list[str]:
     """Return a line for each command that would compute a missing score.
 
-    The line begins with the rows and data sets for which the score is missing.
+    The line begins with the table rows and data sets that lack the score. The command follows.
     """
     cells_by_command: dict[str, dict[str, None]] = {}
     for entry in entries:
@@ -502,13 +506,13 @@ def _round(run: Run, name: str, threshold: float) -> int | None:
 
 
 def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None:
-    """Return the accuracy for which `key` stands, between 0 and 1.
+    """Return the accuracy, from 0 to 1, that a key of `Cell.rounds_to` means.
 
     Return None if the accuracy of FedAvg is needed, but no run of FedAvg exists.
-    key: a key of `Cell.rounds_to`: an accuracy as text, such as "0.80", or a text that begins with
-    `FEDAVG_FINAL`. Such a text stands for the mean final accuracy of our FedAvg runs.
-    entry: the printed number whose `rounds_to` has this key.
-    entries: the entries among which FedAvg's runs are searched.
+    key: an accuracy as text, such as "0.80", or a text that begins with `FEDAVG_FINAL`. Such a text
+    means the mean final accuracy of our FedAvg runs.
+    entry: the number in the paper's table whose `rounds_to` has this key.
+    entries: entries of the same data set, among them those of FedAvg with our FedAvg runs.
     """
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
@@ -524,10 +528,13 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
 def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
     """Return, as text, the mean number of rounds until the runs of an entry reach an accuracy.
 
-    Return a dash if there is no run, if a run never reaches the accuracy, or if it is unknown.
-    key: a key of `Cell.rounds_to`, which says the accuracy.
-    entry: the printed number, with our runs.
-    entries: the entries among which FedAvg's runs are searched.
+    Return a dash if there is no run, if a run never reaches the accuracy, or if the accuracy is
+    unknown.
+    key: a key of `Cell.rounds_to`: the accuracy as text, or a text that means FedAvg's final
+    accuracy.
+    entry: a number in the paper's table, with our runs for this number.
+    entries: entries of the same data set, among them those of FedAvg. Our FedAvg runs are needed if
+    the key means FedAvg's final accuracy.
     """
     threshold = _threshold(key, entry, entries)
     if threshold is None:
@@ -547,9 +554,10 @@ def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
     """Yield a text table for each column of the paper's table, and then a legend of the marks.
 
-    A mark such as [a] stands for differences from the paper in the settings of the methods.
-    entries: the printed numbers of one data set, with our runs at one setting.
-    width: the longest line in characters.
+    A mark such as [a] stands for hyperparameters of the methods that differ from the paper.
+    entries: the paper's numbers for one data set. Each has the runs of ours that are compared with
+    it; all these runs have the same `Match.setting`.
+    width: the largest number of characters in a line.
     """
     variants = sorted({entry.variant for entry in entries} - {""})
     marks = {
@@ -569,7 +577,8 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
     The columns are the printed numbers, our numbers, their differences, additional scores, and the
     numbers of rounds to reach an accuracy.
     cells: the entries of one column of the paper's table.
-    entries: all entries of the data set. Among them, FedAvg's runs are searched.
+    entries: all entries of the data set, among them those of FedAvg. A column may count the rounds
+    until FedAvg's final accuracy, which is computed from our FedAvg runs.
     """
     yield number_column(
         "paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells]

@@ -5,8 +5,9 @@
     uv run python -m jobs.papers.figure fedbss/5b data.root=~/data rounds=100 seed=1
 
 Further arguments are overrides of all runs of the figure. The runs are stored in figures/, or in
-the folder of the option --out. A run that has finished there is not repeated. With --store the
-numbers and the picture are written where the pages of the papers find them.
+the folder of the option --out. A run that has finished there is not repeated. With --store, the
+numbers are written to jobs/papers/results/figures, and the picture to docs/papers/figures. The
+pages in docs/papers use these files.
 """
 
 from __future__ import annotations

@@ -77,13 +77,23 @@ class Times(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        """Store the time; return False, which tells pfl not to stop, and no metrics."""
+        """Store the time at the end of a round; return (False, no metrics).
+
+        False tells pfl to continue.
+        """
         self.times.append(time.monotonic())
         return False, Metrics()
 
 
 def main(folder: Path, rounds: int) -> None:
-    """Train the workload in a folder for `rounds` rounds."""
+    """Train the workload that is stored in a folder.
+
+    The first process writes `times.json` into the same folder. This file has the times at the ends
+    of the rounds, and the largest change of a parameter.
+    folder: the folder that `jobs.benchmarks.peers` wrote, with settings, samples and initial
+    parameters.
+    rounds: the number of rounds to train.
+    """
     torch.set_num_threads(1)
     settings = json.loads((folder / "settings.json").read_text())
     inputs = torch.from_numpy(np.load(folder / "inputs.npy"))

@@ -179,7 +179,7 @@ def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
     A run of FedAvg begins with the start model and has one round. The client's model is shown as
     the client trained it, before the aggregation. The client is the one with the fewest classes.
     Two panels show the features of both models. A third panel shows the mean output of the client's
-    model on classes that the client lacks. The third panel is left out if there are none.
+    model on classes that the client lacks. There is no third panel if the client has all classes.
     epochs: the number of epochs of the centralized training that makes the start model. With 0, the
     start model is the final model of another run of FedAvg.
     overrides: overrides of the run with one round.

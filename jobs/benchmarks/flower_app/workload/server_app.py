@@ -1,6 +1,7 @@
 """Run FedAvg in Flower, and write the time at the end of each round to a file.
 
-The environment variable ROUNDS has the number of rounds, TIMES the path of the file.
+The environment variable ROUNDS has the number of rounds. The environment variable TIMES has the
+path of the file.
 """
 
 from __future__ import annotations
