@@ -211,9 +211,10 @@ def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
     """Return the name of the field that contains one of the secrets, such as "`report`".
 
-    Return "a part" if no field contains a whole secret.
+    Only the fields of the updates and the field `sums` are searched. Return "a part" if none of
+    them contains a whole secret, so that the secret is elsewhere in the message.
     result: a worker's message with the updates of several jobs.
-    secrets: the bytes of client states that must not be sent.
+    secrets: the bytes of client states that must not be sent, but that the message contains.
     """
     parts = [
         vars(answer) if isinstance(answer, Failure) else answer._asdict()
@@ -286,10 +287,12 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return an object that computes how many floats clients save if the server compresses.
+    """Return an object that computes by how many floats compression shortens downloads.
 
-    The server then sends compressed changes from version to version, in place of the whole model.
-    Return None if no method compresses these changes.
+    The server of some methods sends compressed changes from version to version in place of the
+    whole model. The object computes the difference in size for the download of one job. Return None
+    if no method compresses these changes.
+    coordinator: the coordinator of the run to check.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout
     if words is None:

@@ -159,9 +159,10 @@ class FinishedRun:
 
     @property
     def in_flight(self) -> set[int]:
-        """The numbers of the jobs that were dispatched but had not ended when the run ended.
+        """The numbers of the jobs that were still in flight, or arrived too late, at the run's end.
 
-        Their updates were not aggregated, even if some had arrived.
+        These jobs were dispatched, but not aggregated, lost, discarded or failed. The updates of
+        some of them may have arrived after the last aggregation.
         """
         planner = self.coordinator.planner
         return {*planner.running, *(job.number for job in planner.arrived)}

@@ -111,7 +111,7 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     The labels of a pair have one of these forms; `labels.infer_kind` decides what they mean:
     - [n], a class or a value for each sample;
     - [n, values], several values for each sample;
-    - [n, labels], for each of several labels 1 if the sample has the label, and 0 if not;
+    - [n, labels]: 1 if the sample has the label of the column, and 0 if it does not;
     - a list with a list of labels for each sample.
 
     A pair may have a third item: users [n], integers or text. With `partition=natural`, each user's
@@ -279,11 +279,12 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
 
 
 def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]:
-    """Return the tuple (input, label[, user]) for an item of a data set that is a dictionary.
+    """Split a sample that is a dictionary into (input, label) or (input, label, user).
 
     The label and the user are the values with a usual key, such as "label" and "user". The input is
-    the only other value, or a dictionary of all other values.
-    row: the number of the item, for errors.
+    the only remaining value, or a dictionary of all remaining values.
+    item: the sample, a value for each key.
+    row: the number of the sample in its data set, for errors.
     name: "train" or "test", for errors.
     """
     names = [str(key) for key in item]
@@ -315,19 +316,19 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return the labels if each sample has a dictionary or a list of labels; else return None.
+    """Return the labels if they are a dictionary or a list for each sample; else return None.
 
-    The result is a list with a dictionary or a list for each sample. With `kind` "positions", it is
-    always None.
-    Lists of labels may also be the rows of an array. The result is None, too, if one of these
-    conditions holds:
+    The result is a list with the dictionary or the list of each sample. Lists of labels are
+    difficult to distinguish from the rows of an array of numbers. They count as rows of an array,
+    and the result is None, in these cases:
     - A list contains a value that is neither an integer nor text.
-    - Each list has one item.
-    - All items are integers, and all lists have the same length.
+    - Each list has one value.
+    - All values are integers, and all lists have the same length.
 
-    With `kind` "multilabel", the last two conditions are ignored if any item is neither 0 nor 1.
+    If `kind` is "multilabel", and if a value other than 0 and 1 occurs, only the first case counts.
     column: the labels that were passed from Python.
-    kind: `data.kind`; None if the user of raysim did not set it.
+    kind: `data.kind`; None if the user of raysim did not set it. With "positions", the result is
+    always None.
     """
     if kind == "positions":
         return None

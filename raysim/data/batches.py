@@ -124,7 +124,7 @@ class Pipeline:
 def _rotation_sources(
     height: int, width: int, degrees: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each pixel of the rotated images the pixel of the original image to copy.
+    """Return the position in the original image from which each pixel of a rotated image comes.
 
     The first result, int64 [B, h * w], has positions in the flattened image: row * width + column.
     The second result, bool [B, h * w], is False where the position is outside of the image; the

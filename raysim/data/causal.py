@@ -1,8 +1,8 @@
 """Turn documents into rows of tokens; the label of each token is the next token.
 
-Documents are joined to streams: `end` document `end` document ... `end`. A stream is then cut into
-rows. The inputs of a row are T consecutive tokens of the stream. The labels are the T tokens that
-begin one position later.
+Documents are joined into a stream of tokens: document 1, `end`, document 2, `end`, and so on. The
+token `end` ends a document. A stream is then cut into rows. The inputs of a row are T consecutive
+tokens of the stream. The labels are the T tokens that begin one position later.
 
 A document may begin with a prompt, which a model reads but is not trained to write. The labels of a
 prompt are `IGNORED`: no loss is computed for them. The last row of a stream is filled up with
@@ -240,11 +240,13 @@ def pack(
     place: str,
     origin: Origin,
 ) -> Raw:
-    """Return documents as rows of at most `length` tokens; labels are the following tokens.
+    """Cut documents into rows of at most `length` tokens, with the next tokens as labels.
 
+    The label of a token is the token after it; after a document, this is the token that ends it.
     Rows in which all labels are `IGNORED` are left out.
-    vocabulary: the tokens, with the token that separates documents and the token that fills short
-    rows.
+    documents: the documents, some of which may be for testing.
+    vocabulary: the tokens, with the token that ends a document and the token that fills short rows.
+    length: the largest number of tokens in a row.
     is_packed: True joins all documents of a user, the person or device to whom they belong, and
     then cuts them into rows. With False, each document begins a new row.
     place: the name of the data in errors.
@@ -311,8 +313,8 @@ class DocumentSettings:
     computed for its tokens. None means that there are no prompts.
     tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer. None means
     bytes for text, and the numbers themselves for token numbers.
-    padding: `data.padding`, the token that ends a document; used only if documents are token
-    numbers and there is no tokenizer.
+    padding: `data.padding`. If documents are token numbers without a tokenizer, this token ends
+    each document, and also fills up short rows. In all other cases, it is not used.
     length: the largest number of tokens in a row.
     packing: True joins all documents of one user, the person or device to whom the documents
     belong, before it cuts them into rows. False begins a new row with each document. None means

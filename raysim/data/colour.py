@@ -15,20 +15,21 @@ LUMA = (19595, 38470, 7471)
 
 
 def scale_brightness(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply every value of an image by the image's factor.
+    """Return a batch of images in which every value is multiplied by the image's factor.
 
-    images: uint8 [B, 1 or 3, h, w].
-    factors: float32 [B].
+    images: uint8 [B, 1 or 3, h, w]; they are not changed.
+    factors: float32 [B]; 1 changes nothing.
+    The result is rounded to uint8; products above 255 become 255.
     """
     return _to_levels(images * _per_image(factors))
 
 
 def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
-    """Change the contrast of each image.
+    """Return a batch of images in which the contrast of each image is changed.
 
     The difference between a value and the image's mean brightness is multiplied by the image's
-    factor.
-    images: uint8 [B, 1 or 3, h, w].
+    factor. The result is rounded to uint8, from 0 to 255.
+    images: uint8 [B, 1 or 3, h, w]; they are not changed.
     factors: float32 [B]; 0 makes an image uniform, 1 changes nothing.
     """
     # a sum of integers does not depend on their order
@@ -38,9 +39,11 @@ def scale_contrast(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def scale_saturation(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply each channel's difference from the pixel's brightness by the image's factor.
+    """Return a batch of images in which the saturation of each image is changed.
 
-    images: uint8 [B, 1 or 3, h, w].
+    The difference between a channel and the pixel's brightness is multiplied by the image's factor.
+    The result is rounded to uint8, from 0 to 255.
+    images: uint8 [B, 1 or 3, h, w]; they are not changed.
     factors: float32 [B]; 0 makes an image grey, 1 changes nothing.
     """
     grey = luma(images)
@@ -48,10 +51,12 @@ def scale_saturation(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def shift_hue(images: Tensor, shifts: Tensor) -> Tensor:
-    """Shift every pixel's hue by a share of the colour circle; keep saturation and value.
+    """Return a batch of images in which every pixel's hue is shifted on the colour circle.
 
-    images: uint8 [B, 1 or 3, h, w].
-    shifts: float32 [B], the share for each image, from -1 to 1.
+    Saturation and value stay the same. The result is rounded to uint8. Images with one channel are
+    returned unchanged.
+    images: uint8 [B, 1 or 3, h, w]; they are not changed.
+    shifts: float32 [B], the shift of each image as a share of the colour circle, from -1 to 1.
     """
     if images.shape[1] == 1:
         return images

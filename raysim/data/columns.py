@@ -67,21 +67,22 @@ def find_label(names: Sequence[str], place: str) -> str:
     return label
 
 
-def label_column(names: Sequence[str], label: str | None, usual: str, place: str) -> str:
+def label_column(names: Sequence[str], label: str | None, fallback: str, place: str) -> str:
     """Return the name of a table's column of labels.
 
-    The setting `data.label` names the column. If it is not set, the setting `data.label_column`
-    does. The default of `data.label_column` is "label". If this default applies and the table has
-    no column "label", a column with another usual name is taken, such as "y".
+    If the setting `data.label` is set, it names the column. Otherwise, the setting
+    `data.label_column` names the column. Its default is "label". If it has this default and the
+    table has no such column, a column with a usual name is taken. `LABEL_NAMES` has the usual
+    names, such as "y".
     names: the names of the table's columns.
     label: the value of `data.label`; None if it is not set.
-    usual: the value of `data.label_column`.
+    fallback: the value of `data.label_column`.
     place: the name of the table in errors.
     Raise ValueError if there is no such column.
     """
-    if label is None and usual == "label" and usual not in names:
+    if label is None and fallback == "label" and fallback not in names:
         return find_label(names, place)
-    name = label or usual
+    name = label or fallback
     if name not in names:
         key = "data.label" if label else "data.label_column"
         raise ValueError(
@@ -99,8 +100,9 @@ def find_inputs(
 ) -> tuple[list[str], list[str]]:
     """Return the columns that are the input, and the columns that are not used at all.
 
-    columns: `data.columns`, the columns that the user chose, which are returned. None takes all
-    columns except `known`, row numbers, and columns with a usual name for users.
+    columns: the value of `data.columns`. If it is not None, these columns are the input, and no
+    column is returned as unused. None takes all columns except `known`, columns with row numbers,
+    and columns with a name in `USER_NAMES`, such as "client".
     types: the types of all columns, by name.
     known: the columns of labels, users and domains.
     place: the name of the table in errors.
@@ -228,12 +230,13 @@ def read_inputs(
     `Tokens` has two fields: `size`, the number of different tokens, and `padding`, the token that
     fills up short rows. For inputs that are not token numbers, None is returned in place of
     `Tokens`.
-    If `columns` names several columns of numbers, the row of a sample contains the sample's value
-    in each of them. A single column contains numbers, vectors of one length, token numbers (lists
-    of integers) or text.
+    columns: the names of one or more columns of the table. Several columns must all contain
+    numbers; a sample's input is then a row with its value in each column. A single column contains
+    numbers, vectors of one length, token numbers (lists of integers) or text.
     settings: how text and token numbers become rows.
     place: the name of the table in errors.
-    Raise ValueError, with `place` and the column's name, for other columns and empty values.
+    Raise ValueError, with `place` and the column's name, for other columns and missing values
+    (null).
     """
     plain = {name: _plain_column(table, name, "data.columns", place) for name in columns}
     for name, values in plain.items():
@@ -261,12 +264,13 @@ def read_inputs(
 def _read_column(
     column: pa.Array, name: str, settings: TokenSettings, place: str
 ) -> tuple[NDArray[Any], Tokens | None]:
-    """Return a column of texts or lists as an array, and `Tokens` if it has token numbers.
+    """Convert a column of text or lists to an array of inputs.
 
-    `Tokens` has two fields: `size`, the number of different tokens, and `padding`, the token that
-    fills up short rows. For lists of floats, None is returned in place of `Tokens`.
+    Text and lists of integers become rows of token numbers. The second result is then `Tokens` with
+    two fields: `size`, the number of different tokens, and `padding`, the token that fills up short
+    rows. Lists of floats become rows of floats, and the second result is None.
     name: the name of the column, for errors.
-    settings: how text and token numbers become rows.
+    settings: how text and lists of integers become rows of token numbers.
     place: the name of the table in errors.
     """
     if is_text(column.type):
@@ -298,10 +302,13 @@ def _read_column(
 
 
 def pad_tokens(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> tuple[Ints, Tokens]:
-    """Return token numbers as an array of rows, padded at the end, and `Tokens`.
+    """Make all rows of token numbers equally long; return them as an array, and their `Tokens`.
 
-    `Tokens` has two fields: `size`, the largest token number plus 1, and `padding`. Rows are as
-    long as the longest row in `rows`, but not longer than `length`. Further tokens are left out.
+    The new rows are as long as the longest row in `rows`, but not longer than `length`. Tokens
+    after this length are left out, and short rows are filled up with `padding`. `Tokens` has two
+    fields: `size`, the largest token number plus 1, and `padding`.
+    rows: the token numbers of each sample.
+    length: the largest allowed number of tokens in a row.
     padding: the token number that fills up short rows.
     """
     longest = max(map(len, rows), default=1)
@@ -417,13 +424,18 @@ def structure_values(table: pa.Table, columns: Sequence[str], place: str) -> lis
 
 
 def label_values(table: pa.Table, name: str, place: str, key: str = "data.label_column") -> Any:
-    """Return a column of labels.
+    """Return the labels of all rows, from a column of a table.
 
-    The result is an array of numbers or text, or a list of lists. Lists of a fixed size become an
-    array [n, outputs]. A column of structs becomes a list of dictionaries.
+    The result depends on the type of the column:
+    - Numbers or text become an array [n].
+    - Lists of a fixed size become an array [n, size].
+    - Lists of varying size become a list of lists.
+    - Structs become a list of dictionaries.
+
+    name: the name of the column.
     place: the name of the table in errors.
     key: the setting that names the column, for errors.
-    Raise ValueError for a column of another type, and for empty values.
+    Raise ValueError for a column of another type, and for missing values (null).
     """
     column = _plain_column(table, name, key, place).combine_chunks()
     if column.null_count:

@@ -144,9 +144,12 @@ def _draw_angles(
 
 
 def _rotate_and_pool(source: Source, clean: Dataset, rows: Ints, angles: Floats) -> Inputs:
-    """Return the inputs of `rows`: images are rotated and then pooled, other inputs are unchanged.
+    """Return the inputs of `rows`, with rotated images in which blocks of pixels are averaged.
 
-    clean: the data without rotation.
+    Each square block of `source.pool` times `source.pool` pixels becomes one pixel, its mean.
+    Inputs that are not images are unchanged.
+    source: gives the size of the blocks and the interpolation of the rotation.
+    clean: the data before these changes.
     rows: [n], rows of `clean`.
     angles: [n], the angle of each row in degrees.
     """

@@ -1,4 +1,7 @@
-"""Join several data sets with a common image shape to one; each data set is a domain."""
+"""Join several image data sets into one data set; every joined data set becomes a domain.
+
+All images must have one shape. The settings `size` and `channels` of the source convert them.
+"""
 
 from __future__ import annotations
 

@@ -54,10 +54,11 @@ class FederatedData:
         return _open_dataset(self.dataset_path)
 
     def user(self, client: int) -> str | None:
-        """Return the name of the person or device in the data set that a client represents.
+        """Return the name of the user whose samples a client has.
 
-        Return None if clients do not represent such users, or if one client trains on the samples
-        of all users.
+        A user is a person or a device that is named in the data set. Return None if clients do not
+        represent such users, or if one client trains on the samples of all users.
+        client: the number of the client.
         """
         # in pooled data one client trains on the rows of all clients
         is_pooled = len(self.partition.train) != len(self.partition.test)

@@ -71,8 +71,8 @@ def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     targets: for each of n samples, a dictionary of arrays by name, such as "boxes" [k, 4]. Only the
     length of the first axis, here k, may differ between samples.
     place: the name of the data in errors.
-    Raise ValueError if the names of the arrays differ between samples, or the length of another
-    axis.
+    Raise ValueError if samples have arrays of different names. Also raise it if arrays of the same
+    name differ in an axis after the first one.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
@@ -102,12 +102,13 @@ def _target_array(value: Any, place: str) -> NDArray[Any]:
 def _pack_column(
     name: str, arrays: Sequence[NDArray[Any]], place: str
 ) -> tuple[TargetField, NDArray[np.float32]]:
-    """Pack one array of each sample's target, such as "boxes", into rows of floats.
+    """Pack all samples' arrays of one name into rows of floats, [n, floats].
 
-    Return a description of the array, and float32 [n, floats] with a row for each of n samples.
-    name: the key of the array in the target, such as "boxes".
-    arrays: the values of this array in each of the n samples.
-    place: how errors name the array, such as "data: the targets, boxes".
+    A target is a dictionary of arrays, for example with the keys "boxes" and "scores". Return a
+    description of the arrays with the key `name`, and a row of floats for each of n samples.
+    name: the key of the arrays, such as "boxes".
+    arrays: the array of each of the n samples.
+    place: how errors name the arrays, such as "data: the targets, boxes".
     """
     filled = [array for array in arrays if array.size] or arrays[:1]
     inner = filled[0].shape[1:]

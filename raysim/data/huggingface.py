@@ -39,13 +39,14 @@ class HuggingFace(TableSource):
 
     root: a folder that `save_to_disk` wrote; None if `name` is set.
     name, config: the name of a data set on the hub and of its configuration, for a download.
-    label: the name of the column of labels. If it is set, `label_column` is not used.
-    label_column: the name of the column of labels, used if `label` is None. If this name is "label"
-    and there is no such column, a column with another usual name such as "y" is used.
-    user: the name of the column of users, each of which is a domain. If it is set, `domain_column`
-    is not used.
-    domain_column: the name of the column of users, used if `user` is None. If this name is "domain"
-    and there is no such column, a column with a usual name such as "client" is used.
+    label: the name of the column of labels, which must exist. None uses `label_column`.
+    label_column: the column of labels if `label` is None. If it is "label" and there is no such
+    column, a column with another usual name such as "y" is used.
+    user: the name of the column of users, which must exist; each user is a domain. None uses
+    `domain_column`.
+    domain_column: the column of users if `user` is None. If it is "domain" and there is no such
+    column, a column with a usual name such as "client" is used. If there is no such column either,
+    there are no users.
     test_fraction: the share of samples that is for testing if there is no split `test`. It is taken
     from each class of each user.
     """

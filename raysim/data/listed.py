@@ -106,11 +106,14 @@ def is_lists_of_rows(part: object) -> bool:
 
 
 def _check_lists(content: Any, place: str, total: int | None) -> CSR:
-    """Return the rows that the user gives to each client. Raise ValueError for wrong rows.
+    """Return the numbers of the training rows that the user's lists give to each client.
 
-    content: the rows of each client, as a list of lists or as lists by client name.
+    content: the row numbers of each client, as a list of lists, or as a dictionary with a list for
+    each client's name.
     place: the setting that gives the lists, for errors.
     total: the number of training rows; None if it is not known yet.
+    Raise ValueError if the lists have another format. Also raise it if a row number occurs twice,
+    is negative, or is not below `total`.
     """
     form = FORM if place == "partition" else f"a JSON file with {FORM}"
     lists = list(content.values()) if isinstance(content, Mapping) else content

@@ -1,4 +1,4 @@
-"""Read Parquet files of pictures, numbers, text or token numbers."""
+"""Read Parquet files. The inputs are pictures, numbers, vectors, text or lists of token ids."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class Parquet(TableSource):
     several folders, each one is a domain with the name of the folder.
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
     Face stores them. It is not used if the setting `data.columns` names the columns of the input.
-    label: the name of the column of labels. If it is set, `label_column` is not used.
-    label_column: the name of the column of labels, used if `label` is None. If this name is "label"
-    and there is no such column, a column with another usual name such as "y" is used.
-    user: the name of the column of users, each of which is a domain. If it is set, `domain_column`
-    is not used.
-    domain_column: the name of the column of users, used if `user` is None. If there is no such
-    column, a column with a usual name such as "client" is used.
+    label: the name of the column of labels, which must exist. None uses `label_column`.
+    label_column: the column of labels if `label` is None. If it is "label" and there is no such
+    column, a column with another usual name such as "y" is used.
+    user: the name of the column of users, which must exist; each user is a domain. None uses
+    `domain_column`.
+    domain_column: the column of users if `user` is None. If there is no such column, a column with
+    a usual name such as "client" is used. If there is no such column either, there are no users.
     test_fraction: the share of samples that is for testing, in folders without test.parquet. It is
     taken from each class of each domain. None means that every folder must have test.parquet.
     """
@@ -223,7 +223,11 @@ class Parquet(TableSource):
         return ParquetColumns(inputs, label, user, False, unused)
 
     def _folders(self) -> list[Path]:
-        """Return the folders with the files of each domain."""
+        """Return the folders to read: those in `root` that contain Parquet files.
+
+        Raise ValueError if a folder lacks training files, or lacks test files and `test_fraction`
+        is None. Also raise it if two folders have the same name.
+        """
         if not self.root:
             raise ValueError(
                 "data=parquet needs data.root: a folder with train.parquet and test.parquet, or a "
@@ -259,12 +263,13 @@ class Parquet(TableSource):
     def _read_domains(self, path: Path, columns: ParquetColumns) -> NDArray[Any]:
         """Return the domain of each row of a file, as integers or text.
 
-        Each user is a domain: the result is the column of users. If the file has no such column,
-        the domain of all rows is the folder's name.
+        Each user is a domain: the result is the column of users. If the setting `data.user` is not
+        set, the column `columns.user` may be missing. The domain of all rows is then the folder's
+        name.
         path: the file.
         columns: the names of the columns that the source reads.
-        Raise ValueError if a column in the settings is missing, or if the column of labels or of
-        users has empty values.
+        Raise ValueError if the file lacks the column of the labels, a column of the input, or the
+        column that `data.user` names. Also raise it if labels or users are missing (null).
         """
         names = _read_schema(path).names
         input_key = "image_column" if columns.has_pictures else "columns"
@@ -350,7 +355,10 @@ def split_files(folder: Path, split: str) -> list[Path]:
 
 
 def has_parquet_files(folder: Path) -> bool:
-    """Return True if a folder, or a folder inside it, has training files."""
+    """Return True if a folder, or a folder directly inside it, has Parquet files for training.
+
+    These files are named train.parquet or train-*.parquet.
+    """
     inner = [path for path in folder.iterdir() if path.is_dir()]
     return any(split_files(path, "train") for path in (folder, *inner))
 
@@ -395,11 +403,11 @@ def _may_be_pictures(kind: pa.DataType) -> bool:
 def _prefix_folders(
     parts: list[NDArray[Any]], paths: list[Path], user: str
 ) -> tuple[NDArray[np.str_], list[str] | None]:
-    """Return the domain of each row as text, and the names of all domains in order, or None.
+    """Return the domain of each row as text, and the sorted names of all domains or None.
 
     The domain of a row is "FOLDER/USER", or "FOLDER" if the file has no column of users. If all
-    users are integers, the names are ordered by folder and then by the users' numbers. If not, None
-    is returned in place of the names, and the caller sorts the names as texts.
+    users are integers, the names are ordered by folder and then by the users' numbers. If not, the
+    second result is None, and the caller sorts the names as texts.
     parts: an array for each file, with the user of each row. If a file has no column of users, its
     array repeats the folder's name.
     paths: the files, in the order of `parts`.

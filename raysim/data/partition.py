@@ -148,8 +148,8 @@ class Partitioner:
         """Return for each client the positions of its test samples in the central test set.
 
         labels, domains: the label and the domain of each sample of the central test set.
-        num_domains: the number D of domains with training rows, which have the numbers 0 to D - 1.
-        Domains without training rows have higher numbers.
+        num_domains: the number D of domains that have training rows. These domains are numbered
+        from 0 to D - 1, and domains without training rows have higher numbers.
         """
         raise NotImplementedError
 
@@ -231,9 +231,9 @@ class Dirichlet(Partitioner):
     the mean number of samples.
     grouping: the number of clients in a group. The samples are first divided at random between the
     groups. Then each group divides its samples between its clients. None makes no groups.
-    per: "class" draws the clients' shares of each class. "client" draws a distribution over classes
-    for each client. A client's share of a class is then its probability of the class, divided by
-    the sum of this probability over all clients.
+    per: "class" draws, for each class, the clients' shares of the class. "client" draws, for each
+    client, a probability of each class. For one class, the sum of these probabilities over all
+    clients is then scaled to 1. The scaled probabilities are the clients' shares of the class.
     """
 
     by_class: ClassVar[bool] = True
@@ -487,8 +487,9 @@ class Domain(Partitioner):
 
         labels: not used.
         domains: the domain of each sample of the central test set.
-        num_domains: the number D of domains with training rows, which have the numbers 0 to D - 1.
-        Test samples of domains with higher numbers are given to no client.
+        num_domains: the number D of domains that have training rows. These domains are numbered
+        from 0 to D - 1. Domains without training rows have higher numbers, and no client gets their
+        test samples.
         """
         rows = np.argsort(domains, kind="stable")
         rows = rows[domains[rows] < num_domains]
@@ -549,8 +550,11 @@ class Natural(Partitioner):
     def users(
         self, partition: Partition, domains: Ints, domain_names: Sequence[str]
     ) -> Sequence[str]:
-        """Return the name of each client's domain, because each domain is a user.
+        """Return the name of the user that each client represents.
 
+        With this partition, each domain of the data has the samples of one user. Each client has
+        the samples of one domain. So the name of a client's user is the name of the client's
+        domain.
         partition: the rows of each client.
         domains: the domain of each training row.
         domain_names: the names of the domains, in the order of their numbers.
@@ -601,10 +605,11 @@ class DomainClass(Partitioner):
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
         """Return for each client the positions of its test samples in the central test set.
 
-        These are the samples of the client's domain and classes.
+        A client gets all test samples of its domain whose class is in its group of classes.
         labels, domains: the label and the domain of each sample of the central test set.
-        num_domains: the number D of domains with training rows, which have the numbers 0 to D - 1.
-        Test samples of domains with higher numbers are given to no client.
+        num_domains: the number D of domains that have training rows. These domains are numbered
+        from 0 to D - 1. Domains without training rows have higher numbers, and no client gets their
+        test samples.
         """
         rows = np.flatnonzero(domains < num_domains)
         positions = domain_class_split(

@@ -62,7 +62,7 @@ class Raw:
     pictures.
     labels: class numbers [n], or [n, ...] if each position, such as a pixel, has a class. For
     regression, values [n, outputs]. For multilabel data, [n, outputs] with 1 for labels that a
-    sample has, else 0. For kind="structure", floats [n, floats].
+    sample has, else 0. For kind="structure", a row of floats for each sample, [n, length of a row].
     train_rows: the number of training samples.
     class_names: the name of each output of the model: a class, a label or a value.
     domains: the domain of each sample, [n]; None if there is only one domain.
@@ -303,16 +303,19 @@ def convert_inputs(
 ) -> tuple[Inputs, Tokens | None]:
     """Convert inputs to the type in which raysim stores them; return them and their `Tokens`.
 
-    - Floats become float32.
+    - Floats and booleans become float32.
     - uint8 values stay uint8 if `tokens` is None.
     - All other integers are token numbers and become int64.
 
     The second result is None if the inputs are not token numbers.
+    inputs: the inputs of all samples, [n, ...].
     tokens: the number of different tokens, and the token that fills up short rows. If it is None
     and the inputs are token numbers, the number of tokens is the largest token plus 1.
     name: the name of the source, for errors.
-    Raise ValueError for values that are not numbers, nan, infinite values, and integers outside the
-    range of token numbers.
+    Raise ValueError in these cases:
+    - The inputs are neither numbers nor booleans.
+    - A float is nan, infinite or too large for float32.
+    - A token number is negative, or not below the number of tokens.
     """
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
     type_kind = inputs.dtype.kind

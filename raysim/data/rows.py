@@ -1,4 +1,4 @@
-"""Choose test rows, order rows, and number labels and domains."""
+"""Choose the test rows of a data set, sort rows, and assign numbers to labels and domains."""
 
 from __future__ import annotations
 
@@ -54,9 +54,11 @@ def number_labels(
     different texts are numbered in alphabetical order.
     names: the class names. None means that integer labels are the classes 0 to the largest label.
     place: the name of the source in errors.
-    samples: the number of samples; None means one sample per label.
-    Raise ValueError for a label that is neither an integer nor text, or not one of the classes.
-    Without names, also raise it if the largest integer is `samples` or more.
+    samples: the number of samples. It is needed if samples have several labels; None means one
+    label for each sample. Without `names`, integer labels must be below this number, because larger
+    ones are probably values of a regression.
+    Raise ValueError for labels that are neither integers nor text, or not one of the classes. Also
+    raise it for integers that are too large for `samples`.
     """
     samples = len(values) if samples is None else samples
     if values.dtype.kind in "OU":
@@ -119,8 +121,8 @@ def number_domains(
 def natural_order(values: NDArray[Any]) -> list[str]:
     """Return the different values as texts, in ascending order.
 
-    Values of a numeric type are sorted by value. Texts are sorted alphabetically, digit by digit:
-    "user10" comes before "user2".
+    Values of a numeric type are sorted as numbers. Texts are sorted character by character:
+    "user10" comes before "user2", although 2 is less than 10.
     """
     if values.dtype.kind in "iuf":
         return [str(value) for value in np.unique(values).tolist()]
