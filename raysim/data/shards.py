@@ -167,9 +167,10 @@ class WebDataset(Source):
     def _choose_endings(
         self, sample: Mapping[str, Part], place: str
     ) -> tuple[list[str], str, str | None]:
-        """Return three results: the endings of the input files, of the label's and the user's file.
+        """Choose the file name endings of the inputs, the label and the user.
 
-        The third result is None if no file has the name of a user.
+        Return a list of the inputs' endings, the ending of the label, and the ending of the user.
+        The ending of the user is None if no file has the name of a user.
         sample: the files of the first sample, by file name ending.
         place: the value of `data.root`, with which error messages begin.
         Raise ValueError if `label` is None and no file has a usual ending of labels, such as "cls".

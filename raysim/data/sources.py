@@ -373,9 +373,9 @@ def _open_split(folder: Path, set_name: str, split: str, download: bool) -> Any:
 class Synthetic(Source):
     """A source of random images around Gaussian class prototypes, for tests and timing.
 
-    The value of a pixel is 128 + 32 (p + s + e), limited to 0 to 255. p belongs to the image's
-    class, s to its domain, and e to the image alone. All three are normal with mean 0.
-    p has the standard deviation 1.
+    The value of a pixel is 128 + 32 (p + s + e), limited to 0 to 255. p is drawn once for each
+    class, s once for each domain, and e for each image. They are normal numbers with the mean 0. p
+    has the standard deviation 1.
     shape: the shape of an image, [channels, height, width].
     classes, domains: the numbers of classes and of domains.
     samples, test_samples: the numbers of training samples and of central test samples.

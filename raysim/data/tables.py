@@ -119,8 +119,9 @@ class TextTable(TableSource):
         )
 
     def _target_columns(self, names: list[str], place: str) -> list[str]:
-        """Return the columns in the setting `data.targets`; without it, [the column of labels].
+        """Return the columns that contain the target: `data.targets`, or the column of labels.
 
+        The column of labels is used if `data.targets` is None.
         names: the columns of the table.
         place: the name of the file in errors.
         Raise ValueError if `data.targets` and `data.label` are both set. Also raise ValueError if

@@ -34,7 +34,8 @@ class Tabular(Source):
     and wine are classes. The label of diabetes is a value, the progression of the disease. It is
     scaled like the columns.
     name: the name of the table: "breast_cancer", "wine" or "diabetes".
-    test_fraction: the share of each class that is for testing; for diabetes, of all rows.
+    test_fraction: the fraction of the samples of each class that is for testing. Diabetes has no
+    classes: there it is the fraction of all samples.
     """
 
     name: TableName

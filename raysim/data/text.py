@@ -208,9 +208,9 @@ class Leaf(Source):
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
     """Restore texts from windows of characters, each of which is shifted by one character.
 
-    The text so far may end with all but the last character of a window. Such a window adds its last
-    character to the text. Any other window starts a new text. For example, "abcd", "bcde" and
-    "xyzw" become the texts "abcde" and "xyzw".
+    A window continues a text if the text ends with all characters of the window except the last
+    one. Only this last character is then added. Any other window starts a new text. For example,
+    "abcd", "bcde" and "xyzw" become the texts "abcde" and "xyzw".
     windows: pieces of the texts, of equal length and in order.
     """
     text = ""

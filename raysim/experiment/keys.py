@@ -204,10 +204,9 @@ def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:
 
 
 def empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:
-    """Set each key to null that has an alternative and for which the user set the alternative.
+    """Set a key to null if the user set its alternative but not the key.
 
-    For example, if the user sets local.epochs, local.steps becomes null. A key that the user set
-    does not change.
+    For example, if the user sets only local.epochs, local.steps becomes null.
     config: the configuration, which changes in place.
     values: the values that the user set, by key.
     """

@@ -110,10 +110,10 @@ def read_override(
 
 
 def _check_text(text: str) -> None:
-    """Raise `RefusedError` for three mistakes, for which the error messages of Hydra are bad.
+    """Raise `RefusedError` if an override has one of three mistakes.
 
     The text is not UTF-8, the value is a function call of Ray Tune, or the text has several
-    overrides, such as "a=1 b=2".
+    overrides, such as "a=1 b=2". Hydra's error messages do not explain these mistakes.
     text: an override, which is one argument of the command line.
     """
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):

@@ -157,7 +157,8 @@ class Follower:
     def _notify_all(self, error: BaseException) -> None:
         """Call `on_stop` of all started observers, even if some of these calls fail.
 
-        error: the error that stopped the run. If a call fails, raise the first call's error.
+        error: the error that stopped the run.
+        If calls fail, raise the error of the first call that failed.
         """
         problems: list[Exception] = []
         while self._started:

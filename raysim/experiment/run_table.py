@@ -116,8 +116,9 @@ def is_continued(overrides: Sequence[str], command: str, folder: Path) -> bool:
     overrides: the overrides of the command.
     command: "study" or "sweep".
     folder: the folder of the study or sweep.
-    Raise `RefusedError` for resume=latest in two cases: the folder has files, but not of a study or
-    sweep that this version can continue; or a new one has only the overrides `out` and `resume`.
+    Raise `RefusedError` if the folder has files, but no study or sweep that this version of raysim
+    can continue. Also raise it if the command would start a new study or sweep with resume=latest,
+    but has no overrides except `out` and `resume`.
     """
     if not is_resume_requested(overrides, command):
         return False

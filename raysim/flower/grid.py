@@ -291,8 +291,8 @@ class VirtualGrid(SimpleGrid):
         advances to the arrival of the batch's last reply.
         Return a pair for each node that got messages of the batch, by node id: the virtual time of
         the node's last reply, in seconds, and the number of the client.
-        Raises ReplayError if the run continues a stored run, but does not repeat its messages. The
-        n-th message to a client must equal the n-th message to this client in the stored run.
+        Raises ReplayError if the run continues a stored run, but sends different messages. The n-th
+        message to a client must equal the n-th message to this client in the stored run.
         Raises WorkerDiedError if several workers died, one after another, while they answered the
         same message.
         """

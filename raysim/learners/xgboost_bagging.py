@@ -88,7 +88,7 @@ class XGBoostBagging(Learner):
         The bound is reached if every tree has all nodes down to the depth `depth`. The plan of the
         run uses it before any tree exists.
         task: the learning task; with more than two classes, a job adds trees for each class.
-        received: the size of the received trees, which has no effect.
+        received: the size of the received trees in bytes, which has no effect.
         """
         classes = task.num_classes if task.num_classes > 2 else 1
         nodes: int = 2 ** (self.depth + 1)
