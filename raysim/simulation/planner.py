@@ -60,9 +60,8 @@ class NoClientsLeftError(RunStoppedError):
 class Load(NamedTuple):
     """The number of samples that a job processes, and the floats that it receives and sends.
 
-    work: the samples that the client trains, plus those that methods declare with the hook `cost`.
-    The hook counts additional computations: a forward pass of a sample, for example, counts as a
-    third of a sample.
+    work: the samples that the client trains, plus the samples that methods add with the hook
+    `cost`, for further computations. A sample that makes only a forward pass counts as a third.
     down, up: the number of floats that the client receives and sends.
     """
 

@@ -197,9 +197,8 @@ class BatchedLanes(LaneLoop[Lane]):
         - a dictionary with the parameters of the neural networks. A key is the id of a parameter.
           The value is a tensor [K, ...] with the parameter's values in all lanes.
         - a list with the tensors that the optimizer changes. Without `local.clip`, there is a
-          tensor [K, ...] for each trained parameter. With `local.clip`, the trained parameters of a
-          lane are joined in ranges of the vector. For each range of n floats, there is a tensor [K,
-          n].
+          tensor [K, ...] for each trained parameter. With `local.clip`, parameters that follow one
+          another in the vector are joined: a tensor [K, n] has n floats of each lane.
         """
         vector = self.trainer.vector
         leaves: dict[int, Tensor] = {}

@@ -220,8 +220,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
 
         loss: the task loss; None if no stage has the task loss.
         changed: the tensors that hooks have set. A key is a pair, for example ("state",
-        "scaffold.control"). It starts with "state" for the client state, or "kept" for tensors that
-        a method keeps until the job's end. Then follow the names of the method and of the tensor.
+        "scaffold.control"). The first text is "state" for the client state, or "kept" for tensors
+        that a method keeps until the job's end. The second text has the names of the method and of
+        the tensor.
         """
         for (table, key), value in changed.items():
             getattr(lane.ctx, table)[key] = value
@@ -240,9 +241,9 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         """Compute one training step of a lane.
 
         Return the task loss, and the tensors that hooks have set. The loss is None if no stage has
-        the task loss. The key of a tensor is a pair, for example ("state", "scaffold.control"). It
-        starts with "state" for the client state, or "kept" for tensors that a method keeps until
-        the job's end. Then follow the names of the method and of the tensor.
+        the task loss. The key of a tensor is a pair, for example ("state", "scaffold.control"). The
+        first text is "state" for the client state, or "kept" for tensors that a method keeps until
+        the job's end. The second text has the names of the method and of the tensor.
 
         lane: the lane whose model is trained.
         batch: the samples of the step.
@@ -287,9 +288,12 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
         """Return the tensors that the next steps of some lanes read.
 
-        A key is (position of the lane in `lanes`, table, key). `tables_of` describes tables and
-        keys; the table "batch" with the keys "inputs" and "targets" is added. A tensor that all
-        lanes read is returned only once, with `SHARED` instead of the position.
+        A key is (position of the lane in `lanes`, table, key). The tables and keys are:
+        - "batch": the keys "inputs" and "targets".
+        - "rate": the key "", for the learning rate.
+        - those that `tables_of` describes, such as "state".
+
+        A tensor that all lanes read is returned only once, with `SHARED` instead of the position.
         """
         inputs: dict[InputPath, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for position, lane in enumerate(lanes):
