@@ -32,8 +32,8 @@ Departures from the paper
   fair comparison, also try FedAvg with a larger server step.
 - All trainable parameters of a client form one vector. The authors' code treats each tensor
   separately, as granularity="tensor" does.
-- The weights of the mean are those of the run, as in the paper. The mean in the authors' code has
-  no weights.
+- The server's mean uses the run's aggregation weights, as in the paper. In the authors' code, all
+  updates have the same weight.
 - At least one principal direction is used. Very small eigenvalues and projections count as 0 (see
   the setting `tol`).
 - The rule applies in every round. The authors' code applies it from the third round on.
@@ -205,10 +205,10 @@ class DampedMargin(Method):
         run.owns("loss")
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Return the cross-entropy of the logits times 1 - sigmoid(margin / temperature).
+        """Return the cross-entropy of damped logits, which replaces the task loss `loss`.
 
-        The margin of a sample is its label's logit minus the largest other logit. The result
-        replaces the task loss `loss`.
+        The logits of each sample are multiplied by the factor 1 - sigmoid(margin / temperature).
+        The margin of a sample is its label's logit minus the largest other logit.
         """
         targets = out.batch.targets
         damped = damped_logits(out.logits, _heaviest_class(targets), self.temperature)
@@ -345,9 +345,10 @@ class PrincipalGradient(Method):
         run.warn_if_single("the rebuilt update is the update itself")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Rebuild each update from the principal directions of all updates; return the mean.
+        """Return the weighted mean of the rebuilt updates.
 
-        The mean of the rebuilt updates has the weights of the run.
+        Each update is rebuilt from the principal directions of all updates of the aggregation. A
+        rebuilt update has the same weight in the mean as its original update.
         """
         num_updates = len(aggregation.updates)
         components = num_principal_components(num_clients=num_updates, fraction=self.fraction)

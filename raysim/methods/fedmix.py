@@ -1,8 +1,9 @@
 """FedMix: approximate a loss in which a client's samples are mixed with means of samples.
 
 The samples of a mean come from one client, which can be any client of the run. NaiveMix mixes each
-input with a mean. FedMix takes the first-order Taylor expansion of NaiveMix's loss. In FedMix, the
-means occur only in a product with the loss's gradient with respect to the inputs.
+input with a mean input. FedMix takes the first-order Taylor expansion of NaiveMix's loss. A mean
+input then occurs only in l3 below: in a product with a gradient with respect to the inputs. Mean
+labels are targets of the cross-entropy.
 
 Source: Yoon, Shin, Hwang and Yang, "FedMix: Approximation of Mixup under Mean Augmented Federated
 Learning" (ICLR 2021), Proposition 1 and the local update. A sample x with label y gets a pair of
@@ -109,7 +110,7 @@ def loss_terms(
     inputs: [B, ...], the batch's inputs times 1 - lam, which must require a gradient.
     labels: int64 [B].
     mean_inputs, mean_targets: the means that are mixed in, [B or 1, ...] and [B or 1, C].
-    lam: the share of the means.
+    lam: the weight of the means in a mixture, from 0 to 1.
     taylor_scale: "public" divides the mean l3 by the batch size B, "paper" does not.
     """
     local, mean_target = label_terms(logits, labels, mean_targets, lam)
@@ -156,12 +157,12 @@ def _clients_with_samples(partition: CSR) -> np.ndarray:
 class FedMix(Method):
     """A method whose loss mixes a client's samples with means of all clients' samples.
 
-    lam: the share of the means; 0 is FedAvg.
+    lam: the weight of the means in a mixture, from 0 to 1; 0 is FedAvg.
     means: the number of pairs (mean input, mean label) that each client sends before round 0.
     samples_per_mean: the number of samples in each mean.
-    pairs: "each" draws a pair for each sample of a step, "one" draws a single pair for all.
-    naive: True trains on inputs that are mixed with the mean inputs (NaiveMix). False uses the
-    first-order Taylor expansion of this loss (FedMix).
+    pairs: "each" draws a pair for each sample of a step, "one" draws a single pair for all samples.
+    naive: True uses the loss of NaiveMix: the loss on inputs that are mixed with mean inputs. False
+    uses the loss of FedMix: the first-order Taylor expansion of NaiveMix's loss.
     taylor_scale: the scale of the expansion's first-order term. "paper" takes the term's mean over
     the batch. "public" divides this mean by the batch size, as public implementations do.
     fresh: True draws means of the clients' raw data in each step, which only a simulator can do.
@@ -240,9 +241,11 @@ class FedMix(Method):
         return {name: value.cpu().numpy() for name, value in means.items()}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Store the pairs of all clients as "inputs" and "targets" in `server.state`.
+        """Store all clients' pairs (mean input, mean label) in `server.state`.
 
-        parts: "inputs" and "targets", each with an array for every client.
+        `server.state["inputs"]` gets the mean inputs, and `server.state["targets"]` the mean
+        labels. A pair has the same row in both tables.
+        parts: "inputs" and "targets", each a list with one array for each client.
         """
         for name in ("inputs", "targets"):
             server.state[name] = torch.from_numpy(np.concatenate(parts[name]))
@@ -264,8 +267,8 @@ class FedMix(Method):
         """Return the batch with scaled inputs (FedMix) or mixed inputs (NaiveMix).
 
         FedMix multiplies the inputs by 1 - lam and sets `requires_grad` on the result. NaiveMix
-        returns (1 - lam) times the inputs plus lam times the mean inputs, and sets nothing. The
-        mean inputs are those of the pairs that were drawn for this step.
+        returns (1 - lam) times the inputs plus lam times the mean inputs, without `requires_grad`.
+        The mean inputs come from the step's pairs (mean input, mean label).
         """
         pair = self._fresh_pair(job, batch) if self.fresh else self._received_pair(job, batch)
         job.scratch["inputs"], job.scratch["targets"] = pair["inputs"], pair["targets"]

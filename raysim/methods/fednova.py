@@ -81,9 +81,10 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
 class FedNova(Method):
     """A server rule that normalises each update by its number of effective steps.
 
-    mu: the weight of the proximal term that FedProx adds to the local loss. FedNova does not add
-    this term; it only computes how the term changes the number of effective steps. Set the value of
-    `method.fedprox.mu`. 0 means that the local loss has no proximal term.
+    mu: the weight of the proximal term that FedProx adds to the local loss. If the run has FedProx,
+    give mu the value of `method.fedprox.mu`. 0 means that the local loss has no proximal term.
+    FedNova does not add this term; it only computes how the term changes the number of effective
+    steps.
     """
 
     name = "fednova"

@@ -319,7 +319,8 @@ class _Decaying(_Adaptive):
     beta1: the factor on the old first moment.
     beta2: the factor on the old second moment.
     tau: the constant that is added to the root of the second moment.
-    bias_correction: True corrects both moments for their start, as TensorFlow's Adam does.
+    bias_correction: True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's
+    Adam does.
     """
 
     def __init__(
@@ -345,7 +346,8 @@ class FedAdam(_Decaying):
     beta1: the factor on the old first moment.
     beta2: the factor on the old second moment.
     tau: the constant that is added to the root of the second moment.
-    bias_correction: True corrects both moments for their start, as TensorFlow's Adam does.
+    bias_correction: True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's
+    Adam does.
     """
 
     name = "fedadam"
@@ -358,7 +360,8 @@ class FedYogi(_Decaying):
     beta1: the factor on the old first moment.
     beta2: a step changes the second moment by at most (1 - beta2) times the squared update.
     tau: the constant that is added to the root of the second moment.
-    bias_correction: True corrects both moments for their start, as TensorFlow's Adam does.
+    bias_correction: True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's
+    Adam does.
     """
 
     name = "fedyogi"

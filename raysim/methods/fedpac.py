@@ -27,9 +27,9 @@ Departures from the paper
   extractor. With local.steps, at most the fraction head_epochs / (head_epochs + 1) of the steps
   trains the head. Each phase has its own optimizer, and the learning rate of the head is local.lr
   times head_lr_factor.
-- h and V are measured with the received extractor, as in the authors' code. The class means of
-  which the server makes prototypes are measured with the trained extractor. Both are measured on
-  all samples, in eval mode and without augmentation.
+- h and V are measured with the received extractor, as in the authors' code. The server makes
+  prototypes from class means, which clients measure with the trained extractor. h, V and the class
+  means are measured on all samples of a client, in eval mode and without augmentation.
 - The extractor is in train mode while it is trained. In the authors' code it is always in eval
   mode.
 - If the participants of the last aggregation have no samples of a class, the class has no
@@ -39,8 +39,8 @@ Departures from the paper
   last head, and a client that never took part has the initial head.
 - The authors' code drops eigenvalues of P below 0.01, and may then fail to find weights. Here P is
   not changed.
-- Weights a_ij up to min_weight become 0, as in the authors' code. If all weights of client i are
-  that small, none becomes 0.
+- A weight a_ij of at most min_weight becomes 0, as in the authors' code. If all weights of client i
+  are that small, none becomes 0.
 - With Mixup, R is computed for the labels of both mixed samples. The two values are averaged with
   Mixup's weights.
 """
@@ -178,8 +178,8 @@ def classifier_combination_weights(
 ) -> Tensor:
     """Return the weights with which one of m participants mixes the m heads, float64 [m].
 
-    Weights are at least 0 and sum to 1. Weights up to `min_weight` become 0, unless all weights are
-    that small.
+    Weights are at least 0 and sum to 1. A weight of at most `min_weight` becomes 0, unless all
+    weights are that small.
 
     variances: [m], the `variance` of each participant's `Statistics`.
     weighted_means: [m, C, D], the `weighted_means` of each participant's `Statistics`.
@@ -266,10 +266,7 @@ def _load_head(vector: Vector, head: Tensor) -> None:
 
 
 def _has_prototypes(view: Participation | ServerView) -> bool:
-    """Return True if a version has prototypes; all versions except for version 0 have them.
-
-    view: a job, for its base version; or the server, for the current version.
-    """
+    # Version 0 has no prototypes. The version of a job is its base version.
     return view.version > 0
 
 
@@ -297,11 +294,11 @@ class FedPAC(Method):
     The server keeps a head for each client that took part. For 10 classes and 512 features, a head
     takes 20 KB, and the heads of 100,000 clients take 2 GB.
 
-    lam: the weight of the alignment of features with prototypes.
+    lam: the weight of the loss that aligns features with prototypes.
     head_epochs: the number of a job's first epochs that train the head; the later epochs train the
     extractor.
     head_lr_factor: factor on local.lr while the head is trained.
-    min_weight: weights of heads up to this value become 0.
+    min_weight: in a mixture of heads, the weight of a head becomes 0 if it is at most this value.
     """
 
     name = "fedpac"
@@ -323,9 +320,9 @@ class FedPAC(Method):
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the job length that FedPAC needs, under the key local.epochs or local.steps.
 
-        The key is the setting that the run uses. The value is the run's value, or head_epochs + 1
-        if that is larger. So a job trains both the head and the extractor. With local.steps, the
-        lower limit head_epochs + 1 is a number of steps.
+        The key is the setting that the run uses. The value is the run's value, but at least
+        head_epochs + 1: so many epochs for local.epochs, so many steps for local.steps. With this
+        minimum, a job trains both the head and the extractor.
         local: the run's settings of local training.
         """
         key, budget = _local_work(local)

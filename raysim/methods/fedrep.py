@@ -83,9 +83,13 @@ class FedRep(Method):
     def settings(self, local: Local) -> Mapping[str, object]:
         """Return the job length that FedRep needs, under the key local.epochs or local.steps.
 
-        The key is the setting that the run uses. local.epochs becomes head_epochs + body_epochs.
-        local.steps does not change if at least one step trains the head. Otherwise it becomes the
-        smallest number of steps that includes one for the head. In mode joint the result is empty.
+        The key is the setting that the run uses. In mode joint the result is empty.
+
+        - local.epochs becomes head_epochs + body_epochs.
+        - local.steps becomes the smallest number with which at least one step trains the head,
+          unless it is already larger. The fraction head_epochs / (head_epochs + body_epochs) of all
+          steps trains the head, rounded down.
+
         local: the run's settings of local training.
         """
         if self.mode == "joint":

@@ -72,7 +72,8 @@ def restricted_softmax_cross_entropy(
 class FedRS(Method):
     """A task loss that scales down the logits of classes that the client does not have.
 
-    The method removes the bias of the model's head. With alpha = 1, it is FedAvg on this model.
+    The method removes the bias of the model's head. With alpha = 1, FedRS is FedAvg on the model
+    without this bias.
 
     alpha: the factor on the logit of a class without samples.
     kind: the factor on the logit of a class with samples. "binary" is 1. With "relative" it grows

@@ -1,7 +1,7 @@
 """FedSAM: use the gradient at a nearby point with a higher loss, to find flat minima.
 
-The point is a small step uphill from the model, along the gradient. At a flat minimum, averaging
-models increases the loss less.
+The point is a small step from the model along the gradient. At a flat minimum, averaging models
+increases the loss less.
 
 Source: Qu, Li, Duan, Liu, Tang and Lu, "Generalized Federated Learning via Sharpness Aware
 Minimization" (ICML 2022), Algorithm 1; Caldarola, Caputo and Ciccone, "Improving Generalization in
@@ -11,8 +11,9 @@ Federated Learning by Seeking Flat Minima" (ECCV 2022) for the adaptive form:
     adaptive (FedASAM):    eps = rho T^2 g / |T g|
     theta <- theta - lr grad F(theta + eps)                both gradients on the same batch
 
-T is a vector with the absolute value of each parameter plus eta; |g| and |T g| are norms. Qu et al.
-also describe MoFedSAM. It mixes the gradient with the mean direction of the last round, which is
+theta are the parameters, F is the loss, and lr the learning rate. rho and eta are settings. T is a
+vector: the absolute value of each parameter, plus eta. |g| and |T g| are norms. Qu et al. also
+describe MoFedSAM. It mixes the gradient with the mean direction of the last round, which is
 `method=fedsam+fedcm` with the paper's beta as method.fedcm.alpha.
 
 Departures from the paper
@@ -46,7 +47,7 @@ _SMALLEST_NORM = 1e-12
 
 
 def sharpness_shift(grad: Tensor, rho: float) -> Tensor:
-    """Return the shift from the parameters to the point uphill, [n]: rho g / |g|.
+    """Return FedSAM's shift to a point with a higher loss, [n]: rho g / |g|.
 
     grad: g, the gradient with respect to the parameters, [n].
     rho: the length of the shift.
@@ -56,13 +57,13 @@ def sharpness_shift(grad: Tensor, rho: float) -> Tensor:
 
 
 def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tensor:
-    """Return FedASAM's shift from the parameters to the point uphill, [n]: rho T^2 g / norm(T g).
+    """Return FedASAM's shift to a point with a higher loss, [n]: rho T^2 g / norm(T g).
 
     T is a vector [n]: the absolute value of each parameter, plus eta. Products are elementwise.
 
     params: the parameters, [n].
     grad: g, the gradient with respect to `params`, [n].
-    rho: the length of the shift after each entry is divided by that of T.
+    rho: the norm of shift / T, where / divides elementwise.
     eta: added to the absolute values, so that parameters of 0 are shifted, too.
     """
     scale = params.abs() + eta
@@ -70,9 +71,10 @@ def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tens
 
 
 class FedSAM(Method):
-    """A method that uses the gradient at a nearby point uphill, to find flat minima.
+    """A method that uses the gradient at a nearby point with a higher loss.
 
-    rho: the distance between the model and the point uphill; 0 is FedAvg.
+    Such gradients lead to flat minima.
+    rho: how far this point lies from the model; 0 is FedAvg.
     adaptive: True uses the point of FedASAM: large parameters are shifted more than small ones.
     eta: added to the absolute values of the parameters in FedASAM's formula.
     """
@@ -86,12 +88,16 @@ class FedSAM(Method):
         self.eta = at_least("method.fedsam.eta", eta, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Let raysim skip `perturb` if rho is 0: the point uphill is then the model itself."""
+        """Let raysim skip `perturb` if rho is 0, because the shift of the parameters is then 0."""
         if not self.rho:
             run.skip("perturb", "cost")
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of a second forward and backward pass of each batch."""
+        """Return the cost that FedSAM adds to a job, as a number of trained samples.
+
+        FedSAM needs a second forward and backward pass of each batch, so it adds the cost of plain
+        training.
+        """
         return job.trained_samples
 
     def perturb(
@@ -101,10 +107,11 @@ class FedSAM(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the gradient at the point uphill, [n].
+        """Return the gradient at a nearby point with a higher loss, [n].
 
+        This point is params + shift, with the shift from `adaptive_shift` or `sharpness_shift`.
         params: the parameters that the step trains, [n].
-        grad: their gradient, [n].
+        grad: the gradient at `params`, [n].
         gradient_at: function that returns the gradient at params + shift for a shift [n], on the
         same batch.
         """

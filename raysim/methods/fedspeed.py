@@ -102,21 +102,23 @@ class FedSpeed(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Return the mixture of `grad` and the gradient at the point uphill, [n].
+        """Return a mixture of `grad` and the gradient at params + rho * grad, [n].
 
+        `grad` has the weight 1 - alpha, and the gradient at params + rho * grad has the weight
+        alpha.
         params: the parameters that the step trains, [n].
-        grad: their gradient, [n].
+        grad: the gradient at `params`, [n].
         gradient_at: function that returns the gradient at params + shift for a shift [n], on the
         same batch.
         """
         return mixed_gradient(grad, gradient_at(self.rho * grad), self.alpha)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the gradient of the pull to `grad`; subtract the client's correction from it.
+        """Add the proximal term's gradient to `grad`, and subtract the client's correction.
 
-        The pull is a proximal term that draws the model towards the received one.
-        grad: the gradient of the loss with respect to the parameters `job.params[at]`, changed in
-        place.
+        The proximal term pulls the model towards the received one.
+        grad: the gradient of the loss with respect to the parameters `job.params[at]`. Both changes
+        are made in place.
         at: the positions of these parameters in the vector.
         """
         grad += proximal_gradient(job.params[at], job.start[at], 1 / self.lam)

@@ -18,7 +18,8 @@ Departures from the paper
 - The penalty is the norm, as in the authors' code, not its square.
 - r_mu, r_sigma and s stay on the client, as in the authors' code. share_reference=True averages
   them over the clients.
-- Clients have the weights of the run; in the authors' code they have equal weights.
+- The server's mean uses the run's aggregation weights. In the authors' code, all clients have the
+  same weight.
 - The authors' code draws a new shuffled batch in each step; here local.* decides the order of the
   data.
 - A model is scored by the log of its mean softmax over `samples` draws of z, as in the authors'
@@ -120,7 +121,12 @@ class Gaussian(Classifier):
         return z
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [B, C] of one draw in training, else the log of the mean softmax."""
+        """Return the outputs for x, [B, C]: logits in training, log probabilities in evaluation.
+
+        In training, the logits are those of one draw of the features from N(mu, sigma^2). In
+        evaluation, the softmax is averaged over `samples` draws of the features. The result is the
+        logarithm of this average.
+        """
         if self.training:
             return super().forward(x)
         mean, std = self.moments(x)
@@ -157,9 +163,9 @@ class FedSR(Method):
     width: the number of features; None takes as many as the model has.
     samples: the number of draws whose predictions are averaged when the model is scored.
     probabilistic: False is FedL2R: features without noise, and their norm as the only penalty.
-    share_reference: True averages the trained Gaussians of the classes over the clients, and also
-    the trained factor on the features in the KL divergence. False keeps all of these on each
-    client.
+    share_reference: True averages the trained Gaussians of the classes over the clients. It also
+    averages the trained factor s, by which features are multiplied before the KL divergence. False
+    keeps the Gaussians and s on each client.
     """
 
     name = "fedsr"
@@ -240,10 +246,10 @@ class FedSR(Method):
 
 
 def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mu and sigma of the Gaussians from which features were drawn, each [B, Z].
+    """Return the mean mu and the standard deviation sigma of the features, each [B, Z].
 
-    features: [B, Z], the result of `Gaussian.features`, or a slice with its first B rows. The
-    result has mu and sigma as an attribute; a slice finds them in the tensor that it is a view of.
+    features: [B, Z], a tensor from `Gaussian.features`, whose attribute `moments` is the pair (mu,
+    sigma). Also allowed is a slice with the first B rows of such a tensor.
     """
     all_rows = features if hasattr(features, "moments") else features._base
     mean, std = all_rows.moments  # type: ignore[union-attr]

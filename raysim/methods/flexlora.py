@@ -138,11 +138,12 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return pairs of a model's vector and a coefficient, which define the mean product P.
+    """Return the models from which P, the mean of products B A, is computed for each layer.
 
-    For each layer, P is the sum over the pairs of coefficient * B A, with the factors B and A of
-    this model. The models are those that clients trained. With stale updates, models that clients
-    received and the server's current model are added.
+    Each entry of the result is a model's vector and a coefficient. With the model's factors B and A
+    in the layer, P is the sum of coefficient * B A. The models are those that clients trained. With
+    stale updates, the list also has the models that clients received, and the server's current
+    model.
     """
     # With p_i the weight of client i, divided by the sum of weights, the coefficients are p_i for
     # the model that client i trained, -p_i for the model that it received, and 1 for the current

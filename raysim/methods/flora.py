@@ -8,7 +8,8 @@ W0 + s B A. `raysim/models/lora.py` explains W0 and s. With p_i the weight of cl
     W0 <- W0 + s B A,    then A is drawn again and B is 0
 
 The sum is exact, whatever the ranks of the clients. A client receives the stacked factors of the K
-clients of an aggregation, and sends its own factors. Traffic and virtual time count only these.
+clients of an aggregation, and sends its own factors. Traffic and virtual time count these stacked
+and sent factors, but not the weights W0.
 
 Departures from the paper
 - In the paper all clients take part in each round. Here a client may miss rounds, but traffic
@@ -95,7 +96,10 @@ class FLoRA(Method):
 
     @staticmethod
     def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:
-        """Declare how many floats FLoRA sends, so that traffic and virtual time count only these.
+        """Declare which floats do not travel, so that traffic and virtual time leave them out.
+
+        A client receives the stacked factors, and sends its own factors. The frozen weights do not
+        travel.
 
         ranks: the ranks of all clients.
         sizes: for each layer with an adapter, the number of floats of its weight.

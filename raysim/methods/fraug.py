@@ -25,7 +25,8 @@ Each batch takes three optimizer steps. The networks that a step does not train 
 D is the squared maximum mean discrepancy with five Gaussian kernels.
 
 Departures from the paper
-- Noise is normal, as in the paper; in the authors' code it is uniform on [0, 1) (noise="uniform").
+- With noise="uniform", noise is uniform on [0, 1), as in the authors' code. By default it is
+  normal, as in the paper.
 - mu is constant, as in the authors' code. The paper cites a work that multiplies mu by the ramp
   exp(-5 (1 - t/T)^2), as prototype_ramp=True does.
 - Prototypes start at 0, as in the authors' code. The first batch with class k therefore sets c_k to
@@ -218,7 +219,8 @@ class FRAug(Method):
     of a real sample, or a class prototype: the moving average of the class's features. The head
     is trained on real and synthetic features.
 
-    rounds: the round in which the ramps end; the configuration sets it to the run's rounds.
+    rounds: T, the round after which rho and beta no longer change. The configuration sets it to the
+    number of the run's rounds.
     noise_dim: the length of a noise vector; in the paper half the number of features.
     noise: the distribution of the noise: "normal", or "uniform" on [0, 1).
     generator_lam: the weight of the distance between the generator's features and real features.
@@ -226,7 +228,8 @@ class FRAug(Method):
     rtnet_lam: the weight of the distance between synthetic features and their anchors. RTNet
     decreases this distance.
     generator_metric, rtnet_metric: how each of the two distances is measured: "mmd",
-    "mmd_moments", "mmd_classes" or "mse". With "mse" the generator's distance is to prototypes.
+    "mmd_moments", "mmd_classes" or "mse". With generator_metric="mse", the generator's features are
+    compared with class prototypes in place of real features.
     generator_lr_factor, rtnet_lr_factor: factors on local.lr.
     generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
     rtnet_norm: True adds a BatchNorm at the end of RTNet.
@@ -236,7 +239,8 @@ class FRAug(Method):
     ramp_rounds: multiplies gamma by ramp_rounds / rounds. The ramp then has the same values at the
     start, middle and end of a run as in a run of `ramp_rounds` rounds. None leaves gamma unchanged;
     so does ramp="laine_aila".
-    weight: the largest weight beta of the synthetic features in the classifier's loss.
+    weight: the upper limit of beta, the weight of synthetic features in the classifier's loss. In
+    each round, beta is the smaller one of `weight` and rho.
     residual: the factor on RTNet's output in the classifier's loss; None uses rho.
     prototype_weight: the weight mu of the batch's mean features in a new prototype. The old
     prototype has the weight 1 - mu.
@@ -343,7 +347,11 @@ class FRAug(Method):
         run.warn_when(self.scale_warning)
 
     def _check(self, run: Setup) -> None:
-        """Raise an error if the rounds, the batch size or the head do not fit FRAug."""
+        """Raise an error unless the run's settings fit FRAug.
+
+        FRAug needs at least 2 samples in a batch and a linear head. If a ramp depends on the number
+        of rounds, this number must be known. A model without BatchNorm only gives a warning.
+        """
         has_end = self.ramp in ("exp", "laine_aila") or self.prototype_ramp
         run.require(
             self.rounds is not None or not (has_end or self.ramp_rounds),
@@ -473,8 +481,8 @@ class FRAug(Method):
         """Update the prototypes, and return the classifier's loss, which replaces `loss`.
 
         The result is the cross-entropy of the real features, mixed with the cross-entropy of the
-        generated features (`classification_loss`). While the weight of the generated features is
-        0, only the real features count.
+        synthetic features (`classification_loss`). While the weight of the synthetic features is 0,
+        only the real features count.
         """
         real, labels = out.features.detach(), out.batch.targets
         self._move_prototypes(job, real, labels)
@@ -527,9 +535,10 @@ class FRAug(Method):
     def end(self, job: LocalJob) -> None:
         """Report three means over the job's steps, which become columns of the history.
 
-        "real_norm" and "generated_norm" are the norms of real features and of the generator's
-        features. "synthetic_accuracy" is the share of synthetic features that the head classifies
-        correctly.
+        - "real_norm": the norm of real features.
+        - "generated_norm": the norm of the generator's features, from which RTNet then makes
+          synthetic features. It is missing with use_generator=False.
+        - "synthetic_accuracy": the share of synthetic features that the head classifies correctly.
         """
         real, generated, correct, steps = job.scratch["sums"].tolist()
         if not steps:
@@ -603,9 +612,10 @@ def _noise(job: LocalJob, out: Outputs) -> Tensor:
 
 
 def _real_features(job: LocalJob, out: Outputs) -> Tensor:
-    """Return the features [B, D] of the real batch after the classifier's step, in eval mode.
+    """Return the features [B, D] that the model computes for the real batch, in eval mode.
 
-    They are computed once for each batch; generator and RTNet both use the result.
+    They are computed once for each batch, after the optimizer step that trains the classifier. The
+    steps of generator and RTNet use the same features.
     """
     features = job.model.features
     return out.once("fraug.real", lambda: without_gradient(lambda: features(out.batch.inputs)))

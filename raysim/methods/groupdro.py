@@ -121,10 +121,11 @@ class GroupDRO(Method):
             job.upload["loss"] = losses.mean(0, keepdim=True)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Update the clients' weights q, and multiply each update's weight by its client's q.
+        """Update each participant's q, and multiply the weight of each update by its client's q.
 
-        The factors q are scaled so that the largest one is 1, because only their ratios count. If
-        all q are equal, nothing changes.
+        q is a number that the server keeps for each client and increases with the client's loss.
+        For the multiplication, each q is divided by the largest q of the participants, because only
+        ratios count. If all q are equal, the weights of the updates do not change.
         """
         clients = torch.tensor(aggregation.clients)
         losses = torch.cat(aggregation.uploads("loss"))

@@ -9,8 +9,8 @@ W0 and s. Client i has the rank r_i:
     prune       r_i <- max(1, q) if S_i is smaller after training than before
     aggregate   A and B, filled with zeros, by the weights p_i = |B_i A_i| / sum_j |B_j A_j|
 
-with q = floor(gamma r_i) and Frobenius norms; |B_i A_i| is the norm of the products of all layers
-together. lam is the weight of the penalty S_i. The first q columns of B and rows of A have no
+with q = floor(gamma r_i) and Frobenius norms. |B_i A_i| is one norm over the products of all
+layers. lam is the weight of the penalty S_i. The first q columns of B and rows of A have no
 penalty. The aggregation is not exact: the product of the mean factors is not the mean of the
 products.
 
@@ -58,8 +58,9 @@ if TYPE_CHECKING:
 
 
 def product_norm(layout: Layout, vector: Tensor) -> float:
-    """Return the Frobenius norm of the products B A of the adapters of all layers together.
+    """Return the square root of the sum over layers of |B A|^2, with Frobenius norms.
 
+    B and A are the factors of a layer's adapter.
     vector: the parameters of a model, in the order of `layout`.
     """
     total = 0.0
@@ -76,12 +77,12 @@ def kept_rank(rank: int, gamma: float) -> int:
 
 
 def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
-    """Return the penalty on last columns of B and rows of A: the sum over layers of |B_t| |A_t|.
+    """Return the sum over layers of |B_t| |A_t|, a penalty on parts of the adapters.
 
-    B_t are the columns of B, and A_t the rows of A, that `tail` selects; the norms are Frobenius
-    norms.
+    B and A are the factors of a layer's adapter. B_t has the last columns of B, and A_t the last
+    rows of A. `tail` selects these columns and rows. The norms are Frobenius norms.
     params: [layout.trained], the client's trained parameters.
-    tail: [layout.trained], 1 for the entries of these columns and rows, 0 for all others.
+    tail: [layout.trained], 1 for the entries of B_t and A_t, 0 for all other parameters.
     """
     total = params.new_zeros(())
     for factors in find_factors(layout):
@@ -136,10 +137,11 @@ class HetLoRA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Cut the received factors to the client's rank r; compute the penalty before training.
+        """Cut the received factors A and B to the client's rank r, and store their penalty.
 
-        The penalty is the `tail_sum` of columns q + 1 to r of B and rows q + 1 to r of A, with q =
-        floor(gamma * r). `end` compares it with the penalty after training.
+        The penalty is the `tail_sum` of columns q + 1 to r of B and rows q + 1 to r of A. Here q is
+        floor(gamma * r). After training, `end` compares the penalty of the trained factors with
+        this stored penalty. With lam = 0 there is no penalty.
         """
         rank = max(factors.rank for factors in find_factors(job.layout))
         if "rank" in job.received:

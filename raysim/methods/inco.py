@@ -87,7 +87,7 @@ def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
     """Return a tensor as n rows of k values, [n, k]; each row is mixed separately.
 
     A row is a kernel. With granularity="tensor", or if kernels are 1x1, there is one row, the whole
-    tensor. The result shares the memory of a contiguous tensor.
+    tensor. If `values` is contiguous, the result shares its memory.
     """
     size = math.prod(values.shape[2:]) if granularity == "kernel" else 1
     if size == 1:
@@ -195,7 +195,8 @@ class InCo(Method):
     as one vector.
     align: "always" mixes all updates of deeper layers. "conflict" mixes such an update only if its
     inner product with the update of the shallow layer is negative.
-    clamp_max: the largest weight of the shallow layer's update; the deeper layer's has 1.
+    clamp_max: the largest weight of a shallow layer's update in a mixture. The update of the deeper
+    layer has the weight 1.
     value_clip: the largest absolute value of a mixed update; None for no bound.
     eps: a small number that is added to denominators, so that none is 0.
     """

@@ -1,4 +1,4 @@
-"""Krum and Multi-Krum: use the update, or the mean of the updates, closest to most others.
+"""Krum and Multi-Krum: use only updates that are close to most other updates.
 
 Updates that are far from the other updates, as attackers' updates often are, have no influence.
 

@@ -244,12 +244,12 @@ def _format_devices(names: Sequence[str]) -> str:
 
 
 def needs_mask(run: Setup, ranks: Ranks) -> bool:
-    """Return True if a client must set the gradients beyond its rank to 0.
+    """Return True if clients must set the gradients of some rows of A and columns of B to 0.
 
     A client of rank r trains only the first r rows of A and columns of B of each adapter. All later
-    rows and columns have the gradient 0, unless another method changes gradients. So the result is
-    True if clients have different ranks and the run has such a method.
-    ranks: the method's setting; None gives all clients the rank of the model.
+    rows and columns already have the gradient 0, unless another method changes gradients. So the
+    result is True if clients have different ranks and another method of the run changes gradients.
+    ranks: the setting `ranks` of an adapter method; None gives all clients the rank of the model.
     """
     return ranks is not None and bool(run.others_fill("gradient") or run.others_fill("perturb"))
 
@@ -257,7 +257,7 @@ def needs_mask(run: Setup, ranks: Ranks) -> bool:
 def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
     """Declare that raysim need not call the hooks `begin` and `gradient`, if they have no effect.
 
-    ranks: the method's setting; None gives all clients the rank of the model.
+    ranks: the setting `ranks` of an adapter method; None gives all clients the rank of the model.
     """
     if ranks is None:
         run.skip("begin")
@@ -280,10 +280,10 @@ def rank_mask(job: LocalJob, rank: int) -> Tensor:
 
 
 def truncate(job: LocalJob, rank: int) -> None:
-    """Start the job from the received model with the first `rank` rows of A and columns of B.
+    """Cut the adapters of the model with which the job starts to a rank.
 
-    All later rows of A and columns of B become 0. The mask from `rank_mask` is stored in
-    `job.scratch["mask"]`.
+    The first `rank` rows of A and columns of B of each adapter do not change; all later ones become
+    0. The mask from `rank_mask` is stored in `job.scratch["mask"]`.
     """
     mask = rank_mask(job, rank)
     start = job.start.clone()

@@ -42,11 +42,14 @@ ProjectionHead: TypeAlias = Literal["mlp", "none"]
 def model_contrastive_loss(
     z_local: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float
 ) -> Tensor:
-    """Return the contrastive loss, the mean over the batch; 0 without a previous model.
+    """Return MOON's contrastive loss, averaged over the batch; 0 if P = 0.
+
+    For each sample, the cosines of z_local with z_global and with each z_previous are divided by
+    tau. The loss is the cross-entropy of these P + 1 logits, with z_global as the correct class.
 
     z_local, z_global: [B, D], features of the model in training and of the received model.
     z_previous: [P, B, D], features of P previous models of the client.
-    temperature: tau; the cosines are divided by it.
+    temperature: tau, above 0.
     """
     if not len(z_previous):
         return z_local.new_zeros(())
@@ -63,7 +66,7 @@ class Moon(Method):
     A previous model is the trained model at the end of an earlier job of the client.
 
     mu: the weight of the contrastive loss.
-    temperature: tau; the cosines in the loss are divided by it.
+    temperature: tau; the loss divides cosines between features by tau.
     head: "mlp" adds a projection of two linear layers to the model, and compares its outputs.
     "none" compares the features themselves.
     width: the hidden units of the projection; None means as many as the model has features.

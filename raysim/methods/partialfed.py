@@ -11,8 +11,8 @@ this client trained last. With u_l in {0, 1} for each layer l, training starts f
 The whole model is trained, uploaded and averaged as in FedAvg; the client's own model is the one
 that it trained last. With PartialFed-Fix, the setting `strategy` decides u. With
 PartialFed-Adaptive, each client learns u by training the logits pi [L, 2] of a policy, while the
-model is constant. While pi is trained, column 0 of softmax((pi + Gumbel noise) / tau) takes the
-place of u. Afterwards a layer is loaded if pi_l0 >= pi_l1.
+model is constant. While pi is trained, u is column 0 of softmax((pi + Gumbel noise) / tau). Then
+theta_l is a mixture of theta^g_l and theta^c_l. Afterwards a layer is loaded if pi_l0 >= pi_l1.
 
 Departures from the paper
 - No code was released, and the text of the paper was not available. Therefore the training of the
@@ -25,9 +25,9 @@ Departures from the paper
   If all clients have their first job in the same round, strategy=none is local training, and
   strategy=no_bn is FedBN.
 - The policy is trained on the client's samples without augmentation, with the task loss alone. The
-  model is in eval mode, and BatchNorm's running statistics are mixed, too.
-- FedProx, SCAFFOLD and MOON use the mixed model as the received model. But an update is the trained
-  model minus the model that the server sent.
+  model is in eval mode. BatchNorm's running statistics are mixed by the formula of theta_l, too.
+- FedProx, SCAFFOLD and MOON use theta, with which training starts, as the received model. But an
+  update is the trained model minus the model that the server sent.
 - The whole model travels in both directions, even layers that no client ever loads.
 """
 

@@ -1,10 +1,10 @@
 """pFedMe: train on each client a personal model that is pulled to the shared model.
 
-On each client, the shared model w then moves towards the personal model theta. The server averages
-the clients' w.
+In a job, a copy w of the shared model x moves towards the personal model theta. The server moves x
+towards the mean of the clients' w.
 
 Source: Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes" (NeurIPS
-2020), Algorithm 1. On each batch, with f its loss:
+2020), Algorithm 1. A job starts with w = x. On each batch, with f the loss of the batch:
 
     theta = w, then K times   theta <- theta - eta_p (grad f(theta) + lam (theta - w))
     w <- w - eta lam (w - theta)

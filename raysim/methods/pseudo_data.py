@@ -44,7 +44,7 @@ SamplingRule: TypeAlias = Literal["balanced", "unbalanced", "classes"]
 
 @dataclass(frozen=True)
 class PseudoData:
-    """The pseudo-data of a run: B means of samples, which the server sends to clients.
+    """Settings of a run's pseudo-data, which the server sends to clients: means of samples.
 
     kind: "rsm" makes means of clients' samples, "mixture" makes means of the public `proxy` set.
     rows: the number B of means.
@@ -134,10 +134,10 @@ class PseudoData:
         )
 
     def own_means(self, client: Contribution) -> Mapping[str, np.ndarray]:
-        """Return the means of samples that a client sends before round 0.
+        """Return means of a client's samples, which the client sends before round 0.
 
-        The result is {"pool": means}, with means [means_per_client, ...]. Each mean is over
-        `samples_per_mean` samples of the client.
+        The result is {"pool": means}, where the array has the shape [means_per_client, ...]. Each
+        mean is over `samples_per_mean` samples of the client.
         """
         size = self.means_per_client, self.samples_per_mean
         return {"pool": client_means(client, size, self.sources)}
@@ -153,7 +153,7 @@ class PseudoData:
             server.state["pool"] = self.draw(server)
 
     def draw(self, server: ServerView) -> Tensor:
-        """Return the means that the server sends to clients, [rows, ...].
+        """Return the pseudo-data that the server sends: means of samples, [rows, ...].
 
         With kind="rsm", they are drawn without replacement from the stored means of the clients.
         With kind="mixture", they are computed from samples of the public set.
@@ -258,13 +258,13 @@ def _client_intervals(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray
 
 
 def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
-    """Return means [size[0], ...] of clients' samples, drawn for the job's base version.
+    """Return means of samples of randomly drawn clients, [size[0], ...].
 
     Each mean is over samples of one client. All jobs with the same base version get equal means.
     size: the number of means, and the number of samples in each mean.
-    sources: with "unbalanced", a client's probability is in proportion to its samples. With
-    "balanced" and "classes", all clients have the same probability. With "classes", all classes of
-    the drawn client have the same probability, otherwise all of its samples have.
+    sources: "unbalanced" draws clients in proportion to their numbers of samples. "balanced" and
+    "classes" draw all clients equally often. Of a drawn client, "classes" draws all classes equally
+    often. "unbalanced" and "balanced" draw all samples of the client equally often.
     """
     generator = stream(job.seed, "fedbr.fresh", job.version)
     ends = _interval_ends(job.partition, sources != "unbalanced")
@@ -322,8 +322,8 @@ def proxy_means(
     proxy: the source of the public set; its mean and deviation normalise the samples.
     dataset: the public set, which `proxy` has built.
     size: the number of means, and the number of samples in each mean.
-    sources: with "unbalanced", all samples have the same probability. With "balanced" and
-    "classes", all classes have the same probability.
+    sources: "unbalanced" draws all samples equally often. "balanced" and "classes" both draw all
+    classes equally often; they do not differ, because a public set has no clients.
     generator: the generator that draws the samples.
     dtype: the dtype of the means.
     """

@@ -57,8 +57,9 @@ def divisor(
     """Return the number by which the weighted sum of updates is divided.
 
     It is the sum of w (1 + q c / F) over the clients. Each sequence has one number for each client.
-    weights: w, the client's weight times F^q.
-    losses: F, the loss of the received model on the client's data.
+    F is the loss of the received model on the client's data.
+    weights: w, the aggregation weight of the client, already multiplied by F^q.
+    losses: F.
     curvatures: c = |u|^2 / lr, with u the client's update and lr the job's learning rate.
     q: the power of the loss.
     """
@@ -107,9 +108,11 @@ class QFedAvg(Method):
         job.upload["curvature"] = moved.square_().sum(dtype=torch.float64).reshape(1) / job.rate
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Multiply each client's weight by F^q, and set the divisor of the sum of updates.
+        """Multiply each client's weight by F^q, and replace the divisor of the sum of updates.
 
-        F is the loss of the received model on the client's data.
+        F is the loss of the received model on the client's data, and q is the setting `q`. The
+        function `divisor` computes the number by which the aggregation then divides the sum of
+        updates.
         """
         losses = [max(float(loss), LEAST_LOSS) for loss in aggregation.uploads("loss")]
         curvatures = [float(curvature) for curvature in aggregation.uploads("curvature")]

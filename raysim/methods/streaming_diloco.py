@@ -4,7 +4,7 @@ Source: Douillard et al., "Streaming DiLoCo with overlapping communication: Towa
 Free Lunch" (2025), Algorithm 2. It builds on DiLoCo (Douillard et al. 2023): AdamW on the clients,
 and Nesterov's momentum on the server. With P fragments, a job that starts from version v sends
 fragment v mod P. This fragment is *due* in version v. A client whose last job started from version
-u receives the fragments that were due in the versions u to v - 1. Symbols:
+s receives the fragments that were due in the versions s to v - 1. Symbols:
 
     x, u        the server's model and its momentum
     beta, eta   the factor of the momentum, and the server's learning rate
@@ -15,7 +15,7 @@ u receives the fragments that were due in the versions u to v - 1. Symbols:
 
 Algorithm:
 
-    receive     l_p <- x_p,  g_p <- x_p for the fragments p due in the versions u to v - 1
+    receive     l_p <- x_p,  g_p <- x_p for the fragments p due in the versions s to v - 1
     train       l <- AdamW(l), all fragments
     send        D_p = l_p - g_p for p = v mod P
     aggregate   d_p = sum_i w_i D_i,p / sum_i w_i,   u_p <- beta u_p + d_p
@@ -163,10 +163,11 @@ class StreamingDiLoCo(Method):
         return sum(place.stop - place.start for place in places)
 
     def _floats_down(self, layout: Layout, job: Participation) -> int:
-        """Return how many floats a client receives in a job.
+        """Return an estimate of how many floats a client receives in a job.
 
-        In its first job, it receives the whole model. In a later job it receives the fragments that
-        were due in versions from its last job's base version on, without the current version.
+        In its first job, a client receives all floats. In a later job it receives the fragments due
+        in the versions s to v - 1. v is the base version of the job. s is the base version of the
+        client's last job, here estimated as the number of earlier jobs minus 1.
         """
         if not job.earlier_jobs:
             return layout.trained
@@ -176,10 +177,12 @@ class StreamingDiLoCo(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Start from the client's own model, updated with fragments of the received model.
+        """Start from the client's last trained model, with some fragments of the received model.
 
-        These are the fragments that were due in versions from the last job's base version on,
-        without the current version. The first job starts from the received model.
+        Fragment v mod P is due in version v, with P the number of fragments. Let this job start
+        from version v, and the client's last job from version s. The fragments due in the versions
+        s to v - 1 are replaced by the received ones. The client's first job starts from the
+        received model.
         """
         trained = job.layout.trained
         version = int(job.state["version"])

@@ -1,8 +1,8 @@
 """Trimmed mean: average the changes of each parameter without the largest and smallest ones.
 
-For each parameter, the k largest and the k smallest of the m changes are left out. k is beta m,
-rounded down, and beta is the setting `share`. The result is robust if at most k updates are
-malicious.
+With m updates, each parameter has m changes. The k largest and the k smallest of these changes are
+left out. k is beta m, rounded down, and beta is the setting `share`. The result is robust if at
+most k updates are malicious.
 
 Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
 Statistical Rates" (ICML 2018), Definition 2 and Algorithm 1, option II.

@@ -17,17 +17,19 @@ CE is the cross-entropy, SC the supervised contrastive loss. P_i are the other r
 l_i; without such rows, row i adds 0. In the term with gamma, h_v is a constant.
 
 Departures from the paper
-- With label_mode="extra", virtual images have classes of their own, as in the authors' code. In
-  evaluation, the larger of the two outputs of a class is used. With "shared", virtual images have
-  the real classes, as in FedBR's code.
+- With label_mode="extra", virtual images have classes of their own, as in the authors' code. The
+  model then has two outputs for each class, one for real and one for virtual images. In evaluation,
+  the larger one of these two outputs is used. With "shared", virtual images have the real classes,
+  as in FedBR's code.
 - The noise comes from the authors' simple noise generator. They also use an untrained StyleGAN,
   which is left out here. The authors clip the noise to [0, 1]; here each channel of all virtual
   images is standardised.
 - A step draws its virtual images without replacement, pads them with zeros and crops them. The
   zeros are added after the standardisation.
-- If another method changes the inputs (Mixup, FedMix), only the changed images are classified. A
-  second forward pass computes the features of the unchanged images and the virtual ones, as in
-  FedBR's code. This pass updates BatchNorm's statistics, too.
+- Another method may change the inputs (Mixup, FedMix). CE(x, y) is then computed for the changed
+  images. A second forward pass computes the features of the unchanged images and of the virtual
+  images, as in FedBR's code. All other terms of the loss use these features. This pass updates
+  BatchNorm's statistics, too.
 - BatchNorm's running statistics come from real and virtual images. Therefore the data should be
   normalised, as the virtual images are.
 - The authors' distance between domains has weight 0 in their code and is left out.
@@ -168,7 +170,8 @@ class Vhl(Method):
     """A method that also trains on labelled noise, and aligns real features with it.
 
     alpha: the weight of the cross-entropy of virtual images.
-    gamma, kappa: the weights of the contrastive losses of all features, and of virtual features.
+    gamma: the weight of the contrastive loss over real and virtual features.
+    kappa: the weight of the contrastive loss over virtual features only.
     temperature: the temperature of the contrastive losses.
     virtual: the number of virtual images.
     virtual_batch: the number of virtual images in a step.
@@ -249,9 +252,10 @@ class Vhl(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of training on the virtual samples, as a number of trained samples.
 
-        Each batch is assumed to have as many virtual as real samples. If another method changes the
-        inputs, the result is twice the number of the job's samples. Then the unchanged real samples
-        make a second forward and backward pass, together with the virtual ones.
+        Each batch is assumed to have as many virtual as real samples. So the cost is the number of
+        the job's trained samples. If another method changes the inputs, the cost is twice this
+        number. In that case, the unchanged real samples make a second forward and backward pass,
+        together with the virtual samples.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0

@@ -1,4 +1,8 @@
-"""The base classes of neural networks (an extractor and a linear head) and of their recipes."""
+"""The base classes of neural networks and of recipes.
+
+A neural network consists of an extractor and a linear head. A recipe has the settings of a neural
+network and can build it.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def refusing_layer(model: nn.Module, make_inputs: Callable[[int], Tensor]) -> st
 
 
 def _move_inputs(inputs: Tensor, parameter: Tensor) -> Tensor:
-    """Move inputs to the device of a parameter; convert inputs of floats to its dtype."""
+    """Return the inputs on the parameter's device; floats also get the parameter's dtype."""
     dtype = parameter.dtype if inputs.is_floating_point() else inputs.dtype
     return inputs.to(parameter.device, dtype)
 

@@ -82,7 +82,11 @@ def original_network(model: nn.Module) -> nn.Module:
 
 
 def original_names(model: nn.Module) -> dict[str, str]:
-    """Map each parameter's and buffer's name before `split_network` to its name in this model."""
+    """Map original names of parameters and buffers to their names in `model`.
+
+    The original name of a tensor is the name before `split_network`. Original names are the keys of
+    the result.
+    """
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     if isinstance(model, WholeNetwork):
         return {name.removeprefix("net."): name for name in names}
@@ -105,12 +109,17 @@ def _replace_module(net: nn.Module, name: str, module: nn.Module) -> None:
 def split_network(
     net: nn.Module, num_classes: int, inputs: Tensor, head: str | None = None
 ) -> Classifier:
-    """Return the network, split at `head`; a `WholeNetwork` if it cannot be split.
+    """Return the network, split into an extractor and a linear head.
 
-    head: the name of a linear layer; None means the last linear layer.
+    A `Classifier` is returned unchanged. With head=None, the result is a `WholeNetwork`, without a
+    separate head, in these cases: the last linear layer does not compute the network's outputs, the
+    outputs have more than 2 dimensions, or num_classes is 0.
     inputs: examples [B, ...], for which the split network must compute the same outputs.
+    head: the name of the linear layer that computes the network's outputs; None means the last
+    linear layer.
     Raise ValueError if the network does not accept these examples, or does not have `num_classes`
-    outputs. Also raise it if `head` is not a linear layer whose outputs are those of the network.
+    outputs. Also raise ValueError if `head` names a layer that is not linear or does not compute
+    the network's outputs.
     """
     if isinstance(net, Classifier):
         return net

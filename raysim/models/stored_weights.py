@@ -59,15 +59,17 @@ class HalfWeight(nn.Module):
         self.bits = nn.Parameter(bits, requires_grad=False)
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in the type `dtype`; for bfloat16 it is not copied."""
+        """Return the weight in the type `dtype`; with dtype=torch.bfloat16, without a copy."""
         return self.bits.view(torch.bfloat16).to(dtype)
 
 
 class FourBitWeight(nn.Module):
     """A frozen weight with 4 bits for each entry, and a scale for each block of 64 entries.
 
-    Its parameters are `codes`, uint8 [blocks, NF4_BLOCK / 2], two entries in a byte, and `scales`,
-    int32 [blocks], the bits of floats.
+    It has two parameters. Integers keep their type if the network is converted to another type.
+
+    - `codes`, uint8 [blocks, NF4_BLOCK / 2]: each byte has the codes of two entries.
+    - `scales`, int32 [blocks]: each integer has the 32 bits of a block's scale, which is a float32.
     """
 
     def __init__(self, weight: Tensor):

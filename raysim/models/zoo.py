@@ -238,7 +238,8 @@ class _NextTokenLogits(_Logits):
     """A causal network of `transformers` that returns logits [B, C, T] for tokens [B, T].
 
     It needs no mask for padding: padding is at the end of a sequence, and no position sees later
-    positions. The logits of tokens that the data does not contain are left out.
+    positions. C is the number of tokens in the vocabulary of the data. If the vocabulary of the
+    network is larger, the logits of all further tokens are left out.
     """
 
     def __init__(self, net: nn.Module, random_weights: Sequence[str], num_classes: int):
@@ -352,8 +353,8 @@ def _random_weights(net: nn.Module, missing: Iterable[str], head_size: int | Non
     """Return the names of the weights that stay random, because no pretrained file has them.
 
     missing: the names of the weights that are in no file of the pretrained model.
-    head_size: the number of outputs of the head, whose weights are left out of the result. None
-    leaves out nothing.
+    head_size: the number of outputs of the head. Weights with this number of rows belong to the
+    head, and are left out of the result. None leaves out no weights.
     """
     state = net.state_dict()
     return [

@@ -15,7 +15,7 @@ MAX_LISTED_NAMES = 20
 class RefusedError(ValueError):
     """The error of a request that cannot be carried out.
 
-    Its text has the key with its value, what is wrong, and what to do.
+    Its text names the configuration key and the value, and says what is wrong and what to do.
     """
 
     def _render_traceback_(self) -> list[str]:

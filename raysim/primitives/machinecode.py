@@ -45,7 +45,11 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save the code `data` for the argument types `sig`, while no other process saves code."""
+        """Save the machine code `data` for the argument types `sig`.
+
+        A lock on the folder makes other processes wait, so that only one process saves at a time.
+        An error while saving is ignored.
+        """
         # Two processes that save at the same time would give the same name to their code.
         folder = Path(self.cache_path)
         with contextlib.suppress(Exception), wait_for_folder(folder, "NUMBA_CACHE_DIR"):

@@ -1,4 +1,4 @@
-"""Measure the memory of this process and machine, and refuse settings that need more."""
+"""Measure memory, and refuse data that do not fit into the memory of the machine."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def total_memory_bytes() -> float:
 class MemoryState(NamedTuple):
     """The memory of a machine, and what happened when it was full.
 
-    kills: the processes that the kernel has ended since the machine started, because memory ran
-    out; 0 if it is unknown.
+    kills: the number of processes that the kernel has ended because memory ran out. It counts from
+    the start of the machine; 0 if it is unknown.
     total_bytes: the memory of the machine, or of its container if that is less; inf if unknown.
     """
 
@@ -66,7 +66,7 @@ def memory_state() -> MemoryState:
 
 
 def release_free_memory() -> None:
-    """Give memory that was freed back to the system, if the C library is glibc."""
+    """Return freed memory of the heap to the operating system, if the C library is glibc."""
     # Large arrays that are freed one by one leave holes in the heap.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

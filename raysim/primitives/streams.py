@@ -38,8 +38,8 @@ def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """Return a random generator that depends only on the seed, the purpose and the keys.
 
     An example is stream(seed, "batches", client, participation). Equal arguments give equal
-    generators, different ones independent generators. All calls with the same purpose must have
-    equally many keys, because (3,) and (3, 0) give the same stream.
+    generators; different arguments give independent generators. All uses of a purpose must have the
+    same number of keys, because the keys (3,) and (3, 0) give equal generators.
     seed: the run's seed.
     purpose: a name for the use of the random numbers.
     keys: numbers of 0 or more, such as a client and a round.

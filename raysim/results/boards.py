@@ -125,9 +125,9 @@ def _finite_numbers(row: Row) -> dict[str, float]:
 
 
 def _summary_numbers(run: CurrentRun) -> dict[str, float]:
-    """Return the finite numbers of the summary whose keys are no columns of the history.
+    """Return the finite numbers of the run's summary, by key; dots join nested keys.
 
-    A nested key is joined by dots. The key `rounds` and the keys in `run.facts` are left out, too.
+    These keys are left out: columns of the history, the key `rounds`, and the keys in `run.facts`.
     """
     summary = {key: value for key, value in run.summary().items() if key not in run.facts}
     in_rows = {"rounds", *(key for row in run.rows for key in row)}

@@ -114,8 +114,8 @@ def write_clients(
 
     data: the clients' samples.
     scores: the last scores of the clients; None if there are none.
-    network: the topology of the run. If it has several replicas, and the same replica always serves
-    a client, the file has the number of this replica.
+    network: the topology of the run; None means a single model. With several replicas, the file has
+    the number of each client's replica, unless clients may change from one replica to another.
     """
     train, tests = data.partition.all_train.counts, data.partition.test.counts
     # a run with pooled data trains one client and scores all clients
@@ -210,9 +210,10 @@ class ScoreWriter:
         return sum(map(len, self._tables))
 
     def write(self) -> None:
-        """Write the newest file of the folder again, with all scores that are in memory.
+        """Write all rows that are in memory to the newest file, and replace its old content.
 
-        These are all scores that no full file has. Full files stay unchanged.
+        The memory has all rows after the last full file. Full files do not change. Without rows in
+        memory, nothing is written.
         """
         if not self._tables:
             return

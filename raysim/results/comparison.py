@@ -154,9 +154,10 @@ class Report:
         return to_latex(self._columns, "\n".join(filter(None, notes)))
 
     def latex_thresholds(self) -> str:
-        """Return the table `thresholds` for LaTeX: the costs until settings reach threshold scores.
+        """Return the table `thresholds` as LaTeX: the costs until runs reach target scores.
 
-        Return "" if no run reached any of these scores.
+        The table has a row for each target score and setting. Return "" if no run reached any
+        target score.
         """
         columns = threshold_columns(self.groups, self.view)
         if not columns:
@@ -168,10 +169,10 @@ class Report:
         return any(len(group.runs) > 1 for group in self.groups)
 
     def write(self, folder: str | Path, formats: Sequence[str] = ()) -> list[Path]:
-        """Write the HTML page, tables for LaTeX and figures; return their paths, the page first.
+        """Write an HTML page, LaTeX tables and figure files; return their paths, the page first.
 
-        formats: each figure is also written as a separate file of each of these types: "pdf", "svg"
-        or "png". () writes no such files.
+        formats: the types of figure files, "pdf", "svg" or "png". Each figure is written once for
+        each type; () writes no figure files. The page shows its figures in any case.
         """
         from raysim.results.page import write_report
 
@@ -217,9 +218,9 @@ def report(
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
     labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
     order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". A setting
-    missing from `order` follows the last setting before it that has the same data and split.
-    Without such a setting, it goes to the end. Each setting is tested against the first setting
-    with the same data and split.
+    that is not in `order` goes behind all settings of `order` with the same data and split. If
+    `order` has no such setting, it goes to the end. Each setting is tested against the first
+    setting with the same data and split.
     percent: True shows scores between 0 and 1, such as accuracy, in percent.
     thresholds: target scores. The table `thresholds` has the costs until a setting reaches each of
     them. () takes the target scores that the summaries list in `rounds_to`, and keeps the highest

@@ -291,7 +291,7 @@ def gap_dashes(
     pair (offset, (length of a dash, length of a gap)), with lengths in multiples of the line width.
     points: the points of the new line, a dict from x to y.
     drawn: for each earlier line, a dict from x to y.
-    tolerance: the largest difference of two y values that cannot be seen.
+    tolerance: two y values look the same if their difference is at most this number.
     """
     below = sum(_overlap(points, other, tolerance) for other in drawn)
     return (0.0, (6 / below, 6.0)) if below else None
@@ -301,7 +301,7 @@ def _overlap(one: dict[float, float], other: dict[float, float], tolerance: floa
     """Return True if a large part of the shorter line lies on the longer line.
 
     one, other: the points of each line, a dict from x to y.
-    tolerance: the largest difference of two y values that cannot be seen.
+    tolerance: two y values look the same if their difference is at most this number.
     """
     shorter, longer = sorted((one, other), key=len)
     same = [x in longer and abs(y - longer[x]) <= tolerance for x, y in shorter.items()]
@@ -343,9 +343,9 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
     """Draw one SVG for each quantity of the horizontal axis, such as rounds, traffic or time.
 
     A quantity is left out if it is 0 at every point of all curves. Each entry of the result has the
-    label of the horizontal axis, the SVG and a bool. The bool is False if the SVG shows no more
-    than the plot against the rounds does. The SVGs have no legend, because the page has one legend
-    for all plots.
+    label of the horizontal axis, the SVG and a bool. The bool is True for rounds, and for a plot
+    that shows more than the plot against rounds. For wall time it is False, because wall time
+    depends on the machine. The SVGs have no legend, because the page has one legend for all plots.
     ylabel: the label of the vertical axis.
     """
     drawn = []

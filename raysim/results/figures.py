@@ -77,7 +77,6 @@ def figure_file(
 
 
 def _draw_sentence(ax: Axes, sentence: str) -> None:
-    """Write a sentence where the figure has nothing to draw."""
     ax.set_axis_off()
     text = textwrap.fill(sentence, 30)
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", alpha=0.8)
@@ -216,9 +215,9 @@ def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
     """Write a picture of the classes that local models predict for samples of unseen classes.
 
     An unseen class does not occur in the client's training samples. The picture has a panel for
-    each of up to 6 clients, with a bar for each class. A bar is the mean probability that the
-    client's model predicts for its class. The mean is over the central test samples of the
-    client's unseen classes.
+    each of up to 6 clients, with a bar for each class. The bar of class c is the mean of the
+    probabilities that the client's model predicts for c. The mean is over all central test samples
+    of the client's unseen classes.
     """
     outputs = []
     for probe in probes:
@@ -406,10 +405,10 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
 
 
 def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Write a picture of each domain's score over the rounds.
+    """Write one picture with the scores of all domains over the rounds.
 
-    There is one panel for the clients' models, one for the shared model and one for fine-tuned
-    models. A panel is left out if the history has no scores of these models.
+    Each domain is a curve. There is one panel for the clients' models, one for the shared model and
+    one for fine-tuned models. A panel is left out if the history has no scores of these models.
 
     Returns False, and writes nothing, if there are no domains.
     """

@@ -227,10 +227,11 @@ def summarise(
     """Return the content of `summary.json`.
 
     It has the last value of each column, scores over several rounds such as "best5_mean", and
-    `facts`. The scores are computed from the main metric on the clients' test sets, for example the
-    column `accuracy`. If there are none, they are computed from the column of the central test set,
-    such as `accuracy_global`. If the history has values in both columns, the scores of the central
-    test set are added with the suffix `_global`.
+    `facts`. A score over several rounds is computed from the main metric, such as accuracy. If the
+    history has the metric on clients' test sets (column `accuracy`), this column gives the scores.
+    The metric on the central test set (column `accuracy_global`) then gives additional scores with
+    the suffix `_global`. If only `accuracy_global` has values, it gives the scores without a
+    suffix.
 
     thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     lower: the metrics for which a lower score is better.

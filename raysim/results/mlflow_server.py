@@ -143,7 +143,7 @@ class Mlflow:
         return self._run
 
     def _use(self, run: Run) -> None:
-        """Send to this run from now on, and read what MLflow already stores of the run."""
+        """Choose a run of MLflow for all later requests; read what MLflow stores of this run."""
         self._run = run.info.run_id
         self._started = float(run.info.start_time)
         self._last = int(run.data.metrics.get("round", 0))
@@ -182,7 +182,8 @@ class Mlflow:
         """Search MLflow for the run of a record; return the run's MLflow id.
 
         MLflow stores the `id` of the record as a tag of the run. Return "" if no run has this tag.
-        Also return "", without a search, unless the record says that `raysim ui` sends the run.
+        MLflow is searched only if the record says that `raysim ui` sends the run to MLflow;
+        otherwise return "".
         record: the content of the run's tracking.json.
         """
         if record.get("sent_by") != UI:
@@ -242,7 +243,7 @@ class Mlflow:
     def describe(self, record: Record) -> None:
         """Log the configuration as parameters, and the name and digest of the data set.
 
-        What MLflow stores already of this run is not sent again.
+        Values that MLflow already stores are not sent again.
         record: the content of the run's tracking.json, with the configuration.
         """
         from mlflow.entities import Param
@@ -269,9 +270,9 @@ class Mlflow:
         )
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Log the rows of rounds after the last round that MLflow stores.
+        """Log the rows that MLflow does not store yet: those after its last stored round.
 
-        Each request to MLflow has the numbers of one or more complete rows.
+        Each request sends all numeric values of one or more rows, never only a part of a row.
         """
         from mlflow.entities import Metric
 
