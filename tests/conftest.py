@@ -150,7 +150,10 @@ def restore_torch_settings() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def restore_import_path() -> Iterator[None]:
-    """Restore the import path after a test: `--allow` adds the current folder."""
+    """Restore Python's import path after a test.
+
+    Commands with the option `--allow`, which load a user's package, add the current folder to it.
+    """
     path = [*sys.path]
     yield
     sys.path[:] = path

@@ -1,4 +1,4 @@
-"""Define a method with which two runs, each in a process, train the same round at once."""
+"""Define a method that keeps two runs in the same round. Each run has its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replace the plots that a run draws by plots of one data point, because drawing takes long."""
+"""Let tests replace every plot with a picture of one pixel, because drawing takes long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONE_POINT: dict[str, Any] = {
 
 
 def replace_pictures(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Replace the functions that draw plots by functions that draw one data point.
+    """Replace the functions that draw plots: the new ones write a picture of one pixel.
 
     set_attribute: `setattr` or a function with the same arguments, such as `monkeypatch.setattr`.
     """

@@ -34,7 +34,13 @@ OWN_OBJECTS = {"self", "_waiting", "records"}
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
-    """Map each name that a file imports from another package to its dotted path in that package."""
+    """Map the imported names of a file to dotted paths, such as "np" to "numpy".
+
+    Imports from raysim are left out. A variable that is assigned `import_module("ray")` counts as
+    an imported name.
+
+    tree: the syntax tree of the file.
+    """
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -101,10 +107,13 @@ def is_private_module(name: str) -> bool:
 
 
 def uses_private_part(names: Mapping[str, str], path: str) -> bool:
-    """Return whether one of the names in a path is private, so that it begins with an underscore.
+    """Return whether the attributes of an imported name include a private name.
+
+    In a package of `STRICT`, a name with a single leading underscore is private. In other packages,
+    only "_internal" and "_private" are.
 
     names: maps each imported name to its dotted path.
-    path: an imported name and the attributes behind it, such as "ray.util.get".
+    path: an imported name and the attributes after it, such as "ray.util.get".
     """
     first, _, rest = path.partition(".")
     if names[first].partition(".")[0] in STRICT:
@@ -130,10 +139,14 @@ def imports_ray(text: str) -> bool:
 
 
 class Scopes:
-    """The variables of a source file whose value is a module, class or function of another package.
+    """The variables of a source file that refer to objects of another package.
 
-    A variable gets such a value by an import, by an assignment, or as the variable of a `for` loop.
-    A parameter gets it if a call in the same file passes such a value.
+    Such an object is a module, a class or a function. A variable gets it by an import, by an
+    assignment, or in a `for` loop. A function's parameter gets it if a call in the same file passes
+    it.
+
+    tree: the syntax tree of the file.
+    names: maps each imported name to its dotted path, such as "numpy.linalg".
     """
 
     def __init__(self, tree: ast.AST, names: Mapping[str, str]):
@@ -205,9 +218,13 @@ class Scopes:
 
 
 def is_own(node: ast.AST, tree: ast.AST) -> bool:
-    """Return whether a variable certainly belongs to the file's own classes.
+    """Return whether an expression certainly is an object of a class that the file defines.
 
-    True for `self`, for `cls`, and for an instance of a class that the file defines.
+    True for the variables `self` and `cls`, and for a variable to which the file assigns only new
+    instances of its classes. True also for an attribute of such a variable.
+
+    node: the expression.
+    tree: the syntax tree of the file.
     """
     if not isinstance(node, ast.Name):
         return isinstance(node, ast.Attribute) and is_own(node.value, tree)
@@ -258,11 +275,13 @@ def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
-    """Return whether an expression is a dictionary of names that belongs to another package.
+    """Return whether an expression is a namespace, a dictionary of names, of another package.
 
-    Examples are the attributes `vars(x)` and `x.__dict__` of such an object, and `sys.modules`.
+    True for `sys.modules`. Also True for `vars(x)` and `x.__dict__`, unless x certainly is an
+    object of a class that the file defines.
 
-    tree: the syntax tree of the file, which shows whether x is an object of the file's own classes.
+    node: the expression.
+    tree: the syntax tree of the file.
     """
     if isinstance(node, ast.Call) and dotted(node.func) == "vars" and node.args:
         return not is_own(node.args[0], tree)

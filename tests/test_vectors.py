@@ -15,9 +15,9 @@ SCRIPT = Path(os.environ.get("RAYSIM_SHARED") or "missing") / "check_vectors.py"
 
 
 def rules() -> ModuleType:
-    """Load the script that reads these files and compares values; return its module.
+    """Load the script `check_vectors.py` from the folder RAYSIM_SHARED; return it as a module.
 
-    The script is in the folder RAYSIM_SHARED.
+    The script reads files with test vectors and compares values.
     """
     spec = importlib.util.spec_from_file_location("check_vectors", SCRIPT)
     assert spec is not None and spec.loader is not None
@@ -30,9 +30,10 @@ RULES = rules() if SCRIPT.is_file() else None
 
 
 def every_block() -> list[dict[str, Any]]:
-    """Return the contents of the files: for each function its name and its cases.
+    """Return the contents of all files with test vectors.
 
-    The list is empty if RAYSIM_SHARED is not set.
+    An entry has the name and the cases of one function. A case is a pair of stored arguments and
+    result. The list is empty if the folder RAYSIM_SHARED has no script `check_vectors.py`.
     """
     return (
         [] if RULES is None else [block for _, block in RULES.blocks([SCRIPT.parent / "vectors"])]
@@ -42,7 +43,7 @@ def every_block() -> list[dict[str, Any]]:
 def functions_with_vectors() -> set[str]:
     """Return the names, as "module:function", of the functions that have test vectors.
 
-    Without the shared folder, skip the test that calls this.
+    Skip the calling test if the folder RAYSIM_SHARED has no script `check_vectors.py`.
     """
     if RULES is None:
         pytest.skip("RAYSIM_SHARED does not name a folder with vectors")

@@ -109,19 +109,19 @@ class Scorer:
         """Return all tensors of the model that a task scores, by full name, without scoring it.
 
         published: the version to score.
-        sent: the client's state if it is on another worker; else None.
+        sent: the client state, if the coordinator sent it with the task; otherwise None.
         """
         self._load(task, self.receiver.receive(published), sent)
         tensors = self.vector.named(self.vector.data, self.vector.counters)
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def client_tensors(self, task: ScoringTask, sent: StoredState | None) -> dict[str, np.ndarray]:
-        """Return the tensors of the state of the client that a task scores.
+        """Return the client state of a scored client as NumPy arrays.
 
         The keys are the tensors' full names, such as "model.head.weight" or "method.name".
 
-        task: the task that names the client.
-        sent: the client state, if the task came with a copy from another worker; otherwise None.
+        task: the scoring task, which names the client.
+        sent: the client state, if the coordinator sent it with the task; otherwise None.
         """
         state = self.states.get(task.client, task.state, sent)
         return to_named_arrays(state.each(lambda tensor: tensor.cpu().numpy()), self.layout)
@@ -132,7 +132,7 @@ class Scorer:
         """Return labels [n] and the model's outputs [n, C] for a task's rows.
 
         published: the version whose model is used.
-        sent: the client's state if it is on another worker; else None.
+        sent: the client state, if the coordinator sent it with the task; otherwise None.
         """
         self.trainer.set_training(False)
         self._load(task, self.receiver.receive(published), sent)
@@ -153,7 +153,7 @@ class Scorer:
 
         task: the task that names the client; a negative client number means no client.
         broadcast: the version to score, on the device.
-        sent: the client state, if the task came with a copy from another worker; otherwise None.
+        sent: the client state, if the coordinator sent it with the task; otherwise None.
         """
         state = self.states.initial
         if task.client >= 0:
@@ -170,10 +170,12 @@ class Scorer:
     def _scored(
         self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None
     ) -> ScoredModel:
-        """Return the loaded model and the samples of a task, for the hooks `load` and `evaluate`.
+        """Return the argument of the hooks `load` and `evaluate`: a model, and samples to score.
+
+        The model is the one that the trainer's vector contains. The task names the samples.
 
         broadcast: the version to score, on the device.
-        sent: the client's state if it is on another worker; else None.
+        sent: the client state, if the coordinator sent it with the task; otherwise None.
         """
         values: Mapping[str, Any] = {}
         if task.client >= 0:

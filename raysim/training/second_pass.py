@@ -83,7 +83,8 @@ class RepeatedOutputs(Outputs):
     def once(self, name: str, compute: Callable[[], T]) -> T:
         """Return the output stored as `name`; compute and store it at the first use.
 
-        If the stage's first pass computed this output, the same random numbers are drawn again.
+        This object stores outputs of the second pass only. If the first pass has computed an output
+        of this name, the second computation draws the same random numbers.
         """
         start = self._first.starts.get(name)
         if start is None or self._kept.get(name) is not None:
@@ -115,14 +116,14 @@ class SecondPass:
 
     @contextmanager
     def at(self, shift: Tensor, runs: Sequence[slice]) -> Iterator[Outputs]:
-        """Shift parameters inside `with`; yield outputs of the model for the same batch.
+        """Shift parameters inside `with`; yield the outputs of the shifted model.
 
-        After the `with` statement, parameters, buffers (BatchNorm's statistics), client state and
-        torch's random generator have the same bits as before.
+        The outputs are for the batch of the first pass. The end of the `with` statement restores
+        the parameters, the buffers, the client state and torch's random generator to the same bits.
 
-        shift: a flat tensor to add to the parameters. It has the values for all slices, one slice
-        after another.
-        runs: the contiguous slices of the vector that are shifted.
+        shift: a flat tensor to add to the parameters. It contains the values for the first slice
+        of `runs`, then those for the second slice, and so on.
+        runs: the slices of the vector whose parameters are shifted.
         """
         ctx, vector, device = self.ctx, self.vector, self.vector.data.device
         state, scratch = ctx.state, ctx.kept

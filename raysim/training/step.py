@@ -234,8 +234,8 @@ class Step:
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
         """Compute the gradient of a stage's loss, and make an optimizer step with it.
 
-        Before the step, methods may correct the gradient. If its norm is then above `clip`, it is
-        scaled down.
+        Before the step, methods may correct the gradient. If `self.clip` is not 0, a gradient with
+        a norm above `self.clip` is then scaled down to this norm.
 
         loss: the loss of the stage, a scalar.
         second: computes gradients at shifted parameters for the hook `perturb`. It is None if no
@@ -330,9 +330,12 @@ class Step:
         return group.views
 
     def group(self, trains: tuple[str, ...]) -> ParameterGroup:
-        """Return the parameters of stages that train these networks or modules.
+        """Return the parameters of the given networks or modules, for the stages that train them.
 
-        Raises ValueError if there are none, or if a method freezes one of them.
+        Raises ValueError if there is no trainable parameter, or if a method freezes one of the
+        parameters.
+
+        trains: the names of networks or modules, such as "model" or "model.head".
         """
         key = self.vector.data.data_ptr(), trains
         group = self._groups.get(key)

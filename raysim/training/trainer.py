@@ -183,7 +183,8 @@ class Trainer:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
         ctx: the job.
-        name: a name for the copies. Only the first call of a job with this name loads `values`.
+        name: a name for the copies. In each job, the first call with a name loads `values`. Later
+        calls with this name return the same copies and ignore `values`.
         values: the parameters and buffers of the copies [layout.total]; None means the model from
         which training started, with the client's personal parameters.
         """
@@ -408,9 +409,7 @@ class Trainer:
         return torch.stack(list(values)).to(device).unbind()
 
     def _cycle(self, plan: Plan) -> Sequence[Sequence[Stage]]:
-        """Return a list with the stages of each step of a job; it is repeated for longer jobs.
-
-        With a list of n entries, step k of the job has the stages in entry k % n.
+        """Return the stages of a job's steps: n entries, where step k uses entry k % n.
 
         plan: the batches of the job.
         """

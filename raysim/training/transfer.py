@@ -39,9 +39,11 @@ _silence_read_only_warning()
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return the array as a tensor on the device, without waiting; on a CPU a view.
+    """Return the array as a tensor on the device.
 
-    Training can use the tensor even if this function was called in inference mode.
+    For a CPU, the tensor shares the memory of the array. For a GPU, the function starts the copy
+    and does not wait for its end. Training can use the tensor even if this function was called in
+    inference mode.
     """
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)

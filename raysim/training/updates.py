@@ -166,7 +166,7 @@ class UpdateBuilder:
         """Check that an update is finite; return its mean loss and the norm of its delta.
 
         The mean is over all trained rows. Buffers and personal parameters in the trainer's vector
-        are checked, too. The check waits for the device only once, unless a sum is not finite.
+        are checked, too.
 
         losses: the task loss of each step that has a task loss.
         loss_rows: for each entry of `losses`, the number of rows over which it is a mean.
@@ -204,7 +204,10 @@ class UpdateBuilder:
         return loss, norm
 
     def _own_training_error(self, method: str) -> NotFiniteError:
-        """Return the error for values that are not finite after a method's own training.
+        """Return the error for NaN or infinite values after a method's hook `train`.
+
+        A method with this hook trains by itself, in place of raysim's steps. The error names the
+        first tensor with such a value. If no tensor has one, the loss has.
 
         method: the name of the method.
         """

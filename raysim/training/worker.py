@@ -272,13 +272,12 @@ _JobResult = tuple[Update | Failure, StateHandle | None]
 
 
 class _TrainingCall:
-    """Some jobs of a call of `Worker.train` that are trained together.
+    """Jobs of one call of `Worker.train` that are trained together.
 
-    The versions from which these jobs start come from equally many aggregations, so all jobs have
-    the same learning rate. If the topology has several replicas, these versions may be different
-    vectors.
+    All of these jobs start after the same number of aggregations, so they have the same learning
+    rate. If the topology has several replicas, they may still start from different vectors.
 
-    published: the versions from which the jobs start. The key is the number of the version.
+    published: the versions from which the jobs start, by `PublishedVersion.number`.
     sent: for each job, the client state that was sent with the call, or None if this worker has the
     state. In a run without client states, `sent` itself is None.
     sums: the sums to which the jobs' deltas are added.

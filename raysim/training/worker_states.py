@@ -81,8 +81,9 @@ class WorkerStates:
     def _stored_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor of a client state is stored.
 
-        A tensor of floats is stored in the run's dtype. All other tensors keep their dtype. So do
-        Python floats that a method keeps in the client state; their names end in "#float".
+        A tensor of floats is stored in the run's dtype. All other tensors keep their dtype. A
+        tensor whose name ends in "#float" also keeps its dtype, float64: it represents a Python
+        float of a method.
         """
         is_number = name.endswith("#float")
         return self._dtype if tensor.is_floating_point() and not is_number else tensor.dtype

@@ -16,12 +16,12 @@ from raysim.vectors.tree_sum import num_levels
 
 
 class WorkerSums:
-    """The weighted sums of deltas that a worker makes, one for each group of jobs.
+    """The weighted sums of deltas that a worker computes, one sum for each group of jobs.
 
-    The weights are those that the jobs have (`Job.weight`). A sum is not divided by the sum of the
-    weights.
-    groups: the numbers of the jobs in each sum, in the order in which they are aggregated. A group
-    is one part of the server's summation tree.
+    The delta of a job is its trained vector minus its received vector. Its weight is `Job.weight`.
+    A sum is not divided by the sum of the weights.
+    groups: the job numbers of each group, in the order in which the jobs are aggregated. A group
+    has the leaves of one subtree of the server's summation tree.
     """
 
     def __init__(self, groups: Sequence[tuple[int, ...]]):
@@ -72,10 +72,10 @@ class GroupSum:
         self.total: Tensor | None = None
 
     def add(self, position: int, delta: Tensor | None, weight: float) -> None:
-        """Add the leaf weight * delta [d].
+        """Add weight * delta to the sum, as a leaf of the group's tree.
 
-        position: the position of the leaf among the leaves of this part, from 0.
-        delta: None for a missing leaf, which is left out of the sum.
+        position: the position of the leaf among the leaves of the group, from 0.
+        delta: a job's trained minus its received vector [d]. None, for a failed job, adds nothing.
         """
         siblings: list[Tensor] = []  # the sums to which the leaf is added, in this order
         index = position

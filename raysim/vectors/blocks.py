@@ -30,7 +30,7 @@ _MAX_THREADS = 8  # with more threads, memory bandwidth is the limit
 
 
 def num_threads() -> int:
-    """Return the number of threads that compute blocks: the usable CPU cores, at most 8."""
+    """Return how many threads compute on a vector's blocks: the usable CPU cores, at most 8."""
     usable = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         usable = len(os.sched_getaffinity(0))

@@ -48,10 +48,10 @@ class Entry:
 class Layout:
     """The position of each tensor in the vector; the same in all processes of a run.
 
-    Shapes in docstrings such as [layout.shared] refer to these numbers of entries.
+    Docstrings use the lengths below in shapes, such as [layout.shared].
 
     entries: parameters and floating buffers, by position in the vector.
-    counters: integer buffers, by position in their own vector.
+    counters: integer buffers, by position in a second vector, which has only integers.
     trained: the number of shared trainable parameters.
     shared: `trained` plus the number of entries of shared floating buffers. These floats travel
     between server and clients.
@@ -324,11 +324,12 @@ class Vector:
 
     @contextmanager
     def stand_in(self, data: Tensor, counters: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the modules and this vector use other tensors inside `with`.
+        """Replace the tensors of the modules and of this vector inside `with`.
 
-        data, counters: the flat tensors in place of `self.data` and `self.counters`.
-        tensors: the tensors for the modules: one for each entry of the layout, then one for each of
-        its counters. They need not be views of `data` and `counters`.
+        data: the flat tensor of floats, in place of `self.data`.
+        counters: the flat tensor of the integer buffers, in place of `self.counters`.
+        tensors: the tensors for the modules, in the order of `layout.entries` and then of
+        `layout.counters`. They need not be views of `data` and `counters`.
         """
         before = (
             self.data,
@@ -368,9 +369,9 @@ class Vector:
     def named(self, flat: Tensor, counters: Tensor) -> dict[str, Tensor]:
         """Return a dictionary from each tensor's full name to a view of `flat` or of `counters`.
 
-        flat: parameters and float buffers, [layout.total] or, without personal ones,
-        [layout.shared].
-        counters: integer buffers, [layout.total_counters] or [layout.shared_counters].
+        flat: the floats of all tensors [layout.total], or of the shared tensors [layout.shared].
+        counters: the entries of all integer buffers [layout.total_counters], or of the shared ones
+        [layout.shared_counters].
         """
         views: dict[str, Tensor] = {}
         for entry in self.layout.entries:

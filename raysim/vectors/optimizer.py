@@ -192,7 +192,7 @@ class LocalOptimizer:
     def _adam_by_counts(
         self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor, counts: Tensor
     ) -> None:
-        """Make one step of Adam with the step count of a tensor.
+        """Make one step of Adam, where a tensor gives the number of steps.
 
         counts: the number of steps so far, including this step. It is a scalar tensor, or a tensor
         [K] with the number for each row of parameters [K, ...].
@@ -446,8 +446,9 @@ class Optimizers:
     def movements(self) -> list[tuple[slice, int, float]]:
         """Return (slice, steps, factor) for the shared parameters that optimizers changed.
 
-        "steps" is the number of optimizer steps on this slice of the vector in this job. "factor"
-        is the factor on the job's learning rate, as a mean over the steps.
+        "slice" is a part of the run's vector. "steps" is the number of optimizer steps that this
+        job made on the slice. The mean learning rate of these steps is "factor" times the learning
+        rate of the job.
         """
         moves: list[tuple[slice, int, float]] = []
         for name, working in self._working.items():

@@ -65,10 +65,12 @@ def extend_rows(rows: Tensor, count: int) -> Tensor:
 
 
 def rows_with_room(rows: Tensor, capacity: int, place: CachePlace) -> Tensor:
-    """Return the rows of a cache, in reserved space for `capacity` rows.
+    """Return the rows of a cache as a tensor whose storage has space for `capacity` rows.
 
-    They are copied only if their space is too small, or if they are in memory and belong on disk.
-    place: where the rows are stored, "disk" or "memory".
+    The function copies `rows` to a new storage in two cases: if the storage is too small, or if
+    `rows` is in memory and `place` is "disk".
+
+    place: where a new storage is reserved, "disk" or "memory".
     """
     shape = (capacity, *rows.shape[1:])
     storage = rows.untyped_storage()

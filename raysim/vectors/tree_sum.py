@@ -169,9 +169,13 @@ class _Add(NamedTuple):
 
 
 class _Plan:
-    """The instructions that compute a sum.
+    """The instructions that compute the sum of a tree with a few buffers.
 
-    A buffer has one intermediate result; at the end, buffer 0 has the sum.
+    A buffer is a vector for an intermediate result. Buffer 0 contains the sum after the last
+    instruction.
+
+    leaves: the leaves of the tree; None for a missing leaf.
+    sums: sums of subtrees that are already known, by the range of the leaves' positions.
     """
 
     def __init__(self, leaves: Sequence[TreeLeaf | None], sums: RangeSums):
@@ -181,12 +185,12 @@ class _Plan:
         self.example = np.empty(0)  # any of the vectors, after one was added
 
     def add(self, part: range, buffer: int) -> int | np.ndarray | None:
-        """Add the instructions that sum a part of the tree; return where the sum will be.
+        """Add the instructions that sum a subtree; return where its sum will be.
 
-        The result is the index of a buffer. If `sums` of the plan has the sum of this part, the
-        result is this sum. It is None if the part has no leaves.
+        Usually, the result is the index of the buffer that will contain the sum. If the plan
+        already knows the sum, the result is this vector. If all leaves are missing, it is None.
 
-        part: the range of the positions of the part's leaves.
+        part: the range of the positions of the subtree's leaves.
         buffer: the index of the first buffer that the instructions may change.
         """
         if part in self._sums:

@@ -479,9 +479,9 @@ class UnstableClient:
 # --- jobs on a cluster --------------------------------------------------------------------------
 @dataclass
 class Cluster:
-    """The head node of a Ray cluster that asks for a token, and a process that can use it.
+    """A Ray cluster that requires a token, and a process whose `raysim` commands use the cluster.
 
-    url: the address of the head node, for `--address`.
+    url: the address of the cluster's head node, for `--address`.
     env: the environment variables of the head node; they name the file with the token.
     process: a process with these environment variables, in which the tests run `raysim`.
     """

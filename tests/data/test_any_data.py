@@ -323,10 +323,12 @@ def test_leaf_reads_numeric_inputs(tmp_path: Path) -> None:
 
 
 def write_users(folder: Path, x: Any, y: Any) -> Path:
-    """Write files in LEAF's format. The users "a" and "b" have four samples each, from 0 to 3.
+    """Write training and test files in LEAF's format into a folder; return the folder.
 
-    x(user, sample): the input of this sample.
-    y(sample): the label of this sample.
+    Each file has the users "a" and "b", with four samples for each user.
+
+    x(user, index): the input of a sample. The index is from 0 to 3.
+    y(index): the label of a sample.
     """
     for split in ("train", "test"):
         (folder / split).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Test data sets that together form one data set, each as one domain.
+"""Test that several data sets can be joined, and that each of them becomes one domain.
 
 Also test the errors for data sets with different classes or image shapes.
 """

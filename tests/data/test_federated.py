@@ -1,4 +1,4 @@
-"""Test which pixels and labels a corruption changes, and statistics of splits."""
+"""Test which pixels and labels a corruption changes, and the statistics of a partition."""
 
 from __future__ import annotations
 

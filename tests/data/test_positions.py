@@ -1,4 +1,4 @@
-"""Test data, losses and scores of samples that do not have one label each.
+"""Test samples that do not have exactly one label: how they are read, trained on and scored.
 
 A sample may have a label for each position, such as a pixel, or no label, or an array of values.
 """

@@ -1,4 +1,4 @@
-"""Test classes that a configuration names, and values for their arguments."""
+"""Test how the classes that a configuration names are found, and how arguments are converted."""
 
 from __future__ import annotations
 

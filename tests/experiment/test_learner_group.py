@@ -1,4 +1,7 @@
-"""Test learners as options, from packages and as objects, also in resumed runs and studies."""
+"""Test the ways to choose a learner, also in resumed runs and in studies.
+
+The ways are: an option of raysim, an option of a user's package, and a Python object.
+"""
 
 from __future__ import annotations
 

@@ -51,9 +51,10 @@ SMALL = (
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Make a package `quietly` in the current folder; yield the package's folder.
+    """Write a Python package with the name "quietly", and yield its folder.
 
-    The package has a method and its option `quiet`.
+    The package is in an empty folder, which is the current folder during the test. It defines a
+    method, which the option `method=quiet` chooses.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -1,4 +1,4 @@
-"""Test that errors name keys that exist and that the user can set."""
+"""Test that every key in an error message exists, and that the user can set this key."""
 
 from __future__ import annotations
 

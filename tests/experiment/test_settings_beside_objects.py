@@ -1,6 +1,6 @@
-"""Test settings of the data or the model if these are passed as Python objects.
+"""Test overrides of the groups `data` and `model` if a Python object replaces the group's option.
 
-Such a setting must have an effect, or an error must name the key of the setting.
+Such an override must have an effect, or an error must name its key.
 """
 
 from __future__ import annotations

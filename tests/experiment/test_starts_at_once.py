@@ -36,9 +36,10 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def one_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Change into an empty folder, and let every time be formatted as "now".
+    """Change into an empty folder, and let `time.strftime` always return "now".
 
-    All folders that are named after the time of their start then have the same name.
+    raysim names the folder of a run after the run's starting time. All runs in a test therefore try
+    to use the same folder name.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda *_: "now")

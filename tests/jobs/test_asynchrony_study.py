@@ -1,4 +1,4 @@
-"""Test that the study of schedules has valid configurations, and its page the stored results."""
+"""Test the study of schedules: its configurations are valid, and its page shows stored results."""
 
 from __future__ import annotations
 

@@ -28,12 +28,15 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, base_digest: str) -> None:
-    """Make folders of finished runs, without training, and replace the function `measured`.
+    """Write folders of finished runs without training, and replace the function `study.measured`.
 
-    Some runs have the method DiLoCo. The others change no weight of the model. The new `measured`
-    returns a constant perplexity for each run.
+    Some folders are for runs of DiLoCo with different learning rates. One more folder for each seed
+    is for the study's run whose steps are too small to change a weight. The replaced function
+    returns the name, the perplexity and the model_sha256 of a run. The perplexity depends only on
+    the learning rate.
+
     folder: the folder of the study.
-    base_digest: the model_sha256 that `measured` returns for all runs.
+    base_digest: the model_sha256 that the replaced function returns for all runs.
     """
 
     def measured(out: Path) -> dict[str, Any]:

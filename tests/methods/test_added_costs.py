@@ -1,4 +1,4 @@
-"""Test the cost of a job that each method adds to training, as a number of trained samples."""
+"""Test the cost that each method adds to a job, as a number of trained samples."""
 
 from __future__ import annotations
 

@@ -65,11 +65,12 @@ def arrive(
     bases: dict[int, Tensor] | None = None,
     version: int = -1,
 ) -> None:
-    """Let the server aggregate updates that arrive.
+    """Let the server aggregate the given updates in one aggregation.
 
     arrivals: for each update, its client and its values [WIDTH]. A number means an update with this
     number in all entries.
-    bases: maps versions to their vectors. This function adds the current version.
+    bases: a dictionary from versions to their vectors, to which this function adds the current
+    version. None means an empty dictionary.
     version: the version from which all clients started; -1 means the current version. An earlier
     version must be in `bases`.
     """

@@ -468,7 +468,10 @@ def study(*methods: Method, **others: Any) -> Any:
 
 
 def made(*names: str) -> list[Method]:
-    """Return a new method for each name in `TABLE`; skip other names, such as "fedavg"."""
+    """Return a new object for each given method name; skip names that are not in `TABLE`.
+
+    "fedavg" is such a name.
+    """
     return [TABLE[name].make() for name in names if name in TABLE]
 
 
@@ -523,10 +526,11 @@ class Watched:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the model with which a method is tested, as an argument of the function `study`.
+    """Return the keyword arguments of `study` for the tests of a method.
 
-    name: the name of a method, or of a variant such as "fedbr once". For "fedavg" the result is
-    empty.
+    The result is {"model": ...}, with the model on which the method is tested. It is empty for
+    "fedavg".
+    name: the name of a method, or of a variant such as "fedbr once".
     """
     row = TABLE.get(name.partition(" ")[0])
     return {} if row is None else {"model": row.model}
@@ -538,7 +542,7 @@ def settings_of(name: str) -> dict[str, Any]:
     ids=lambda param: "-".join(param),
 )
 def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """Run a method once for all tests that look at a run of it."""
+    """Make one run of a method with a schedule; all tests of this pair check the same run."""
     name, schedule = request.param
     folder = tmp_path_factory.mktemp("watched")
 

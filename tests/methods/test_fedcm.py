@@ -1,4 +1,4 @@
-"""Test FedCM with other server learning rates, and what it refuses."""
+"""Test FedCM with two server learning rates, and the settings that FedCM refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the shift that FedSAM makes before its second gradient: its length and its cost."""
+"""Test how far FedSAM shifts the parameters, and what its second gradient of each step costs."""
 
 from __future__ import annotations
 

@@ -94,10 +94,10 @@ def test_panels_have_only_axes_with_values_and_use_colours_of_the_page() -> None
 def test_curves_have_an_axis_for_a_cost_that_differs_between_runs(
     changes: list[dict[str, float]], more: list[str]
 ) -> None:
-    """A cost is an axis if two runs differ clearly in the cost of the same round.
+    """A cost becomes an x-axis if two runs differ clearly in this cost after the same round.
 
-    A difference of 0.1% is not clear. Wall time is never an axis here, because it depends on the
-    machine.
+    Traffic and virtual time are such costs. A difference of 0.1% is too small. Wall time never
+    becomes an axis here, because it depends on the machine.
     """
     each = [
         [

@@ -1,4 +1,4 @@
-"""Test the statistics of a study against numbers by hand and against scipy."""
+"""Test the statistics of a study against scipy and against values calculated by hand."""
 
 from __future__ import annotations
 

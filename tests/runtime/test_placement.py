@@ -546,8 +546,8 @@ SUMMED = with_settings(run_spec(model=LARGE, data=equal_clients(16, 320)), round
 def _run_with_and_without_sums() -> list[tuple[tuple[str, str], dict[str, set[int]]]]:
     """Make two runs. Nodes add up the updates of their workers in the first run only.
 
-    Return a pair for each run: the sha256 of model and state, and a mapping. The mapping has the
-    nodes that received each remote call, by the name of the call.
+    Return a pair for each run: the sha256 pair (model, state), and a dictionary. The dictionary
+    maps the name of each remote call to the nodes that received such a call.
     """
     from raysim.runtime import ray as on_ray
 
@@ -804,14 +804,14 @@ WHOLE = Mlp((20,))
 
 
 def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
-    """Make four runs, each of which reuses the actors of the run before; the last run fails.
+    """Make four runs that may reuse actors, and return their sha256 pairs and the living actors.
 
-    The first two runs have two workers, the last two have one.
+    The first two runs have two workers, and the last two have one worker. The last run fails.
 
     Return two lists. The first has the sha256 pairs (model, state) of the first three runs. The
-    second has a dictionary for each run, which maps the names of the actors that live after the run
-    to their ids. The last dictionary of the second list is made at the end. It is empty if no actor
-    and no placement group remains.
+    second has five dictionaries. Four of them map the names of the actors that live after each run
+    to the ids of these actors. The fifth is for the time after `keep_processes` has ended: it is
+    empty if no actor and no placement group remains.
     """
     from raysim.runtime import ray as on_ray
 

@@ -1,4 +1,4 @@
-"""Test that messages of Ray's threads go to a file, without starting Ray."""
+"""Test that messages of Ray's threads go to a file. The tests imitate Ray and do not start it."""
 
 from __future__ import annotations
 

@@ -67,10 +67,12 @@ WORKS = st.lists(st.integers(1, 9), min_size=1, max_size=30)
 
 
 def parts_of(jobs: Sequence[Job], count: int) -> int:
-    """Return the number of sums of updates that a worker returns for an aggregation.
+    """Return how many vectors a worker returns if it adds up its updates.
+
+    Updates of a subtree of the summation tree become one vector.
 
     jobs: the worker's jobs.
-    count: the number of jobs on all workers.
+    count: the number of jobs on all workers, which is the number of leaves of the tree.
     """
     return len(covered_ranges([job.number for job in jobs], count))
 

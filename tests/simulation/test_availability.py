@@ -506,10 +506,11 @@ def test_run_continues_in_the_next_repetition_of_a_trace() -> None:
 
 
 def test_every_availability_change_of_a_fast_client_is_reported() -> None:
-    """A client that comes or leaves every second has 250 changes, which are all reported.
+    """All of the first 250 changes are reported if client 0 comes or leaves every second.
 
-    From second 150 on, each second one more of the other clients leaves for good. raysim sorts at
-    most 32 changes of a client at once, so it must sort the first client's changes several times.
+    raysim sorts at most 32 changes of a client at once, so it must sort the changes of client 0
+    several times. From second 150 on, one of 1500 slow clients leaves in each second, and does not
+    come back. These changes must be reported together with those of client 0.
     """
     others = 1500
     bounds = np.array(

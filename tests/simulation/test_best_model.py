@@ -53,8 +53,12 @@ def study(*methods: Method, validation: float = 0.2) -> RunSpec:
 def weights_by_round(
     spec: RunSpec, schedule: Schedule, folder: Path, **settings: Any
 ) -> tuple[FinishedRun, dict[int, Any]]:
-    """Run eight rounds. Return the finished run, and for each version the weights that were scored.
+    """Make a run of eight rounds; return the finished run and its scored models.
 
+    The scored models are a dictionary. It maps the number of a version to the tensors that were
+    scored, by full name.
+
+    folder: the folder that the run writes.
     settings: further arguments of `tiny_runs.coordinate`.
     """
     coordinator = coordinate(spec, schedule, folder=str(folder), rounds=8, **settings)

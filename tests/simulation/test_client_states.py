@@ -52,10 +52,11 @@ class Books:
     def back(self, job: Any, read: int = 0) -> None:
         """Report to `client_states` that the worker has finished a job.
 
-        `client_states` notes the size of the client's new state. It no longer counts the bytes that
-        it read from disk for the job.
+        The report has the size of the client's new state. It also says that the states that were
+        read from disk for the job no longer occupy memory.
 
-        read: the number of these bytes, which `send` returned.
+        job: the job that `send` returned.
+        read: the number of bytes read from disk, which `send` returned.
         """
         trained: Any = SimpleNamespace(updates=[SimpleNamespace(job=job.number)], states=[EACH])
         self.client_states.note_sizes(trained)

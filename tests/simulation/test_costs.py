@@ -23,12 +23,13 @@ FLEET = Lognormal(cost=COST, kwh_price=0.2, kwh_co2=400)
 
 
 def costs(clients: int = 2, kinds: tuple[int, ...] = (0, 0)) -> Costs:
-    """Return the costs of one or two clients, which train 10 and 20 samples a second.
+    """Return a new `Costs` object for the jobs of one or two clients.
 
-    Each client receives 4 bytes a second and sends 8 bytes a second.
+    Client 0 trains 10 samples a second, and client 1 trains 20. Each client receives 4 bytes a
+    second and sends 8 bytes a second.
     clients: the number of clients, 1 or 2.
-    kinds: for each client 0 or 1. The costs of kind 0 are `COST`. A device of kind 1 has only one
-    cost: 1 watt while it trains.
+    kinds: for each client, the number of an entry of `FleetCosts.costs`. Entry 0 is `COST`. Entry 1
+    has a power of 1 watt during training, and zeros for everything else.
     """
     speeds = np.array([10.0, 20.0]), np.array([4.0, 4.0]), np.array([8.0, 8.0])
     prices = FleetCosts([COST, Cost(computing_w=1)], np.array(kinds, np.int16), 0.2, 400.0)

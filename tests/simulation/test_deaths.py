@@ -188,12 +188,12 @@ class Mortal:
 
 
 class Vanishing(Mortal):
-    """Stand-ins for workers. One worker loses its node, and returns two aggregations later.
+    """Stand-ins for workers, of which one loses its node and comes back two aggregations later.
 
-    An additional worker joins when the lost worker returns.
+    An additional worker joins at the same time.
 
-    number: the worker that receives this call loses its node. All calls are numbered from 1 in the
-    order in which the workers receive them.
+    number: the number of a call. The worker that receives this call loses its node. All calls are
+    numbered from 1 in the order in which the workers receive them.
     is_reachable: True: the node will leave, and the coordinator can still read the worker's values.
     False: the node is gone, and the unread values of the worker are lost.
     """
@@ -279,9 +279,10 @@ class Stopped(Mortal):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the clock by which raysim measures how long a worker does not answer.
+    """Give raysim another clock to measure how long a worker does not answer.
 
-    The new clock advances only while no worker answers.
+    The new clock is `Stopped.now`. It advances by the whole waiting time if no worker answers, and
+    by 0.01 s if a worker answers.
     """
     monkeypatch.setattr(worker_calls, "time", SimpleNamespace(monotonic=lambda: Stopped.now))
 

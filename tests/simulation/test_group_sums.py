@@ -58,7 +58,15 @@ def study(*methods: Method) -> RunSpec:
 
 
 class Nodes(InProcess):
-    """Workers on several nodes that count what is trained, added up and fetched."""
+    """Workers of one process that act as if they were on several nodes. Calls are recorded.
+
+    nodes: the node of each worker.
+    least: the smallest number of model parameters for which nodes add up updates.
+
+    trained: the name and the node of each training call.
+    added: for each call of `add_up`, the node and the number of sums.
+    vectors: for each result with vectors that the coordinator fetched, the number of vectors.
+    """
 
     def __init__(self, spec: RunSpec, nodes: Sequence[int], least: float = 0.0):
         super().__init__(*several_workers(spec, len(nodes)).members)

@@ -100,7 +100,11 @@ def test_version_that_no_job_uses_is_deleted_from_memory() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """A mode that records the largest number of elements in the result of an operation."""
+    """A dispatch mode that records how many elements the largest result of an operation has.
+
+    The maximum is over all operations of PyTorch inside the mode. Operations that change a tensor
+    in place are left out.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -95,8 +95,8 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
 def test_schedule_receives_the_number_of_idle_clients() -> None:
     """A schedule receives the right number of idle clients.
 
-    One of the six clients has no samples, so it does not count as idle. Of the five clients that
-    count, none, then four, then three have a job in flight.
+    One of the six clients has no samples, so it does not count as idle. The schedule must be asked
+    when 0, 4 and 3 of the five remaining clients have a job in flight.
     """
     seen = list[tuple[int, int]]()
 
@@ -459,8 +459,8 @@ def tiers(slow: float, fast: float, schedule: Schedule | None = None) -> Planner
     Jobs of clients 0 and 1 take 4 s, and those of clients 2 and 3 take 1 s.
     slow: the virtual time in seconds at which clients 0 and 1 become available.
     fast: the virtual time in seconds at which clients 2 and 3 become available.
-    schedule: None: `Tiered(2, 2)`, which makes one tier of clients 0 and 1, and one tier of clients
-    2 and 3.
+    schedule: the planner's schedule. None means `Tiered(2, 2)`, which makes one tier of clients 0
+    and 1, and one tier of clients 2 and 3.
     """
 
     @dataclass(frozen=True)

@@ -16,12 +16,15 @@ from textbook.world import Book, Params, World
 
 
 def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool = False) -> Book:
-    """In each aggregation, add eta times the mean of all clients' last updates u_i to the model x.
+    """Compute a run of ACE, and return its results.
 
-    Each aggregation first stores the updates that arrive. It then averages the u_i whose base
-    version is at most `oldest` versions old. If there are none, x does not change.
-    When x changes, floating buffers become the mean over the arriving models. Integer buffers
-    always become their maximum.
+    Each aggregation adds eta times the mean of the clients' last updates u_i to the model x. It
+    first stores the updates that arrive. It then averages the u_i whose base version is at most
+    `oldest` versions old. If no such u_i exists, x does not change.
+
+    When x changes, each floating buffer becomes its mean over the arriving models. In every
+    aggregation, each integer buffer becomes its maximum over the arriving models.
+
     lr: the server's learning rate eta.
     oldest: the largest age of a base version, in versions.
     initialise: True changes x only after every client has sent an update.

@@ -38,13 +38,14 @@ def attacked(
     sigma: float = 1.0,
     z: float | None = None,
 ) -> Book:
-    """Run FedAvg, in which attackers send other vectors in place of their trained updates.
+    """Compute a run of FedAvg in which some clients, the attackers, send false updates.
 
-    kind: "sign_flip", "scaled", "gaussian" or "alie".
+    kind: the attack: "sign_flip", "scaled", "gaussian" or "alie".
     share: the fraction of attackers among the clients that have samples.
     scale: "scaled" sends scale times the trained update, and "sign_flip" -scale times it.
     sigma: the standard deviation of the noise that "gaussian" sends.
-    z: the number of standard deviations for "alie"; None: `z_max`.
+    z: "alie" sends, for each parameter, mean + z * standard deviation of the honest updates. None
+    means the z that the paper of the attack computes (`z_max`).
     """
     some = [client for client in range(world.clients) if len(world.data[client][0])]
     evil = set(

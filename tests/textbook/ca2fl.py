@@ -1,8 +1,8 @@
 """CA2FL: Wang et al. 2024, Algorithm 2.
 
-Symbols: Delta_i, the update of client i that arrives; h_i, client i's update in the last
-aggregation that had one (0 if there was none); h, the mean of the h_i; v, the calibrated update;
-eta, the server's rate. Network buffers are averaged.
+Symbols: Delta_i, the update of client i that arrives; h_i, the last update of client i in earlier
+aggregations (0 if there is none); h, the mean of the h_i; v, the calibrated update; eta, the
+server's learning rate. The buffers of the model are averaged.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class Calibration:
 
 
 def ca2fl(world: World, lr: float = 1.0, seen_only: bool = False) -> Book:
-    """In each aggregation, add eta times the calibrated update v to the model x.
+    """Compute a run of CA2FL: each aggregation adds eta times the calibrated update v to the model.
 
     lr: the server's learning rate eta.
-    seen_only: the argument of `Calibration`.
+    seen_only: True means that h is the mean over the clients that have sent an update. False means
+    that h is the mean over all clients.
     """
     v = Calibration(world, seen_only)
     return v.book(world, lambda at: at.x + lr * v(at))

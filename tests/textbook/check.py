@@ -131,7 +131,12 @@ def run_recorded(row: Row) -> Recorded:
 
 
 def replica_tensors(coordinator: Coordinator, server: Server) -> dict[str, Tensor]:
-    """Return a copy of all tensors of a replica, by full names such as "model.head.weight"."""
+    """Return copies of the tensors of one model of the server.
+
+    The keys are full names, such as "model.head.weight". Personal tensors of clients are left out.
+
+    server: the server object of the model. A topology with several models has several objects.
+    """
     named = coordinator.initial.named(server.vector, server.counters)
     return {name: tensor.clone() for name, tensor in named.items()}
 
@@ -204,10 +209,11 @@ def _personal_names(coordinator: Coordinator) -> frozenset[str]:
 
 
 def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, int, int]]]:
-    """Return a list to which the run adds, for each aggregation, the list of its jobs.
+    """Return an empty list, to which the run will add a list of jobs for each aggregation.
 
-    Jobs have the order in which they are aggregated. A job is a tuple (client, turn, version,
-    samples), the first fields of `Job`.
+    Jobs are in the order in which they are aggregated. A job is a tuple (client, turn, version,
+    samples). The turn is the index of the job among the client's jobs, from 0. The version is the
+    one that the client received. The samples are the number of the client's training samples.
     """
     accepted: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
@@ -268,6 +274,7 @@ def _assert_equal_columns(
 
     The textbook must have all columns of the methods, except for those in `skips`.
     rows: the history.
+    skips: the columns that the textbook lacks. The keys are their names, the values the reasons.
     """
     prefixes = tuple(f"{method.name}." for method in methods)
     method_columns = {name for name in rows[-1] if prefixes and name.startswith(prefixes)}

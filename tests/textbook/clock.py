@@ -126,10 +126,10 @@ def draw(
     """Return `count` of the idle clients, in ascending order.
 
     If all clients are idle, `count` clients are drawn at once. Otherwise, random positions in
-    `able` are drawn in blocks: first 2 `count` positions, then 4 `count`, and so on. A position is
-    accepted if its client is idle and not yet drawn. The blocks end after about as many positions
-    as there are clients. If too few positions are accepted until then, the missing clients are
-    drawn from the idle ones.
+    `able` are drawn, in groups of growing size: 2 * count positions, then 4 * count, and so on. A
+    position is accepted if its client is idle and not yet drawn. The groups end after 16 * count
+    positions, or after len(able) positions if this number is larger. If too few positions were
+    accepted, the missing clients are drawn from the idle clients that are not yet drawn.
 
     able: all clients with samples.
     idle: the clients of `able` that are not in flight.

@@ -1,10 +1,11 @@
-"""FedAvg with all settings of local training, also for stale updates.
+"""FedAvg with every setting of local training. Updates may be stale.
 
 This textbook draws the batches of each job, and asserts that raysim has used the same batches.
 
-Each aggregation adds the mean change of the parameters to the model. A client's change is its
-trained parameters minus the parameters that it received. BatchNorm's statistics are averaged as
-they are. The weight of an update does not depend on its staleness.
+Each aggregation adds the weighted mean change of the parameters to the model. A client's change is
+its trained parameters minus the parameters that it received. For BatchNorm's statistics, the
+aggregation stores the weighted mean of the clients' values, and not of changes. The weight of an
+update does not depend on its staleness.
 """
 
 from __future__ import annotations

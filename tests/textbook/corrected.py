@@ -80,9 +80,9 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
     variate of client i, and c is the server's. Both start at 0.
 
     After a job, c_i <- c_i - c + (x - y) / (K' eta). x: the received parameters; y: the trained
-    ones; eta: the learning rate. Without momentum, K' is the number of steps that trained a
-    parameter. With momentum, K' is larger, because each gradient also moves the parameter in later
-    steps.
+    ones; eta: the learning rate. Each parameter has a K' of its own. Without momentum, K' is the
+    number of steps that trained this parameter. With momentum, K' is larger, because each gradient
+    also moves the parameter in later steps.
 
     After a round, the sum of the changes of all c_i, divided by the number of all clients, is added
     to c. Models are averaged with equal weights.
@@ -133,11 +133,13 @@ def with_fedcm(
     client's parameters; wd: the weight decay; D: the server's direction.
 
     D is 0 in the first round. Later it is the mean of (x - y) / (K eta) over the clients of the
-    last round. There, x are the received parameters, y the trained ones, and eta is the learning
-    rate. K is the number of steps that trained a parameter. Models are averaged with equal weights.
+    last round. In this formula, x are the received parameters, y the trained ones, and eta is the
+    learning rate. K counts, for each parameter, the steps that trained this parameter. Models are
+    averaged with equal weights.
+
     client(job, x, correct): a function that trains the received parameters x, and returns the
-    trained ones. In each step it computes correct(parameters, gradients). It gives the result to an
-    optimizer, which adds wd y.
+    trained ones. In each step it computes correct(parameters, gradients), which is alpha (g + wd y)
+    + (1 - alpha) D - wd y. It gives the result to an optimizer, which adds wd y.
     factor(name): a parameter's learning rate, divided by the learning rate of the run.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay

@@ -47,11 +47,14 @@ def dann(
     reversal: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """Compute a run of DANN: features are learned that do not tell a discriminator the client.
+    """Compute a run of DANN, which trains an extractor to hide the client from a discriminator.
 
-    From the features of a sample, a discriminator predicts its client, and a classifier its class.
-    Let CE_client and CE_class be the cross-entropies of these predictions. The extractor and the
-    classifier decrease CE_class - lam CE_client. The discriminator decreases CE_client.
+    The extractor computes the features of a sample. From them, the discriminator predicts the
+    sample's client, and the classifier predicts the sample's class. Let CE_client and CE_class be
+    the cross-entropies of these predictions. The extractor and the classifier decrease CE_class -
+    lam CE_client. The discriminator decreases CE_client.
+
+    lam: the weight of CE_client.
     r: if `reversal` is False, step k = 1, 2, ... of a job trains the discriminator if k mod (1 + r)
     < r. All other steps train the extractor and the classifier.
     rate: the discriminator's learning rate, divided by the learning rate of the run. With gradient

@@ -162,7 +162,11 @@ DEFAULTS = {"partition.alpha=0.1"}
 
 
 def _values(override: str) -> list[str]:
-    """Split the override "key=5.0,6" into "key=5" and "key=6"."""
+    """Split an override with several values into overrides with one value each.
+
+    A number with ".0" loses these two characters: "key=5.0,6" gives "key=5" and "key=6". A list in
+    brackets is one value.
+    """
     key, _, values = override.partition("=")
     if values.startswith("["):
         return [override]

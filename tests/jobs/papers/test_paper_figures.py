@@ -1,6 +1,7 @@
-"""Test the programs that draw the figures of the papers: their names, values and pictures.
+"""Test the programs that draw the papers' figures.
 
-Also test the methods that these figures need.
+The tests check the figures' names, stored numbers and pictures, and the methods that the figures
+need.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Define a NumPyClient and two functions that make it.
 
-`client_fn` gets a context, `old_client_fn` the number of a client as text, as in older versions.
+The argument of `client_fn` is a Flower context. The argument of `old_client_fn` is the number of a
+client as text, which older versions of Flower pass.
 """
 
 import numpy as np
