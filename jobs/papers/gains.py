@@ -49,29 +49,46 @@ class PairedSetting:
 
     @property
     def most_frequent(self) -> tuple[str, RunsBySeed]:
-        """Return the method that shares the largest number of seeds with FedAvg, and its runs."""
+        """Return the method with the most seeds in common with FedAvg, and the method's runs."""
         return max(self.others.items(), key=lambda item: len(self.seeds(item[1])))
 
     def seeds(self, runs: RunsBySeed) -> list[int]:
-        """Return the seeds that a method shares with FedAvg, the most uneven split first."""
+        """Return the seeds that have both a run of a method and a run of FedAvg.
+
+        The seed whose run has the most uneven partition of the data comes first.
+        runs: the runs of the method, by seed.
+        """
         shared = runs.keys() & self.fedavg.keys()
         return sorted(shared, key=lambda seed: (label_entropy(self.fedavg[seed]), seed))
 
     def pairs(self, runs: RunsBySeed, score: Score) -> list[tuple[float, float]]:
-        """Return FedAvg's score and the method's, in percent, for each shared seed."""
+        """Return FedAvg's score and a method's score, in percent, for each seed that both have.
+
+        runs: the runs of the method, by seed.
+        """
         pairs = []
         for seed in self.seeds(runs):
             pairs.append((_value(self.fedavg[seed], score), _value(runs[seed], score)))
         return pairs
 
     def gain(self, runs: RunsBySeed, score: Score) -> Difference:
-        """Return the gain of a method over FedAvg in percentage points."""
+        """Return how much higher a method's score is than FedAvg's, in percentage points.
+
+        The gain is the mean difference over the seeds that both have.
+        runs: the runs of the method, by seed. FedAvg's runs are in `self.fedavg`.
+        """
         before, after = zip(*self.pairs(runs, score), strict=True)
         return compare_pairs(after, before)
 
 
 def by_setting(runs: Sequence[Run], paper: PaperRuns) -> list[PairedSetting]:
-    """Return the settings at which a method shares at least `MIN_PAIRS` seeds with FedAvg."""
+    """Return the settings at which at least one method can be compared with FedAvg.
+
+    The comparison needs at least `MIN_PAIRS` seeds for which there are runs of the method and of
+    FedAvg.
+    runs: our runs of FedAvg and of other methods.
+    paper: defines the scores that are compared.
+    """
     runs_by_setting: dict[str, RunsByMethod] = {}
     settings: dict[str, Setting] = {}
     for run in runs:

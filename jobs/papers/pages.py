@@ -154,7 +154,7 @@ def _results(
 ) -> Iterator[str]:
     """Yield Markdown: our results at one setting next to the paper's numbers.
 
-    table_name: the name of the table without the paper, such as "table1".
+    table_name: the name of the table, such as "table1", without the name of the paper.
     entries: the numbers of the table, each with our runs at this setting.
     setting: how our runs differ from the paper's, as text; "" if there is no difference.
     causes: maps "table1/ROW LABEL", or "table1" for a whole table, to a text. The text says why our

@@ -1,7 +1,7 @@
 """Draw the pictures of `docs/papers`: the gains of methods over FedAvg.
 
-The pictures also show how the gains depend on the split, the partition of the training samples
-among the clients.
+The pictures also show how the gains depend on the partition of the training samples among the
+clients.
 """
 
 from __future__ import annotations

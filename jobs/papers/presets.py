@@ -49,10 +49,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Score:
-    """A rule that computes a score of a run, such as the best accuracy, from the run's history.
+    """A rule that computes a score from the history of a run, such as the best accuracy.
 
-    column: the name of the column of the history from which the score is computed. If the paper
-    prints numbers of rounds until an accuracy is reached, ours are also found in this column.
+    column: the name of the column of the history from which the score is computed. Some papers
+    print numbers of rounds until an accuracy is reached. Our numbers of rounds are then found in
+    this column.
     summary: a function that returns the score. Its arguments are the rows of the history and the
     name of the column. It returns None if the run does not have the score.
     factor: the number by which the score is multiplied, such as 100 for percent.
@@ -81,8 +82,8 @@ class PaperRuns:
     notes: remarks on our runs, by the name of the table.
     score_explanation: a text that says which of our scores is compared with the printed numbers.
     gains: the scores for which gains over FedAvg are computed, by title.
-    gain_score_name: words for a sentence that say how all scores in `gains` are computed, such as
-    "the mean of the five best rounds".
+    gain_score_name: what the scores in `gains` are, such as "the mean of the five best rounds".
+    These words complete the sentence "Gains in points of ...".
     """
 
     command: Callable[[Table, Cell], Command]
@@ -180,11 +181,11 @@ FEDBR_ADDITIONAL_COLUMNS = {
 
 
 def fedbr_score(table: Table, cell: Cell) -> Score:
-    """Return how our score for a cell of FedBR's tables is computed.
+    """Return the rule that computes our score for a cell of FedBR's tables.
 
-    It is usually an accuracy in percent, the mean of the five best rounds. Table 14 has the
-    accuracy of the worst angle or client. The tables of costs have million floats or seconds of a
-    job.
+    For most tables, the score is an accuracy in percent: the mean of the five best rounds. For
+    Table 14, it is the accuracy of the worst angle or client. For a table of costs, it is a cost of
+    one job: the million floats that its client receives, or its seconds.
     """
     if cell.unit == "million parameters":
         # In the paper, FedCM has twice the number of FedAvg. FedCM sends more only to clients, so the
@@ -246,10 +247,10 @@ def deviation_of_last_ten(rows: Sequence[Row], name: str) -> float | None:
 
 
 def fedbss_score(table: Table, cell: Cell) -> Score:
-    """Return how our score for FedBSS's tables is computed, in percent.
+    """Return the rule that computes our score for FedBSS's tables.
 
-    It is the accuracy on the central test set, as the mean over the last ten scored rounds. Its
-    spread is the standard deviation over the same rounds.
+    The score is the accuracy on the central test set in percent, as the mean over the last ten
+    scored rounds. The spread is the standard deviation over the same rounds.
     """
     return Score("accuracy_global", last_ten, 100, deviation_of_last_ten)
 
@@ -308,10 +309,11 @@ FRAUG_SCORE_EXPLANATION = (
 
 
 def fraug_score(table: Table, cell: Cell) -> Score:
-    """Return how our score for a cell of FRAug's tables is computed, in percent.
+    """Return the rule that computes our score for a cell of FRAug's tables.
 
-    It is the clients' test accuracy, for each client in the round of its best validation accuracy.
-    A model with a fine-tuned head is scored once, at the end.
+    The score is the clients' test accuracy in percent. The accuracy of each client is that of the
+    round with the client's best validation accuracy. A model with a fine-tuned head is scored once,
+    at the end.
     """
     kind = "accuracy_finetuned" if cell.variant.get("head_finetune") else "accuracy_best"
     letter = cell.column
@@ -392,10 +394,11 @@ FEDLD_SCORE_EXPLANATION = "The last accuracy on the central test set."
 
 
 def fedld_score(table: Table, cell: Cell) -> Score:
-    """Return how our score for FedLD's tables is computed, in percent.
+    """Return the rule that computes our score for FedLD's tables.
 
-    It is the last accuracy on the central test set. For FedBN and FedPAC, it is the mean over the
-    clients' models; for all further methods, it is the accuracy of the shared model.
+    The score is the last accuracy on the central test set, in percent. For FedBN and FedPAC, it is
+    the mean over the clients' models. For all further methods, it is the accuracy of the shared
+    model.
     """
     return Score(
         "accuracy_common" if set(cell.methods) & set(OWN_MODELS) else "accuracy_global", last, 100

@@ -4,7 +4,8 @@
     uv run python -m jobs.papers.report fedbr/table1          a table with raysim's stored results
     uv run python -m jobs.papers.report fedbr/table1 runs/*   the same with your own runs instead
 
-The papers are fedbr, fedbss, fedld and fraug. Below a table are the commands of missing results.
+The papers are fedbr, fedbss, fedld and fraug. If results of a table are missing, the commands that
+would compute them follow below the table.
 """
 
 from __future__ import annotations

@@ -202,9 +202,10 @@ def _value(config: Mapping[str, object], key: str) -> object:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Store the runs that the command line names in `jobs/papers/results`, and print the paths.
+    """Store finished runs in `jobs/papers/results`, and print the paths of the stored files.
 
-    arguments: folders of runs, studies and sweeps; None reads them from the command line.
+    arguments: the folders of the runs, studies and sweeps to store; None reads them from the
+    command line.
     """
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.results",

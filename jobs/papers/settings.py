@@ -214,7 +214,8 @@ def overrides_of(run: Run) -> tuple[list[str], list[str]]:
     """Divide the overrides in a stored run's command into two lists.
 
     The first list has the overrides that begin with "method". The second list has all further
-    overrides except the seed and those in `EXECUTION`. They are the overrides of a `Setting`.
+    overrides except the seed and those in `EXECUTION`. A `Setting` consists of the overrides in the
+    second list.
     """
     overrides = shorten_numbers(str(run.summary.get("command"))).split()[2:]
     methods = [text for text in overrides if text.startswith("method")]

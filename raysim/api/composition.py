@@ -166,9 +166,10 @@ def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
 
 
 def _uncalled_functions(cls: type[Method]) -> list[str]:
-    """Return the public functions of a user's method that neither raysim nor the method calls.
+    """Return the public functions in the class of a user's method that are never called.
 
-    A misspelt hook is such a function.
+    Such a function is not a hook, and no other function of the class calls it. A misspelt hook is
+    an example.
     """
     classes = [
         parent
@@ -192,9 +193,9 @@ def _uncalled_functions(cls: type[Method]) -> list[str]:
 def check_names(methods: Sequence[Method]) -> None:
     """Raise ValueError if a method in a list has a wrong name or a wrong hook.
 
-    Each method must have a name, and the names must differ. A hook must not have the name that it
-    had in version 0.1.0. It must accept the arguments that raysim passes to it. At most one method
-    may override the hook `model`.
+    Each method must have a name, and the names must differ. Hooks that were renamed after version
+    0.1.0 must have their new names. A hook must accept the arguments that raysim passes to it. At
+    most one method may override the hook `model`.
     """
     for method in methods:
         check_name(method)
@@ -411,10 +412,11 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
 
 
 def _unmet_needs(task: Task, has_features: bool) -> Mapping[Need, str]:
-    """Map each need that this task and model do not fulfil to a text about what is missing.
+    """Return the needs that this task or model does not meet, each with a reason.
 
-    A need is a requirement that methods declare, such as "images". The text completes a sentence
-    about the method: "needs images [channels, height, width], and ...".
+    A need is a requirement that methods declare, such as "images". The reasons are the values of
+    the returned dictionary. A reason follows the name of a method in an error, so it begins with
+    the verb "needs".
     task: the learning task.
     has_features: True if the model has features in front of a linear head.
     """

@@ -53,8 +53,10 @@ class Plan:
 
 
 class WorkerView(Protocol):
-    """The attributes and functions of a worker's trainer that a job in training uses.
+    """The attributes and functions of a worker that a job uses during training.
 
+    task: the learning task.
+    local: the settings `local.*` of local training.
     partition: the positions of each client's training samples in the data set.
     labels: the labels of all rows of the data set.
     statistics_layers: the BatchNorm layers of all networks, which have running statistics.
@@ -93,8 +95,9 @@ class WorkerView(Protocol):
         """Return copies of all networks, by name, in eval mode and without gradients.
 
         ctx: the job.
-        name: a name for the copies, which you choose. In each job, the first call with a name makes
-        the copies. Later calls with this name return the same copies; pass the same `values`.
+        name: a name for the copies, which you choose. The first call of a job with this name makes
+        the copies, and later calls return the same copies. All these calls must pass the same
+        `values`.
         values: the vector [layout.total] to load into the copies. None loads the parameters from
         which the job's training started.
         """
@@ -195,8 +198,8 @@ class Context:
     stage: the stage of the current optimizer step.
     kept: the values that methods stored in `LocalJob.scratch`.
     views: the `LocalJob` of each method, by the name of the method.
-    start: the client's personal tensors before the first step. With `base`, they are the values
-    that the method `frozen` loads into its copies of the networks.
+    start: the client's personal tensors before the first step. `Context.frozen` loads `base` and
+    these tensors into its copies of the networks.
     plan: the batches of this job; available after the hook `begin`.
     losses: [steps with the task loss], the loss of each step without the terms of methods;
     available in the hook `end`.
@@ -266,8 +269,9 @@ class Context:
     ) -> Mapping[str, nn.Module]:
         """Return copies of all networks, by name, in eval mode and without gradients.
 
-        name: a name for the copies, which you choose. In each job, the first call with a name makes
-        the copies. Later calls with this name return the same copies; pass the same `values`.
+        name: a name for the copies, which you choose. The first call of a job with this name makes
+        the copies, and later calls return the same copies. All these calls must pass the same
+        `values`.
         values: the vector [layout.total] to load into the copies. None loads the parameters from
         which the job's training started.
         """

@@ -55,8 +55,8 @@ class Task:
     label_shape: the shape of one label: () for one class per sample, (height, width) for a class
     per pixel.
     has_unlabelled: True if some samples have no class.
-    targets: () for usual labels. If the label of a sample is a dictionary or a list of arrays, such
-    as boxes and their classes: a description of each of these arrays.
+    targets: () for usual labels. The label of a sample may also be a dictionary or a list of
+    arrays, such as boxes and their classes. Then `targets` describes each of these arrays.
     """
 
     shape: tuple[int, ...]
@@ -107,10 +107,11 @@ class Task:
 
     @property
     def metric(self) -> MetricRule:
-        """The main metric.
+        """The main metric of the task, such as accuracy.
 
-        It decides the best round of a run and the best trial of a sweep. The first round with a
-        score such as 0.9 is also found with this metric.
+        The scores of this metric decide which round of a run is the best, and which trial of a
+        sweep. A run also reports the first round in which the scores reach each value of the
+        setting `thresholds`.
         """
         return self.metrics[0]
 
@@ -272,7 +273,7 @@ class Local:
     optimizer: "sgd", "adam", "adamw", "lion" or "muon". With "muon", Muon trains matrices, and
     AdamW trains all other parameters.
     lr: the learning rate.
-    momentum: with "sgd", the share of the last step that is added to the next one; 0 for none.
+    momentum: the momentum factor of "sgd"; 0 for none.
     nesterov: with "sgd", True uses Nesterov's momentum.
     weight_decay: the strength of weight decay; 0 for none.
     clip: the largest norm of a gradient; 0 for no limit.
@@ -282,8 +283,9 @@ class Local:
     schedule_over: the unit of time of the schedule. With "rounds", time is the number of the
     version from which the job starts. With "steps", time is the number of the step in its job, so
     the schedule starts again in every job.
-    schedule_rounds: the number T of versions after which "cosine" and "linear" end. None is allowed
-    for "constant" and "step", and with `schedule_over="steps"`, where T is the job's steps.
+    schedule_rounds: the number T of versions after which "cosine" and "linear" end. It is needed
+    only for these two schedules, and only with `schedule_over="rounds"`; else it may be None. With
+    `schedule_over="steps"`, T is the number of steps of a job.
     final_lr: the learning rate at the end of "cosine" and "linear".
     drop_every: the number of versions (or of steps) after which "step" lowers the learning rate
     again. None is allowed for all schedules but "step".
@@ -370,7 +372,10 @@ class Local:
                 at_least(f"local.{name}", getattr(self, name), 1)
 
     def _check_warmup(self) -> None:
-        """Raise ValueError unless the schedules "cosine" and "linear" end after the warm-up."""
+        """Raise ValueError if the learning rate has no rounds or steps left after the warm-up.
+
+        Only `schedule="cosine"` and `schedule="linear"` are checked.
+        """
         if self.schedule not in ("cosine", "linear"):
             return
         key, end_key = "warmup_rounds", "schedule_rounds"

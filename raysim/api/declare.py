@@ -62,10 +62,10 @@ class Declarations:
         ]
 
     def single_hook(self, hook: str) -> tuple[MethodDeclaration, Callable[..., Any]] | None:
-        """Return a hook that only one method of a run may override: (method, the hook's function).
+        """Return the first method in the list that overrides a hook, with the hook's function.
 
-        Return None if no method overrides it. If several methods do, the first one in the list is
-        returned, so use `hooks_of` for such hooks.
+        Return None if no method overrides the hook. Use this function only for hooks that at most
+        one method of a run may override. For all other hooks, use `hooks_of`.
         """
         return next(iter(self.hooks_of(hook)), None)
 

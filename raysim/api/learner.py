@@ -135,8 +135,9 @@ class Learner(Method):
         )
 
     def aggregate(self, parameters: bytes, updates: Sequence[LearnerUpdate]) -> bytes:
-        """Return the next version of parameters that are bytes; called on the server.
+        """Combine the updates of clients into the next version of the learner's parameters.
 
+        raysim calls this function on the server, and only if the parameters are bytes.
         parameters: the current version.
         updates: at least one, in the order of their arrival.
         """
@@ -146,9 +147,10 @@ class Learner(Method):
         )
 
     def upload_bytes(self, task: Task, received: int) -> int:
-        """Return how many bytes a job of a learner whose parameters are bytes will probably send.
+        """Estimate how many bytes a job will send to the server.
 
-        The virtual clock needs this number before training. The default is `received`.
+        raysim calls this function only if the learner's parameters are bytes. The virtual clock
+        needs this number before training. The default is `received`.
         task: the learning task.
         received: the size in bytes of the version that the job starts from, rounded up to a
         multiple of 4.
@@ -204,10 +206,11 @@ class Learner(Method):
         return 1 + math.ceil(size / 4)
 
     def fit_client(self, job: LocalJob) -> LocalResult | None:
-        """Call `fit` with the received parameters and the client's samples.
+        """Call the user's `fit` with the received parameters and the client's samples.
 
-        The parameters that `fit` returns are stored in the job's network; if they are bytes, in the
-        job's upload. Return the `LocalResult` of `fit`, or None.
+        `fit` returns a pair: new parameters, and a `LocalResult` or None. Arrays are stored as
+        parameters of the job's network. Bytes are stored in the job's upload. Return the second
+        entry of the pair.
         """
         network: LearnerNetwork = job.model.net  # type: ignore[assignment]
         if network.content is not None:
@@ -283,9 +286,11 @@ def _decode(words: Tensor) -> bytes:
 
 
 class LearnerNetwork(nn.Module):
-    """A module that holds a learner's parameters: floats as parameters, other arrays as buffers.
+    """A PyTorch module that holds the parameters of a learner.
 
-    initial: the learner's initial parameters; bytes are stored as the attribute `content`.
+    Arrays of floats become parameters of the module, and all other arrays become buffers. If the
+    learner's parameters are bytes, the attribute `content` has the bytes; else it is None.
+    initial: the learner's initial parameters.
     dtype: the type of the module's parameters, such as torch.float32.
     outputs: the number of the learner's outputs for a sample.
     """

@@ -197,8 +197,9 @@ class LocalJob:
         """Return copies of all networks in eval mode and without gradients.
 
         The keys of the result are the keys of `networks`.
-        name: a name for the copies, which you choose. In each job, the first call with a name makes
-        the copies. Later calls with this name return the same copies; pass the same `values`.
+        name: a name for the copies, which you choose. The first call of a job with this name makes
+        the copies, and later calls return the same copies. All these calls must pass the same
+        `values`.
         values: the vector [layout.total] to load into the copies, such as the client's model after
         an earlier job. None loads the parameters from which the job's training started.
         """

@@ -112,8 +112,8 @@ class Job(NamedTuple):
     aggregated.
     base: the position of the base version in the list of all versions that the coordinator has
     published, over all replicas (`PublishedVersion.number`). A worker finds the parameters with it.
-    bases: if the client chooses its replica, the position in the same list of each replica's
-    current version; else ().
+    bases: () unless the client chooses its replica. Then there is one number for each replica: the
+    position of the replica's newest version in the list of all published versions.
     """
 
     number: int

@@ -78,9 +78,12 @@ class Method:
         return {}
 
     def setup(self, run: Setup) -> None:
-        """Declare networks, state, sent and uploaded tensors, stages, needs and warnings.
+        """Declare what the method adds to a run, such as networks, state and tensors to send.
 
-        Called once in each process. Raise ValueError for settings that do not fit the run.
+        raysim calls this hook once in each process. Raise ValueError for settings that do not fit
+        the run.
+        run: the object with a function for each declaration, such as `run.client_state`. It also
+        has facts about the run, such as the number of clients.
         """
 
     def cost(self, job: Participation) -> float:

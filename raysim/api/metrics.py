@@ -256,11 +256,12 @@ class ScoresOfRows:
                 parts.append(function(outputs, labels))
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return arrays [n, ...] with the scores of all n samples that were added.
+        """Return the collected scores of all n samples as arrays [n, ...].
 
         There is one array for each entry of the list that `row_functions` returns for the metrics.
-        Row i of an array belongs to sample i. It has the score that the function computed or, if
-        the entry is None, the sample's outputs and labels.
+        Row i of an array belongs to sample i. If the entry is a function, the row has the score
+        that this function computed for the sample. If the entry is None, the row has the sample's
+        outputs and labels.
         """
         return tuple(
             parts.array() if isinstance(parts, SetRows) else torch.cat(parts).cpu().numpy()
@@ -425,8 +426,9 @@ class TorchMetric:
     The metric receives probabilities: the softmax or the sigmoid of the outputs.
 
     name: the name of the metric, such as "f2".
-    kind: the kind of the task, which decides between several classes of torchmetrics.
-    outputs: the number of classes, or of other outputs of the model.
+    kind: the kind of the task, such as "multilabel". torchmetrics has several Python classes for a
+    metric, and `kind` decides which of them is used.
+    outputs: the number of the model's outputs for a sample, such as the number of classes.
     """
 
     name: str

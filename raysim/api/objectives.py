@@ -103,9 +103,9 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
     """Return the mean of a batch's losses without ignored labels; 0 if all labels are ignored.
 
     labels: [B, ...]. A label with the value `IGNORED` is ignored.
-    values: the losses. If `values` has the shape of `labels`, it has one loss for each label.
-    Otherwise only the length B of the first axis is equal. All losses of a sample are then averaged
-    first. The result is the mean over the samples that have a label that is not ignored.
+    values: the losses, [B, ...]. If `values` has the shape of `labels`, it has one loss for each
+    label. If it has another shape, all losses of a sample are averaged first. The result is then
+    the mean over the samples that have a label that is not ignored.
     """
     is_counted = labels != IGNORED
     if values.shape != labels.shape:
@@ -118,10 +118,9 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
     """Return the mean loss of each sample without its ignored labels, [B].
 
     labels: [B, ...]. A label with the value `IGNORED` is ignored.
-    values: the losses. If `values` has the shape of `labels`, it has one loss for each label. A
-    sample whose labels are all ignored then has the mean 0. Otherwise only the length B of the
-    first axis is equal. The result is then the mean of each sample's losses, and the labels are not
-    used.
+    values: the losses, [B, ...]. If `values` has the shape of `labels`, it has one loss for each
+    label. A sample whose labels are all ignored then has the mean 0. If `values` has another shape,
+    all losses of a sample are averaged, and `labels` is not used.
     """
     if values.shape != labels.shape:
         return values if values.ndim == 1 else values.flatten(1).mean(1)
@@ -134,9 +133,9 @@ def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of each sample's losses and the number of its labels, float64 [B, 2].
 
     labels: [B, ...]. A label with the value `IGNORED` is not counted.
-    values: the losses. If `values` has the shape of `labels`, it has one loss for each label.
-    Otherwise only the length B of the first axis is equal. The sum is then the mean of the sample's
-    losses, multiplied by the sample's number of labels.
+    values: the losses, [B, ...]. If `values` has the shape of `labels`, it has one loss for each
+    label. If it has another shape, all losses of a sample are averaged. The first column of the
+    result is then this average, multiplied by the sample's number of labels.
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
     return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)
@@ -238,7 +237,7 @@ def position_accuracy(counts: np.ndarray) -> float:
 
 
 def mean_iou(counts: np.ndarray) -> float:
-    """Return the mean over the classes of intersection over union (Jaccard index).
+    """Return the intersection over union (Jaccard index), averaged over the classes.
 
     counts: [n, 3, C], the counts that `class_counts` returns for n samples.
     Classes that are neither labelled nor predicted anywhere in the set are left out. The result is

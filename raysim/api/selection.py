@@ -1,8 +1,8 @@
-"""Define selection rules, which choose the clients to dispatch, and the data that they see.
+"""Define selection rules, which choose the clients to dispatch, and the data for them.
 
 A rule must not remember anything outside the arrays in `SelectionView.state`, which checkpoints
-contain. Its choice must depend only on its argument. Then a run has the same bits on any number of
-workers, and if it is resumed.
+contain. Its choice must depend only on its argument. Then the bits of a run do not depend on the
+number of workers. They do not change either if the run is stopped and resumed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class ClientFacts:
     samples: the number of training samples.
     participations: the number of jobs dispatched so far.
     accepted: the number of jobs aggregated so far.
-    loss: the mean training loss of the client's last aggregated job; nan if the rule's attribute
-    `reports` does not have "loss".
-    norm: the Euclidean norm of the client's last aggregated update; nan if `reports` does not have
-    "norm".
-    seconds: the virtual seconds from dispatch to finish of a job. It is the client's last finished
-    job that was not lost.
+    loss: the mean training loss of the client's last aggregated job. It is nan if the attribute
+    `reports` of the selection rule does not contain "loss".
+    norm: the Euclidean norm of the client's last aggregated update. It is nan if the attribute
+    `reports` of the selection rule does not contain "norm".
+    seconds: the virtual seconds from dispatch to finish of the client's last finished job that was
+    not lost.
     staleness: the staleness of the last aggregated job.
-    last_finish: the virtual time at which the same job as in `seconds` finished.
+    last_finish: the virtual second in which the client's last finished job that was not lost ended.
     """
 
     samples: Ints

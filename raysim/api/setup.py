@@ -44,7 +44,7 @@ Arrivals: TypeAlias = Sequence[Update | Failure]
 
 
 def always(job: Participation) -> bool:
-    """Return True for every job: the default of the argument `when`."""
+    """Return True: by default, `Setup.send` sends a tensor with every job."""
     return True
 
 
@@ -66,9 +66,9 @@ class Send:
     """A tensor that clients receive in addition to the model.
 
     name: the short name of the tensor.
-    value: a function that returns the tensor, or None if nothing is sent now. It is called as
-    value(server), or as value(client, server) if `to` is "client". If `value` is None, the server
-    state of the name `name` is sent.
+    value: a function that is called as value(server), or as value(client, server) if `to` is
+    "client". It returns the tensor, or None to send nothing now. Without a function (`value` is
+    None), the server state called `name` is sent.
     floats: the tensor's size in floats: a number, or a function of the layout.
     to: "all": each client receives the tensor with each version. "once": each client receives it
     with its first job only. "client": each client receives a tensor of its own.
@@ -101,7 +101,8 @@ class Omission:
 class RoundWarning:
     """A warning during the run.
 
-    `text(row)` returns the text for a row of the history, or "". Only the first text is shown.
+    `text(row)` returns the text for a row of the history, or "" for no warning. Only the first
+    warning is shown.
     """
 
     text: Callable[[Mapping[str, Any]], str]
@@ -122,7 +123,7 @@ class MethodDeclaration:
     late_private_parameters: the functions that were passed to `Setup.private_parameters`. They
     return names of private parameters, and are called when all networks are known.
     pools: the method's attribute `Method.pools`. It is True if the method trains one model on the
-    data of all clients.
+    data of all clients. It does not concern pools of clients.
     """
 
     method: str
@@ -350,14 +351,18 @@ class Setup:
             )
 
     def warn_when(self, text: Callable[[Mapping[str, Any]], str]) -> None:
-        """Warn with `text(row)` at the first row of the history for which it is not ""."""
+        """Warn at most once during the run, with a text that depends on a row of the history.
+
+        text: a function that is called for each row of the history. It returns the text of the
+        warning, or "" for no warning. Only the first warning is shown.
+        """
         self.declared.round_warnings.append(RoundWarning(text))
 
     # --- networks and client state ------------------------------------------------------------
     def network(self, name: str, module: nn.Module, private: bool = False) -> None:
-        """Add a network to the run, which jobs see as `job.network(name)`.
+        """Add a network to the run; in a job, `job.network(name)` returns this network.
 
-        private: True if each client has its own copy, which is never sent.
+        private: True if each client has a separate copy, which is never sent.
         """
         self.declared.networks[f"{self.method}.{name}"] = ExtraNetwork(module, private)
 
@@ -495,16 +500,17 @@ class Setup:
         *,
         planned: PlannedUpload | None = None,
     ) -> None:
-        """Add a tensor to what the client of each job sends to the server with its update.
+        """Let each job send a tensor to the server, in addition to its update.
 
         The method's hook `end` sets the tensor with job.upload[name] = tensor. The method's hooks
         on the server read the tensors of all updates with `aggregation.uploads(name)`.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
         planned: None if the size is always `floats`. Otherwise a function that estimates the size
-        before training, in floats. Its argument is the total size, in floats, of the tensors that
-        this method sends with `Setup.send(..., varies=True)`. Virtual time uses `floats` for jobs
-        that start from version 0, and the estimate for later jobs. Traffic counts the real size.
+        of the uploaded tensor in floats, before training. The function gets one number: how many
+        floats the client receives in all tensors that this method sends with `Setup.send(...,
+        varies=True)`. Virtual time uses `floats` for jobs that start from version 0, and the
+        estimate for later jobs. Traffic counts the real size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -528,7 +534,7 @@ class Setup:
 
     @property
     def layout(self) -> Layout:
-        """The position of each tensor in the flat vector; known once all methods have declared."""
+        """The position of each tensor in the flat vector; known after `setup` of all methods."""
         return self._layout[0]
 
     def compress(self, compressor: UpdateCode) -> None:
@@ -540,9 +546,10 @@ class Setup:
         self.declared.compressor = compressor
 
     def zeros(self, at: int | ServerView = 0) -> Tensor:
-        """Return zeros [layout.trained]. Pass this function itself as the argument `initial`.
+        """Return zeros [layout.trained]: the initial value of a client state or server state.
 
-        at: the argument with which raysim calls `initial`. For client state it is a number of
+        Pass this function itself: `run.client_state("control", run.zeros)`.
+        at: the argument with which raysim calls the function. For client state it is a number of
         samples, and the zeros are on the CPU. For server state it is the server, and the zeros have
         the device and the dtype of its parameters.
         """
@@ -681,7 +688,7 @@ class Setup:
 
     # --- scoring and the server's step --------------------------------------------------------
     def finetune(self, how: Finetune) -> None:
-        """Fine-tune clients' models before they are scored; only one method of a list may do so.
+        """Fine-tune clients' models before they are scored; at most one method of a run may do so.
 
         how: the settings to use instead of `evaluate.finetune`.
         """

@@ -1,8 +1,8 @@
 """Convert the values of client state to named tensors and back.
 
-Client state is moved, counted and stored in checkpoints as tensors only. A tensor keeps its name.
-An entry of a dictionary has its key after the name ("fedproto.prototypes[3]"). A number or bytes
-have the name of their type after the name ("mine.count#int").
+Client state is moved, counted and stored in checkpoints as tensors only. A tensor is stored under
+its name in the client state. For an entry of a dictionary, the key is added to this name
+("fedproto.prototypes[3]"). For a number or bytes, the type is added to it ("mine.count#int").
 """
 
 from __future__ import annotations

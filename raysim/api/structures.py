@@ -48,7 +48,12 @@ class OnStructures:
     fields: tuple[TargetField, ...]
 
     def __call__(self, outputs: Tensor, rows: Tensor) -> Any:
-        """Return the function's result for the outputs and the unpacked targets."""
+        """Return the result of the user's loss or metric for the outputs and the targets.
+
+        outputs: the outputs of the model.
+        rows: [n, floats], the targets of n samples. They are unpacked before the user's function
+        gets them.
+        """
         targets: Any = unpack_targets(rows, self.fields)
         collate = getattr(self.function, "collate", None)
         if collate is not None:
