@@ -26,11 +26,17 @@ from textbook.world import Book, Job, Params, World
 
 
 def ditto(world: World, lam: float, factor: float = 1.0) -> Book:
-    """Run FedAvg, and in each job also v <- v - eta_v (grad F_k(v) + lam (v - x)).
+    """Compute a run of Ditto: FedAvg, and a personal model v that each client trains in its jobs.
 
-    F_k: the loss of client k. v starts at the initial model and does not influence x.
-    lam: the weight that pulls v to the received model x.
-    factor: eta_v, divided by the learning rate of the run.
+    The shared model x is trained by FedAvg. In the same job, client k also trains v, with these
+    steps:
+
+        v <- v - eta_v (grad F_k(v) + lam (v - x))
+
+    F_k: the loss of client k; x: the received model. v starts at the initial shared model, and does
+    not influence x.
+    lam: the weight of the penalty on the distance of v from x.
+    factor: eta_v divided by the learning rate that trains x.
     """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("ditto.")}
     v = {client: dict(x) for client in range(world.clients)}

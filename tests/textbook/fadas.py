@@ -20,17 +20,19 @@ from textbook.world import Book, World
 class AmsGrad:
     """AMSGrad on the server, with a smaller learning rate if an update is very stale.
 
-    In each aggregation, with the mean update D and the parameters x, elementwise:
+    Aggregation t = 1, 2, ... has a mean update D. It changes the server's parameters x and the
+    moments m, v and w, which start at 0. All operations are elementwise:
 
-        m <- beta1 m + (1 - beta1) D        v <- beta2 v + (1 - beta2) D^2
-        w <- max(w, v)                      x <- x + eta m / (sqrt(w) + eps)
+        m <- beta1 m + (1 - beta1) D
+        v <- beta2 v + (1 - beta2) D^2
+        w <- max(w, v)
+        x <- x + eta m / (sqrt(w) + eps)
 
-    m, v and w start at 0.
     lr: the learning rate eta, if no update is stale by more than `threshold` versions.
     rule: the formula of eta if the largest staleness s is greater than `threshold`. "cap": eta =
     min(lr, 1 / s), as in the paper. "scale": eta = lr / s, as in the released code.
-    bias_correction: True: in aggregation t = 1, 2, ..., the last formula has m / (1 - beta1^t) in
-    place of m, and w / (1 - beta2^t) in place of w.
+    bias_correction: True: the formula of x uses m / (1 - beta1^t) for m, and w / (1 - beta2^t) for
+    w.
     """
 
     def __init__(
@@ -80,10 +82,10 @@ class AmsGrad:
 
 
 def fadas(world: World, **settings: object) -> Book:
-    """Compute a run of FADAS, whose server steps by AMSGrad along the mean update.
+    """Compute a run of FADAS, which applies AMSGrad to the mean update of each aggregation.
 
     The mean is uniform, or weighted by samples if the run weighs clients by samples.
-    settings: arguments of the class `AmsGrad`.
+    settings: all arguments of the class `AmsGrad` except `world`.
     """
     amsgrad = AmsGrad(world, **settings)
     book = run_server_rule(world, lambda at: amsgrad(at, at.mean))

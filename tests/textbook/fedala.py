@@ -1,7 +1,8 @@
-"""FedALA: Zhang et al. 2023, Algorithm 1, for the head or for the whole network.
+"""FedALA: Zhang et al. 2023, Algorithm 1, for the head or for the whole model.
 
 Symbols: x, the received parameters; y', the parameters that the client trained in its last job; W,
-the client's learned weights, one between 0 and 1 for each parameter.
+weights that the client learns. W has a number from 0 to 1 for each parameter. A job starts from the
+mixture y' + (x - y') W.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ from textbook.world import Book, Job, Params, World
 def fedala(world: World, rate: float, share: float, top: str = "model.head") -> Book:
     """Compute a run of FedALA, in which jobs start from a learned mixture of two models.
 
-    x: the received parameters; y': the parameters that the client trained in its last job; W: the
-    client's weights, one between 0 and 1 for each mixed parameter. A job starts from y' + (x - y')
-    W, elementwise. A client's first job starts from x. Before each later job, W is trained on
+    A client's first job starts from the received parameters x. Each later job starts from this
+    elementwise mixture:
+
+        y' + (x - y') W
+
+    y': the parameters that the client trained in its last job. W: weights that the client learns,
+    with a number from 0 to 1 for each mixed parameter. Before each later job, W is trained on
     random samples of the client.
     rate: the learning rate of W.
     share: the fraction of the client's samples on which W is trained.
@@ -43,10 +48,11 @@ def fedala(world: World, rate: float, share: float, top: str = "model.head") -> 
         return x | {name: old[name] + (x[name] - old[name]) * w[name] for name in names}
 
     def learnt(job: Job) -> Params:
-        """Train W before a job of the client, and return W.
+        """Train the weights W with which a client mixes two models, and return W.
 
-        At the first training of a client's W, passes over the samples are repeated until the loss
-        settles, at most 100 times. Later trainings make a single pass.
+        A client's first training of W repeats passes over the samples until the loss is stable, at
+        most 100 times. Each later training makes a single pass.
+        job: the job that starts from the mixture.
         """
         i, first = job.client, job.client not in shares
         w = shares.get(i, {name: torch.ones_like(x[name]) for name in names})

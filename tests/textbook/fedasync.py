@@ -25,18 +25,19 @@ def fedasync(
     """Compute a run of FedAsync, which mixes each arriving model into the shared model.
 
     When a model y arrives, the shared model x becomes (1 - w) x + w y. The weight w is alpha
-    sigma(s), where s is the staleness of y: t - tau. tau is the version from which y started. t is
-    the number of earlier aggregations, plus the position of y in its aggregation, from 0.
+    decay^k sigma(s). k: the number of earlier aggregations. s: the staleness of y, which is t -
+    tau. tau: the version from which y started. t: k plus the position of y in its aggregation,
+    counted from 0.
 
-    If the run weighs clients by samples, w is multiplied by n / m, and is then at most 1. n: the
-    client's number of samples; m: the mean number of samples of a client. Floating-point buffers of
-    the model are mixed in the same way. Integer buffers get the largest value of the arriving
-    models.
+    If the run weighs clients by samples, w is min(1, alpha decay^k sigma(s) n / m). n: the client's
+    number of samples; m: the mean number of samples of a client. Floating-point buffers of the
+    model are mixed with the same w. Integer buffers get the largest value of the arriving models.
+    alpha: the factor of all weights w.
     kind: the formula of sigma. "constant": sigma(s) = 1. "polynomial": sigma(s) = (s + 1)^-a.
     "hinge": sigma(s) = 1 if s <= b, and 1 / (a (s - b) + 1) if s > b.
     a, b: the constants of these formulas.
-    oldest: a model with a staleness above `oldest` has the weight 0.
-    decay: w is also multiplied by decay^k, where k is the number of earlier aggregations.
+    oldest: a model whose staleness is above `oldest` has the weight w = 0.
+    decay: the factor by which w changes from one aggregation to the next; 1 means no change.
     rho: the weight of the proximal penalty in the local loss: rho / 2 times the squared distance
     from the received parameters.
     """

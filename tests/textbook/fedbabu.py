@@ -23,10 +23,13 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedbabu(world: World, epochs: int, head_only: bool) -> Book:
-    """Run FedAvg of the extractor; the head is only trained in the fine-tuning before scores.
+    """Compute a run of FedBABU: FedAvg of the extractor, and fine-tuning before each scoring.
 
+    Jobs never train the head, which stays at its initial values in the shared model. After each
+    round, a copy of the shared model is fine-tuned for each client. The client is scored with this
+    copy.
     epochs: the number of fine-tuning epochs.
-    head_only: True: fine-tune the head alone.
+    head_only: True: fine-tuning trains only the head. False: it trains the extractor and the head.
     """
 
     def client(job: Job, x: Params) -> Params:

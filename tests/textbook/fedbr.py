@@ -56,15 +56,17 @@ def projected(p: Params, z: Tensor) -> Tensor:
 
 
 def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float, float]) -> Tensor:
-    """Return L_con, FedBR's contrastive loss, as a mean over the pseudo-data.
+    """Return L_con, FedBR's contrastive loss, as a mean over the R rows of the pseudo-data.
 
-    The loss of row j of the pseudo-data is -log(f1 / (f1 + f2)). Here f1 = exp(kappa[0] cos(z_p,
-    z_g)) and f2 = exp(kappa[1] cos(z_p, z)). The cosines are those of the projector's outputs for
-    these features.
-    p: the tensors of all modules, the projector among them.
-    z_p: the features of the pseudo-data, [R, F].
+    Let u and u_g be the projector's outputs for row j of z_p and z_g. Let u_b be the output for row
+    j mod B of z. The loss of row j is -log(f1 / (f1 + f2)). Here f1 = exp(kappa[0] cos(u, u_g)) and
+    f2 = exp(kappa[1] cos(u, u_b)).
+    p: the tensors of all modules, by name. Without a projector among the modules, u, u_g and u_b
+    are the features themselves.
+    z_p: the features of the pseudo-data from the extractor that is trained, [R, F].
     z_g: the features of the pseudo-data from the extractor that the client received, [R, F].
-    z: the features of the batch, [B, F]. Row j of z_p is compared with row j mod B of z.
+    z: the features of the batch, [B, F].
+    kappa: the factors of the two cosines.
     """
     z_p, z_g, z = (
         projected(p, each) for each in (z_p, z_g, z[[j % len(z) for j in range(len(z_p))]])
@@ -83,8 +85,10 @@ def cross_entropy(logits: Tensor, rows: Tensor) -> Tensor:
 
 
 def class_chances(labels: Tensor) -> np.ndarray:
-    """Return the probability of each sample if all classes that occur are equally likely.
+    """Return the probability with which each sample is drawn if all classes are equally likely.
 
+    Only classes of the labels count. Samples of the same class have the same probability. The sum
+    of all probabilities is 1.
     labels: the class of each sample.
     """
     classes = labels.tolist()
@@ -109,9 +113,10 @@ def means(world: World, size: int, count: int, sources: str) -> Tensor:
 
 
 def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
-    """Return a function that draws the pseudo-data of a model version from a pool.
+    """Return a function that draws pseudo-data from a pool.
 
-    The function returns `size` different rows of the pool.
+    The function gets the number of a model version, which seeds the draw. It returns `size`
+    different rows of the pool.
     pool: the mean samples of all clients; each client has the same number of rows.
     sources: with "unbalanced", the probability of a row is proportional to its client's number of
     samples. Otherwise all rows are equally likely.
@@ -127,10 +132,10 @@ def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
 
 
 def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
-    """Return a function that makes the pseudo-data of a model version from raw samples.
+    """Return a function that makes new pseudo-data from the clients' raw samples.
 
-    The function returns `size` rows. For each row it draws a client, and returns the mean of
-    `count` random samples of this client.
+    The function gets the number of a model version, which seeds the draw. It returns `size` rows.
+    For each row it draws a client, and returns the mean of `count` random samples of this client.
     sources: the probabilities. "balanced": all clients are equally likely, and so are all samples
     of the client. "unbalanced": a client's probability is proportional to its number of samples;
     all samples of the client are equally likely. "classes": all clients are equally likely, and so
@@ -155,10 +160,10 @@ def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
 
 
 def proxies(world: World, size: int, count: int, sources: str) -> Pseudo:
-    """Return a function that makes the pseudo-data of a model version from public images.
+    """Return a function that makes pseudo-data from public images.
 
-    The function returns `size` rows. Each row is the mean of `count` random images of a public data
-    set (Algorithm 3).
+    The function gets the number of a model version, which seeds the draw. It returns `size` rows.
+    Each row is the mean of `count` random images of a public data set (Algorithm 3).
     sources: with "unbalanced", all images are equally likely. Otherwise all classes are equally
     likely.
     """
@@ -195,18 +200,19 @@ def fedbr(
     mixup: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """Compute a run of FedBR, which trains first the projector, then the model on each batch.
+    """Compute a run of FedBR, whose jobs make two optimizer steps on each batch.
 
-    The first step on a batch, the max step, changes the projector to increase L_con. The second
-    one, the min step, changes the extractor and the classifier to decrease CE + lam CE_p + mu
-    L_con. CE: the cross-entropy of the batch; CE_p: that of the pseudo-data; L_con: the contrastive
-    loss of `contrast`. After a round, extractor, classifier and projector are averaged.
-    pseudo: how pseudo-data are made: "rsm" (by `drawn`), "fresh" (by `fresh`) or "mixture" (by
-    `proxies`).
+    The first step, the max step, changes the projector to increase L_con. The second step, the min
+    step, changes the extractor and the classifier to decrease CE + lam CE_p + mu L_con. CE: the
+    cross-entropy of the batch; CE_p: the cross-entropy of the pseudo-data; L_con: the contrastive
+    loss that `contrast` computes. After a round, extractor, classifier and projector are averaged
+    over the clients.
+    pseudo: the function that makes the pseudo-data: `drawn` ("rsm"), `fresh` ("fresh") or `proxies`
+    ("mixture").
     mixup: True: the rows of each batch are first mixed in pairs (Mixup).
     rounds: the function that computes the rounds: `alone`, `with_scaffold` or `with_fedcm` of the
     module `textbook.corrected`.
-    All other arguments are settings of raysim's class `FedBR`.
+    All other arguments have the same names and meanings as in raysim's class `FedBR`.
     """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
     pool = (

@@ -34,13 +34,16 @@ REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 def fedbss(
     world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
 ) -> Book:
-    """Run FedAvg with uniform weights; from version `warmup` on, an epoch uses selected samples.
+    """Compute a run of FedBSS: FedAvg with equal weights, and selected samples after a warm-up.
 
-    Epoch e uses every unbiased sample of the client, and a fraction a_e of its biased samples.
-    kind: how a_e grows, a key of `FRACTION`; "all" uses all samples.
-    refresh: the samples of a client are ranked again in every `refresh`-th of its jobs.
-    fraction_of: "samples" selects a fraction a_e of the biased samples. "loss" uses all samples and
-    multiplies the losses of the biased samples by a_e.
+    Samples are selected from version `warmup` on. A sample is unbiased if its loss is at most the
+    loss of the client's most uncertain sample. All other samples of the client are biased. Epoch e
+    uses all unbiased samples, and a fraction a_e of the biased samples.
+    kind: how a_e grows with e, a key of `FRACTION`. "all": all samples are always used.
+    refresh: the losses and uncertainties of a client's samples are computed in the client's first
+    job after the warm-up, and then in every `refresh`-th job.
+    fraction_of: "samples": epoch e uses a fraction a_e of the biased samples. "loss": epoch e uses
+    all samples, and multiplies the losses of the biased samples by a_e.
     """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
@@ -128,14 +131,16 @@ def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
 def batches(
     world: World, job: Job, order: Tensor, unbiased: int, kind: str
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Return two lists with an entry for each batch of a job: its samples, and its fraction a_e.
+    """Draw the batches of a job; return for each batch its samples and its fraction a_e.
 
-    The samples of a batch are positions in the client's data. The fraction a_e is that of the epoch
-    e to which the batch belongs (eq. 6). Epoch e uses all unbiased samples and the fraction a_e of
-    the biased samples, those with the smallest losses.
-    order: the positions of the client's samples by ascending loss, the unbiased ones first.
-    unbiased: the number of unbiased samples.
-    kind: how a_e grows with e: "cosine", "linear" or "filter". "all" has the fractions of "linear".
+    The first list has the positions of each batch's samples in the client's data. The second list
+    has for each batch the fraction a_e (eq. 6), where e is the epoch of the batch. Epoch e uses the
+    first `unbiased` entries of `order`, and then a fraction a_e of the later entries, from the
+    front.
+    order: the positions of the client's samples, by ascending loss. If all samples are used, any
+    order.
+    unbiased: the number of samples that every epoch uses.
+    kind: the formula of a_e, a key of `FRACTION`; any other text means "linear".
     """
     local, shares = world.local, list[float]()
     draw, found = stream(world.seed, "batches", job.client, job.turn), list[np.ndarray]()

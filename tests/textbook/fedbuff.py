@@ -25,7 +25,10 @@ def staleness_weights(
 ) -> list[float]:
     """Return the weight (1 + s)^-exponent of each job's update, where s is its staleness.
 
-    If the run weighs clients by samples, the weight is multiplied by the client's samples.
+    The staleness s is `version` minus the version that the job received. If the run weighs clients
+    by samples, the weight is multiplied by the client's number of samples.
+    version: the number of aggregations before this aggregation.
+    jobs: the jobs of this aggregation.
     """
     raw = weights(world, jobs)
     return [w * (1 + version - job.version) ** -exponent for w, job in zip(raw, jobs, strict=True)]
@@ -59,7 +62,7 @@ def fedbuff_fedadam(world: World, exponent: float, **settings: float) -> Book:
     The sum is divided by the number of updates, and FedAdam uses the result in place of the mean
     update.
     exponent: an update of staleness s has the weight (1 + s)^-exponent.
-    settings: arguments of the class `Adaptive` except for its name.
+    settings: all arguments of the class `Adaptive` except `world` and `name`.
     """
     adam = Adaptive(world, "fedadam", **settings)
     rule: Callable[[Cohort], Tensor] = lambda at: adam(at.x, direction(at, "count"))  # noqa: E731
@@ -75,7 +78,7 @@ def fedbuff_fedexp(world: World, exponent: float, **settings: float) -> Book:
     The sum is divided by the number of updates. FedExP computes its step size with the same
     weights.
     exponent: an update of staleness s has the weight (1 + s)^-exponent.
-    settings: arguments of `fedexp`.
+    settings: all arguments of `fedexp` except `world`, `weigh` and `direction`.
     """
     weigh = partial(staleness_weights, exponent=exponent)
     return fedexp(

@@ -1,18 +1,20 @@
 """FedCDA: Wang et al. 2024, Algorithm 1, by trying all combinations of models.
 
 The server has a cache with the last K models of each client, and selects one model of each cache.
-The shared model x is the uniform mean of the selected models. The selection minimises
+The shared model x is the uniform mean of the selected models w_n. The selection minimises (eqs. 3,
+7 and 8)
 
-    J = mean of F_n + L / 2 times the mean of |w_n - x|^2, over the selected models w_n.
+    J = mean of F_n + L / 2 times the mean of |w_n - x|^2.
 
 F_n: the mean batch loss of model n in the last epoch of its job; if the job has no epochs, in the
-last tenth of its steps. L: the smoothness. (Eqs. 3, 7 and 8.)
+last tenth of its steps. L: the smoothness. Means are over the selected models.
 
 An aggregation selects new models only for clients whose updates it has. These clients are put in
 random order and divided into groups, which the paper calls batches. The groups have equal sizes, or
-the first ones have one client more. For one group after another, all combinations of its clients'
-cached models are tried. Here, J has the models of this group, of earlier groups, and of all clients
-without an update in the aggregation.
+the first groups have one client more. For one group after another, all combinations of cached
+models of the group's clients are tried. For a combination, the means in J are over three sets of
+models: the combination, the models that were just selected for earlier groups, and the selected
+models of clients without an update in this aggregation.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ from textbook.world import Book, Params, World
 
 @dataclass
 class History:
-    """The models of a client, the oldest first. The client's cache has the last K of them.
+    """All models that a client has sent, the oldest first.
 
-    losses: F_n of each model.
-    rounds: the number of the aggregation that received each model.
-    selected: the position of the model that is averaged into x.
+    The server's cache has the last K of these models.
+    losses: for each model, the mean batch loss in the last epoch of its job.
+    rounds: for each model, the number of aggregations before the model arrived.
+    selected: the position in `models` of the model that is averaged into the shared model.
     """
 
     models: list[Params] = field(default_factory=list)

@@ -1,7 +1,12 @@
-"""FedDecorr: Shi et al. 2023: a penalty on correlations of features, in three variants.
+"""FedDecorr: Shi et al. 2023: a penalty on correlations of features, with three formulas.
 
-In the paper, the penalty is |K|_F^2 / d^2, where K is the correlation matrix of the d features. The
-authors' code uses only the entries outside the diagonal, with another divisor.
+K: the correlation matrix of the d features in a batch of n samples; |K|_F: its Frobenius norm.
+- "paper": the penalty is |K|_F^2 / d^2.
+- "authors" (the authors' code): only entries outside the diagonal are used. The features are
+  divided by their standard deviations, and their products are summed over the samples. The penalty
+  is the sum of the squares of these sums, divided by n d (d - 1).
+- "fedbr" (FedBR's code): the formula of "paper", but with larger standard deviations. They are
+  computed with the divisor n - 1, and 1e-4 is added.
 """
 
 from __future__ import annotations

@@ -14,14 +14,18 @@ from textbook.world import Book, Job, Params, World
 
 
 def feddyn(world: World, alpha: float) -> Book:
-    """Run FedAvg with the local loss F_k(y) - <g_k, y> + alpha/2 |y - x|^2.
+    """Compute a run of FedDyn: FedAvg with a corrected local loss and a drift on the server.
 
-    F_k: the task loss of client k; x: the received parameters; y: the parameters in training, and
-    after the job the trained ones; N: the number of all clients. g_k, the accumulated gradient,
-    stays on the client, and h, the drift, stays on the server; both start at 0.
-    After a job, g_k <- g_k - alpha (y - x). After a round, h <- h - alpha / N times the sum of all
-    y - x. Then x becomes the mean of all y, minus h / alpha. The sum and the mean are over the
-    clients of the round.
+    Client k minimises F_k(y) - <g_k, y> + alpha/2 |y - x|^2. F_k: the task loss of client k; x: the
+    received parameters; y: the parameters that the client trains. The accumulated gradient g_k
+    stays on the client and starts at 0. After a job, g_k <- g_k - alpha (y - x).
+
+    The drift h stays on the server and starts at 0. After a round, the server computes
+
+        h <- h - alpha / N * sum of (y - x)
+        x <- (mean of y) - h / alpha
+
+    N: the number of all clients. The sum and the mean are over the clients of the round.
     """
     x, names = dict(world.start), trainable(world.start)
     g = {

@@ -1,9 +1,10 @@
 """FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
-Symbols: x, the parameters after a round; D, the mean update; p_i, the normalised weight of client
-i's update D_i; eta, the step size of the server; M, the number of clients in the round. The model
-that is scored on the central test set has the mean of the last two x, and the newest buffers.
-After the first round it has the only x.
+Symbols: x, the shared parameters after a round; D, the mean update; p_i, the normalised weight of
+client i's update D_i; eta, the step size of the server; M, the number of clients in the round.
+
+The model that is scored on the central test set has the newest buffers. Its parameters are the mean
+of x after this round and x after the round before. After the first round, its parameters are x.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ def fedexp(
     weigh: Weigh = lambda world, version, jobs: weights(world, jobs),
     direction: Callable[[Cohort], Tensor] = lambda at: at.mean,
 ) -> Book:
-    """Add eta D to the model x, with eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps))).
+    """Compute a run of FedExP, whose server adds eta D to the shared parameters.
 
-    D_i: the update of client i; p_i: its normalised weight; D: the mean update.
-    At version t, eps is epsilon decay^t. With count=True, it is also multiplied by the number of
-    clients in the round, as in the released code.
-    minimum: the smallest eta, which is 1 in the formula.
+        eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps)))
+
+    D_i: the update of client i; p_i: its normalised weight; D: the mean update. At version t, eps
+    is epsilon decay^t.
+    count: True: eps is also multiplied by the number of clients in the round, as in the released
+    code.
+    minimum: a number that replaces the 1 in the formula: the smallest eta.
     weigh(world, version, jobs): the weights of the jobs before they are normalised to p_i.
-    direction(cohort): the vector that eta multiplies in the step, in place of D.
+    direction(cohort): the vector that the server multiplies by eta and adds. By default it is D.
     """
     names = trainable(world.start)
     etas: list[float] = []

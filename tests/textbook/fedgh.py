@@ -72,18 +72,20 @@ def fedgh(
 
 
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
-    """Compute a run in which the server adds up updates in pairs, until at most two remain.
+    """Compute a run in which the server adds up updates in pairs, until at most two vectors remain.
 
-    Each tensor of the parameters is treated separately. g_i is the update of client i, and r is the
-    reference direction.
+    Each tensor of the parameters is treated separately. Two vectors a and b conflict if their dot
+    product <a, b> is negative. r is the server's reference direction.
 
-    1. The updates are sorted by <g_i, r>. The largest and the smallest form a pair, then the next
-    largest and the next smallest, and so on. If their number is odd, one update is left over.
-    2. Each pair is replaced by the sum of its two updates a and b. If a and b conflict, the
-    projection onto b is first subtracted from a, and the projection onto a from b.
-    3. Both steps are repeated with the sums until at most two are left. The server's step is their
-    sum, divided by the number of all updates. If these two conflict, projections are subtracted
-    first: a' = a - <a, b> / (|b|^2 + eps) b, and b' = b - <a, b> / (|a'|^2 + eps) a'.
+    1. The updates are sorted by their dot products with r. The largest and the smallest form a
+    pair, then the next largest and the next smallest, and so on. If the number of updates is odd,
+    the middle update stays without a pair in this step.
+    2. Each pair a, b is replaced by a + b. If a and b conflict, the projection onto b is first
+    subtracted from a, and the projection onto a from b.
+    3. Steps 1 and 2 are repeated with the sums until at most two vectors are left. If these two
+    vectors a and b conflict, a is replaced by a' = a - <a, b> / (|b|^2 + eps) b. Then b is replaced
+    by b' = b - <a, b> / (|a'|^2 + eps) a'. The server's step is the sum of the two vectors, divided
+    by the number of all updates.
 
     In the first round, the server's step and r are the mean update. Later, r <- 0.99 r + 0.01 times
     the step.

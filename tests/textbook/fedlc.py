@@ -42,15 +42,16 @@ def fedlc(
 ) -> Book:
     """Compute a run of FedLC: FedAvg with the calibrated cross-entropy as the local loss.
 
-    The loss shifts the logit of class c by a margin tau n_c^(-1/4), where n_c is the client's
+    The loss of a sample with logits z and true class y is log(sum_c exp(z_c - z_y + m_y - m_c)).
+    The sum is over classes c. m_c = tau n_c^(-1/4) is the margin of class c. n_c: the client's
     number of training samples of class c.
     tau: the scale of the margins.
-    others: True: the loss sums over the classes other than the true one, as in the paper. False: it
-    sums over all classes.
-    floor: numbers n_c below `floor` are replaced by it. If it is above 0, the sum also includes
-    classes without samples.
-    mixed: the parameter alpha of Mixup; None: no Mixup. With Mixup, a sample has two labels, and
-    its loss is the mean of the losses for them, weighted as the inputs are mixed.
+    others: True: the sum leaves out c = y, as in the paper. False: the sum includes c = y.
+    floor: a number n_c below `floor` is replaced by `floor`. If `floor` is 0, the sum leaves out
+    classes without samples of the client.
+    mixed: the parameter alpha of Mixup; None: no Mixup. With Mixup, a sample is mixed from two
+    samples and has two labels. Its loss is the mean of the losses for the two labels, with the
+    weights of the two samples.
     """
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 

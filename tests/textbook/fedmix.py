@@ -85,20 +85,23 @@ def fedmix(
 ) -> Book:
     """Compute a run of FedMix, whose loss also uses averages of random clients' samples.
 
-    x and y: the inputs and labels of the batch. x_bar and y_bar: the mean input and the mean label
-    of some random samples of one client. They are called a pair. CE(u, y): the cross-entropy of the
-    outputs for the input u. The loss is the mean of l1 + l2 + l3 over the batch:
+    x and y are the inputs and labels of a batch. A pair is the mean input x_bar and the mean label
+    y_bar of some random samples of one client. Each row of the batch is combined with a pair. CE(u,
+    y) is the cross-entropy of the model's outputs for the input u. The loss is the mean of l1 + l2
+    + l3 over the batch:
     - l1 = (1 - lam) CE((1 - lam) x, y)
     - l2 = lam CE((1 - lam) x, y_bar)
     - l3 (the Taylor approximation) = lam times the dot product of x_bar and l1's gradient with
-      respect to the input
+      respect to the model's input
 
-    count: the number of pairs of each client.
+    count: the number of pairs that each client sends.
     samples: the number of samples over which a pair is averaged.
-    single: True: one pair for the whole batch; False: one for each row.
-    naive: True: NaiveMix, whose input is (1 - lam) x + lam x_bar and which has no l3.
-    public: True: divide l3 by the batch size once more.
-    fresh: True: make new pairs from raw data in each step, as in FedBR's code.
+    single: True: all rows of the batch are combined with the same pair. False: each row has a
+    different pair.
+    naive: True: compute NaiveMix. The input is (1 - lam) x + lam x_bar, and there is no l3.
+    public: True: the mean of l3 is also divided by the batch size, as in public implementations.
+    fresh: True: make new pairs from raw data in each step, as FedBR's code does. `count` is then
+    not used.
     """
     pool = None if fresh else pooled(world, count, samples)
 

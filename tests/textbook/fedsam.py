@@ -43,10 +43,12 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
 
 
 def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
-    """Run FedAvg with the gradients of `uphill` in place of the gradients at the parameters p.
+    """Compute a run of FedSAM: in each local step of FedAvg, `uphill` computes the gradient.
 
+    If mu > 0, FedProx's gradient mu (p - x) is added. p: the parameters before the step; x: the
+    received parameters.
     rho, eta: arguments of `uphill`.
-    mu: the weight of FedProx's term, whose gradient at p is added.
+    mu: the weight of FedProx's penalty.
     """
     shared = {name: tensor for name, tensor in world.start.items() if name not in world.personal}
     personal = {
@@ -76,11 +78,14 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
 
 
 def mofedsam(world: World, rho: float, beta: float) -> Book:
-    """Run MoFedSAM: each step uses beta G + (1 - beta) D in place of the gradient.
+    """Compute a run of MoFedSAM: each local step replaces the gradient by beta G + (1 - beta) D.
 
-    G is the result of the function `uphill`, plus the weight decay. D is the server's direction:
-    the mean of (x - y) / (eta K) over the clients of the last round, and 0 in the first round. Here
-    x is the received and y the trained model, eta the learning rate, and K the number of steps.
+    G: the gradient that `uphill` returns, plus the weight decay times the parameters. `uphill`
+    takes the gradient at a point near the parameters at which the loss is higher.
+    D: the server's direction: the mean of (x - y) / (eta K) over the clients of the last round, and
+    0 in the first round. Here x is the received and y the trained model, eta the learning rate, and
+    K the number of steps.
+    rho: the distance of that point from the parameters.
     """
     x, names = dict(world.start), trainable(world.start)
     direction = {name: torch.zeros_like(x[name]) for name in names}

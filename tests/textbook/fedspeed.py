@@ -1,8 +1,9 @@
 """FedSpeed: Sun et al. 2023, Algorithm 1.
 
 Symbols: theta, the parameters during a job; theta_K, the parameters after its last step; c_k, the
-correction that client k keeps; g1, the gradient at theta; g2, the gradient at theta + rho g1, which
-is called the extra step. The textbook does not normalise g1 in the extra step.
+correction that client k keeps; g1, the gradient at theta; g2, the gradient at theta + rho g1. The
+move from theta to theta + rho g1 is called the extra step. This textbook does not normalise g1 in
+the extra step.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from textbook.world import Book, Job, Params, World
 def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
     """Compute a run of FedSpeed, whose local steps use two gradients and a correction.
 
-    Each step uses (1 - share) g1 + share g2 - c_k + (theta - x) / lam in place of the gradient. x:
-    the received parameters; theta: the client's parameters before the step; g1: the gradient at
-    theta; g2: the gradient at theta + rho g1.
+    Each step replaces the gradient by (1 - share) g1 + share g2 - c_k + (theta - x) / lam. x: the
+    received parameters; theta: the client's parameters before the step; g1: the gradient at theta;
+    g2: the gradient at theta + rho g1.
 
-    c_k: a correction that client k keeps, 0 at first. Let theta_K be the parameters after the last
-    step of a job. Then c_k <- c_k - (theta_K - x) / lam, and the client sends theta_K - lam c_k
-    with the new c_k. It sends BatchNorm's statistics as they are after the job.
+    c_k is a correction that client k keeps; it starts at 0. Let theta_K be the parameters after the
+    last step of a job. The client first replaces c_k by c_k - (theta_K - x) / lam. With this new
+    c_k, it computes theta_K - lam c_k, and sends the result as its parameters. It sends BatchNorm's
+    statistics as they are after the job.
     lam: the inverse weight of the proximal penalty.
-    rho: the distance between the points of g2 and g1, divided by the norm of g1.
+    rho: the distance from theta to the point of g2, divided by the norm of g1.
     share: the weight of g2.
     """
     x, names = dict(world.start), trainable(world.start)

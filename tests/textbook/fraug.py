@@ -1,9 +1,9 @@
 """FRAug: Chen et al. 2023, Algorithm 1 with eqs. (1)-(6).
 
 Symbols: v, real embeddings of a batch; c, the client's prototypes, a mean embedding per class; G,
-the generator; H, the network RTNet, whose output is added to an embedding; D, the distance between
-two sets of embeddings; rho, the factor of RTNet's output; beta, the weight of synthetic embeddings
-in the loss.
+the generator; H, the neural network RTNet, whose output is added to an embedding; D, the distance
+between two sets of embeddings; rho, the factor of RTNet's output; beta, the weight of synthetic
+embeddings in the loss.
 
 Paper and code leave some questions open. This textbook makes these choices:
 - The weights of the three losses in eq. (1) are 1 - beta, beta/2 and beta/2.
@@ -14,11 +14,13 @@ Paper and code leave some questions open. This textbook makes these choices:
 - If the settings remove the generator, RTNet gets noise.
 - A batch of one sample is left out.
 
-Each batch has a step for the classifier, one for the generator and one for RTNet. It draws five
-noise arrays, in this order:
-- for the classifier: one with real embeddings and one with prototypes,
-- for the generator: one,
-- for RTNet: one with prototypes and one with real embeddings.
+Each batch has a step for the classifier, then a step for the generator, and then a step for RTNet.
+Each batch draws five noise arrays for these steps, in this order:
+- classifier: the first array makes synthetic embeddings from real ones, the second array from
+  prototypes,
+- generator: the third array makes the generator's embeddings,
+- RTNet: the fourth array makes synthetic embeddings from prototypes, the fifth array from real
+  ones.
 """
 
 from __future__ import annotations
@@ -81,13 +83,14 @@ def network(
 
 
 def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
-    """Return the weight rho of round t.
+    """Return a weight that changes with the round t, such as rho.
 
-    last: the round from which rho is constant; None changes rho in every round.
-    gamma: how fast rho changes.
-    form: the formula of rho. "exp" is exp(gamma (t - last)), where None counts as 0. "laine_aila"
-    is exp(-gamma (1 - t / last)^2), where None counts as 1. "constant" is 0.5. Any other form is
-    1 - 1 / (gamma t + 1).
+    last: from round `last` on, t is replaced by `last` in the formulas, so that the weight is
+    constant. None: the weight changes in every round.
+    gamma: how fast the weight changes.
+    form: the formula. "exp": exp(gamma (t - last)), or exp(gamma t) if `last` is None.
+    "laine_aila": exp(-gamma (1 - t / last)^2), or exp(-gamma (1 - t)^2) if `last` is None.
+    "constant": 0.5. Any other text: 1 - 1 / (gamma t + 1).
     """
     t = t if last is None else min(t, last)
     if form == "exp":
@@ -160,9 +163,9 @@ def fraug(world: World, rounds: int | None = None, **settings: Any) -> Book:
 
     All tensors that do not stay on clients are averaged.
 
-    rounds: the round from which the weights that depend on the round stay constant. None: they
-    change in every round.
-    settings: settings of the method FRAug, by name.
+    rounds: some weights in the losses change from round to round. From round `rounds` on, they are
+    constant. None: they change in every round.
+    settings: arguments of raysim's class `FRAug`, by name.
     """
     get = {
         "noise_dim": 256,

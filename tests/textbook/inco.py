@@ -50,16 +50,21 @@ def inco(
     clip: float = 0.1,
     eps: float = 1e-7,
 ) -> Book:
-    """Compute a run of InCo, whose server mixes updates of the first block into the second block.
+    """Compute a run of InCo, which mixes updates of an early layer into those of later layers.
 
-    The update g of each convolution in the second residual block becomes g' = clip((g / |g| + theta
-    g0 / |g0|) (|g| + |g0|) / 2). g: the mean update; g0: the mean update of the second convolution
-    in the first block; theta = |<g0, g>| / <g0, g0>, at most `most`.
-    kernels: True: the formula is applied to each kernel, a slice [o, i] of the convolution. False:
-    it is applied to the whole convolution.
-    always: True: the formula is always used, as in the code. False: if <g0, g> >= 0, g' is clip(g),
-    as in the paper.
-    clip: the largest absolute value of an entry of g'.
+    The later layers are the convolutions of the second residual block. g is the mean update of such
+    a convolution. g0 is the mean update of the second convolution in the first residual block. The
+    server adds g' in place of g:
+
+        theta = min(most, |<g0, g>| / <g0, g0>)
+        g' = clip((g / |g| + theta g0 / |g0|) (|g| + |g0|) / 2)
+
+    The function clip limits each entry to the range from -`clip` to `clip`.
+    kernels: True: the formulas are applied to each kernel, a slice [o, i] of the convolution.
+    False: they are applied to the whole convolution.
+    always: True: the formulas are always used, as in the authors' code. False: if <g0, g> >= 0, g'
+    is clip(g), as in the paper.
+    most: the largest theta.
     eps: the number that is added to divisors.
     """
     names = trainable(world.start)

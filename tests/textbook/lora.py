@@ -153,12 +153,18 @@ def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
 
 
 def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
-    """Average factors of several ranks, weighted by |B_i A_i|, and prune ranks (Cho et al. 2024).
+    """Compute a run of HetLoRA: clients train LoRA factors of several ranks (Cho et al. 2024).
 
-    Factors of a smaller rank are filled with zeros. Let r be the rank of a client. Its loss has the
-    term lam |B'| |A'|, where A' has the last r - gamma r rows of A, and B' the last columns of B.
-    If a job makes this term smaller, the client's rank becomes gamma r, rounded down, at least 1.
-    ranks: the ranks that clients may start with.
+    The frozen weight plus `scaling` B A is the weight of the layer. Client i trains factors A_i [r,
+    inputs] and B_i [outputs, r] of its rank r. The server fills factors of a smaller rank with
+    zeros, and averages the factors. Client i has a weight proportional to the norm |B_i A_i|, times
+    its samples if the run weighs clients by samples.
+
+    A client's rank can shrink. Let q be gamma r, rounded down. The rows of A_i after the first q
+    are A', and the columns of B_i after the first q are B'. The client's loss contains the penalty
+    lam |B'| |A'|. If |B'| |A'| is smaller after a job than before, the rank becomes q, but at least
+    1.
+    ranks: the ranks with which clients may start.
     """
     x, start = dict(world.start), drawn_ranks(world, ranks)
     rank: dict[int, int] = {}
