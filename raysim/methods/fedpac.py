@@ -321,8 +321,8 @@ class FedPAC(Method):
         """Return the job length that FedPAC needs, under the key local.epochs or local.steps.
 
         The key is the setting that the run uses. The value is the run's value, but at least
-        head_epochs + 1: so many epochs for local.epochs, so many steps for local.steps. With this
-        minimum, a job trains both the head and the extractor.
+        head_epochs + 1. This minimum is a number of epochs for local.epochs, and a number of steps
+        for local.steps. With it, a job trains both the head and the extractor.
         local: the run's settings of local training.
         """
         key, budget = _local_work(local)

@@ -249,7 +249,8 @@ def needs_mask(run: Setup, ranks: Ranks) -> bool:
     A client of rank r trains only the first r rows of A and columns of B of each adapter. All later
     rows and columns already have the gradient 0, unless another method changes gradients. So the
     result is True if clients have different ranks and another method of the run changes gradients.
-    ranks: the setting `ranks` of an adapter method; None gives all clients the rank of the model.
+    ranks: the setting `ranks` of FLoRA, FlexLoRA or HetLoRA; None gives all clients the rank of the
+    model.
     """
     return ranks is not None and bool(run.others_fill("gradient") or run.others_fill("perturb"))
 
@@ -257,7 +258,8 @@ def needs_mask(run: Setup, ranks: Ranks) -> bool:
 def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
     """Declare that raysim need not call the hooks `begin` and `gradient`, if they have no effect.
 
-    ranks: the setting `ranks` of an adapter method; None gives all clients the rank of the model.
+    ranks: the setting `ranks` of FLoRA, FlexLoRA or HetLoRA; None gives all clients the rank of the
+    model.
     """
     if ranks is None:
         run.skip("begin")
@@ -280,10 +282,10 @@ def rank_mask(job: LocalJob, rank: int) -> Tensor:
 
 
 def truncate(job: LocalJob, rank: int) -> None:
-    """Cut the adapters of the model with which the job starts to a rank.
+    """Reduce all adapters of the job's start model to `rank`.
 
-    The first `rank` rows of A and columns of B of each adapter do not change; all later ones become
-    0. The mask from `rank_mask` is stored in `job.scratch["mask"]`.
+    The first `rank` rows of A and columns of B of each adapter do not change. All later rows of A
+    and columns of B become 0. The mask from `rank_mask` is stored in `job.scratch["mask"]`.
     """
     mask = rank_mask(job, rank)
     start = job.start.clone()

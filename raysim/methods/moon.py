@@ -42,7 +42,7 @@ ProjectionHead: TypeAlias = Literal["mlp", "none"]
 def model_contrastive_loss(
     z_local: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float
 ) -> Tensor:
-    """Return MOON's contrastive loss, averaged over the batch; 0 if P = 0.
+    """Return MOON's contrastive loss, averaged over the batch; 0 without previous models.
 
     For each sample, the cosines of z_local with z_global and with each z_previous are divided by
     tau. The loss is the cross-entropy of these P + 1 logits, with z_global as the correct class.

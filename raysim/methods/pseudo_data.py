@@ -155,8 +155,8 @@ class PseudoData:
     def draw(self, server: ServerView) -> Tensor:
         """Return the pseudo-data that the server sends: means of samples, [rows, ...].
 
-        With kind="rsm", they are drawn without replacement from the stored means of the clients.
-        With kind="mixture", they are computed from samples of the public set.
+        With kind="rsm", the means are drawn without replacement from the stored means of the
+        clients. With kind="mixture", the means are computed from samples of the public set.
         """
         generator = server.stream("pseudo")
         if self.kind == "mixture":

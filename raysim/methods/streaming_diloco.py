@@ -166,8 +166,9 @@ class StreamingDiLoCo(Method):
         """Return an estimate of how many floats a client receives in a job.
 
         In its first job, a client receives all floats. In a later job it receives the fragments due
-        in the versions s to v - 1. v is the base version of the job. s is the base version of the
-        client's last job, here estimated as the number of earlier jobs minus 1.
+        in the versions s to v - 1. Here v is the base version of the job, and fragment v mod P is
+        due in version v. s is the base version of the client's last job, estimated as the number of
+        earlier jobs minus 1.
         """
         if not job.earlier_jobs:
             return layout.trained

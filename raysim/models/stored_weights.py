@@ -59,14 +59,15 @@ class HalfWeight(nn.Module):
         self.bits = nn.Parameter(bits, requires_grad=False)
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in the type `dtype`; with dtype=torch.bfloat16, without a copy."""
+        """Return the weight in the type `dtype`; dtype=torch.bfloat16 makes no copy."""
         return self.bits.view(torch.bfloat16).to(dtype)
 
 
 class FourBitWeight(nn.Module):
     """A frozen weight with 4 bits for each entry, and a scale for each block of 64 entries.
 
-    It has two parameters. Integers keep their type if the network is converted to another type.
+    It has two parameters. Both have integer types, which stay if the network is converted to
+    another type.
 
     - `codes`, uint8 [blocks, NF4_BLOCK / 2]: each byte has the codes of two entries.
     - `scales`, int32 [blocks]: each integer has the 32 bits of a block's scale, which is a float32.

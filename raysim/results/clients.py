@@ -212,7 +212,7 @@ class ScoreWriter:
     def write(self) -> None:
         """Write all rows that are in memory to the newest file, and replace its old content.
 
-        The memory has all rows after the last full file. Full files do not change. Without rows in
+        All rows since the last full file are in memory. Full files do not change. Without rows in
         memory, nothing is written.
         """
         if not self._tables:

@@ -218,7 +218,7 @@ def report(
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
     labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
     order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". A setting
-    that is not in `order` goes behind all settings of `order` with the same data and split. If
+    that is not in `order` comes after all settings of `order` with the same data and split. If
     `order` has no such setting, it goes to the end. Each setting is tested against the first
     setting with the same data and split.
     percent: True shows scores between 0 and 1, such as accuracy, in percent.

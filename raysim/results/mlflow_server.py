@@ -270,7 +270,7 @@ class Mlflow:
         )
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Log the rows that MLflow does not store yet: those after its last stored round.
+        """Log the rows of all rounds after the last round that is stored in MLflow.
 
         Each request sends all numeric values of one or more rows, never only a part of a row.
         """
