@@ -152,7 +152,8 @@ def restore_torch_settings() -> Iterator[None]:
 def restore_import_path() -> Iterator[None]:
     """Restore Python's import path after a test.
 
-    Commands with the option `--allow`, which load a user's package, add the current folder to it.
+    A command with the option `--allow` loads a user's package. For this, the command adds the
+    working directory to the import path.
     """
     path = [*sys.path]
     yield

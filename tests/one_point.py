@@ -18,7 +18,7 @@ ONE_POINT: dict[str, Any] = {
 
 
 def replace_pictures(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Replace the functions that draw plots: the new ones write a picture of one pixel.
+    """Replace the functions that draw plots by functions that write a picture of one pixel.
 
     set_attribute: `setattr` or a function with the same arguments, such as `monkeypatch.setattr`.
     """

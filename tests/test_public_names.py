@@ -110,7 +110,7 @@ def uses_private_part(names: Mapping[str, str], path: str) -> bool:
     """Return whether the attributes of an imported name include a private name.
 
     In a package of `STRICT`, a name with a single leading underscore is private. In other packages,
-    only "_internal" and "_private" are.
+    only the names "_internal" and "_private" are private.
 
     names: maps each imported name to its dotted path.
     path: an imported name and the attributes after it, such as "ray.util.get".
@@ -141,9 +141,9 @@ def imports_ray(text: str) -> bool:
 class Scopes:
     """The variables of a source file that refer to objects of another package.
 
-    Such an object is a module, a class or a function. A variable gets it by an import, by an
-    assignment, or in a `for` loop. A function's parameter gets it if a call in the same file passes
-    it.
+    Such an object is a module, a class or a function. A variable refers to the object after an
+    import or an assignment, or in a `for` loop. A function's parameter refers to the object if a
+    call in the same file passes the object.
 
     tree: the syntax tree of the file.
     names: maps each imported name to its dotted path, such as "numpy.linalg".
@@ -221,7 +221,7 @@ def is_own(node: ast.AST, tree: ast.AST) -> bool:
     """Return whether an expression certainly is an object of a class that the file defines.
 
     True for the variables `self` and `cls`, and for a variable to which the file assigns only new
-    instances of its classes. True also for an attribute of such a variable.
+    instances of these classes. Also True for an attribute of such a variable.
 
     node: the expression.
     tree: the syntax tree of the file.

@@ -206,8 +206,8 @@ class UpdateBuilder:
     def _own_training_error(self, method: str) -> NotFiniteError:
         """Return the error for NaN or infinite values after a method's hook `train`.
 
-        A method with this hook trains by itself, in place of raysim's steps. The error names the
-        first tensor with such a value. If no tensor has one, the loss has.
+        A method with this hook trains by itself, without raysim's steps. The error names the first
+        tensor with such a value, or the loss if all tensors are finite.
 
         method: the name of the method.
         """

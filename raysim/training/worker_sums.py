@@ -19,7 +19,7 @@ class WorkerSums:
     """The weighted sums of deltas that a worker computes, one sum for each group of jobs.
 
     The delta of a job is its trained vector minus its received vector. Its weight is `Job.weight`.
-    A sum is not divided by the sum of the weights.
+    A sum is not divided by the total weight.
     groups: the job numbers of each group, in the order in which the jobs are aggregated. A group
     has the leaves of one subtree of the server's summation tree.
     """

@@ -370,8 +370,8 @@ class Vector:
         """Return a dictionary from each tensor's full name to a view of `flat` or of `counters`.
 
         flat: the floats of all tensors [layout.total], or of the shared tensors [layout.shared].
-        counters: the entries of all integer buffers [layout.total_counters], or of the shared ones
-        [layout.shared_counters].
+        counters: the entries of all integer buffers [layout.total_counters], or of the shared
+        integer buffers [layout.shared_counters].
         """
         views: dict[str, Tensor] = {}
         for entry in self.layout.entries:

@@ -188,7 +188,8 @@ class _Plan:
         """Add the instructions that sum a subtree; return where its sum will be.
 
         Usually, the result is the index of the buffer that will contain the sum. If the plan
-        already knows the sum, the result is this vector. If all leaves are missing, it is None.
+        already knows the sum, the result is the sum itself, a vector. If all leaves are missing,
+        the result is None.
 
         part: the range of the positions of the subtree's leaves.
         buffer: the index of the first buffer that the instructions may change.

@@ -212,8 +212,9 @@ def record_accepted_jobs(coordinator: Coordinator) -> list[list[tuple[int, int, 
     """Return an empty list, to which the run will add a list of jobs for each aggregation.
 
     Jobs are in the order in which they are aggregated. A job is a tuple (client, turn, version,
-    samples). The turn is the index of the job among the client's jobs, from 0. The version is the
-    one that the client received. The samples are the number of the client's training samples.
+    samples). "turn" is the index of the job among the client's jobs, from 0. "version" is the
+    number of the version that the client received. "samples" is the number of the client's training
+    samples.
     """
     accepted: list[list[tuple[int, int, int, int]]] = []
     aggregate = coordinator._aggregate
