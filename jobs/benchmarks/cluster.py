@@ -223,9 +223,9 @@ class Stopwatch:
         owner: the object that has the method.
         name: the name of the method.
         part: the part of a round that the method does, such as "add up".
-        outer: the part of another watched method that calls this one; "" if no watched method calls
-        it. `seconds[outer]` then does not contain the seconds of this method, so that they count
-        once.
+        outer: the part of another watched method that calls this method; "" if no watched method
+        calls it. `seconds[outer]` then does not contain the seconds of this method, so that they
+        count once.
         """
         inner = getattr(owner, name)
 

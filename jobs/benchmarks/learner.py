@@ -112,8 +112,8 @@ def copies_ms(floats: int) -> float:
 def main() -> None:
     """Print, for each model size, the CPU time that a learner adds to a job.
 
-    The time for copying the parameters twice is then subtracted. Raise ValueError if more than
-    `LIMIT_MS` milliseconds remain for a model size.
+    The time for copying the parameters twice is printed, too, and subtracted. Raise ValueError if
+    more than `LIMIT_MS` milliseconds remain for a model size.
     """
     values = read(parser(__doc__))
     results = []

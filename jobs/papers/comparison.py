@@ -512,7 +512,7 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
     key: an accuracy as text, such as "0.80", or a text that begins with `FEDAVG_FINAL`. Such a text
     means the mean final accuracy of our FedAvg runs.
     entry: the number in the paper's table whose `rounds_to` has this key.
-    entries: entries of the same data set, among them those of FedAvg with our FedAvg runs.
+    entries: the entries of the same data set. Those of FedAvg contain our FedAvg runs.
     """
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
@@ -533,8 +533,8 @@ def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
     key: a key of `Cell.rounds_to`: the accuracy as text, or a text that means FedAvg's final
     accuracy.
     entry: a number in the paper's table, with our runs for this number.
-    entries: entries of the same data set, among them those of FedAvg. Our FedAvg runs are needed if
-    the key means FedAvg's final accuracy.
+    entries: the entries of the same data set. Those of FedAvg contain our FedAvg runs, which are
+    needed for FedAvg's final accuracy.
     """
     threshold = _threshold(key, entry, entries)
     if threshold is None:
@@ -555,8 +555,8 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
     """Yield a text table for each column of the paper's table, and then a legend of the marks.
 
     A mark such as [a] stands for hyperparameters of the methods that differ from the paper.
-    entries: the paper's numbers for one data set. Each has the runs of ours that are compared with
-    it; all these runs have the same `Match.setting`.
+    entries: the paper's numbers for one data set. Each entry contains our runs for one number. All
+    these runs have the same `Match.setting`.
     width: the largest number of characters in a line.
     """
     variants = sorted({entry.variant for entry in entries} - {""})

@@ -184,8 +184,8 @@ def fedbr_score(table: Table, cell: Cell) -> Score:
     """Return the rule that computes our score for a cell of FedBR's tables.
 
     For most tables, the score is an accuracy in percent: the mean of the five best rounds. For
-    Table 14, it is the accuracy of the worst angle or client. For a table of costs, it is a cost of
-    one job: the million floats that its client receives, or its seconds.
+    Table 14, it is the accuracy of the worst angle or client. For a table of costs, it is the cost
+    of one job: the floats that the client receives, in millions, or the seconds of training.
     """
     if cell.unit == "million parameters":
         # In the paper, FedCM has twice the number of FedAvg. FedCM sends more only to clients, so the

@@ -34,7 +34,7 @@ class ClientFacts:
     seconds: the virtual seconds from dispatch to finish of the client's last finished job that was
     not lost.
     staleness: the staleness of the last aggregated job.
-    last_finish: the virtual second in which the client's last finished job that was not lost ended.
+    last_finish: the virtual second in which the job of `seconds` finished.
     """
 
     samples: Ints
