@@ -584,11 +584,12 @@ def described(cls: type | None, option: str) -> str:
     """Return what the docstring of a class says about an option: "name: meaning."; or ""."""
     if cls is None or not option:
         return ""
-    several = r"(?:\w+, )*"
+    names = "|".join(map(re.escape, inspect.signature(cls).parameters))
+    several = rf"(?:(?:{names}), )*"
     for paragraph in re.split(r"\n\s*\n", inspect.getdoc(cls) or ""):
         text = " ".join(paragraph.split())
         start = rf"(?:^|[.;)] ){several}{option}(?:, \w+)*: "
-        match = re.search(rf"{start}(.*?)(?=\.? {several}\w+: |\.?$)", text)
+        match = re.search(rf"{start}(.*?)(?=\.? {several}(?:{names}): |\.?$)", text)
         if match:
             return match[1]
     return ""

@@ -108,6 +108,25 @@ def test_reference_explains_every_option_of_the_configuration(from_docs: Any) ->
     assert lacking == []
 
 
+def test_meaning_of_an_option_includes_the_text_after_a_colon(from_docs: Any) -> None:
+    class Trimming:
+        """Leave out the largest numbers.
+
+        share: the share that is left out at each end: 0.2 leaves out 20 %.
+        size: the number of all numbers.
+        """
+
+        def __init__(self, share: float, size: int):
+            self.share, self.size = share, size
+
+    described = from_docs("reference").described
+    assert (
+        described(Trimming, "share")
+        == "the share that is left out at each end: 0.2 leaves out 20 %"
+    )
+    assert described(Trimming, "size") == "the number of all numbers"
+
+
 def test_tables_on_the_page_many_nodes_equal_computed_tables(from_docs: Any) -> None:
     many: ModuleType = from_docs("many_nodes")
     text = many.PAGE.read_text(encoding="utf-8")

@@ -217,8 +217,8 @@ def compare(
                     seconds[simulator].append(timer())
                 texts = [f"{simulator} {values[-1]:.4f} s" for simulator, values in seconds.items()]
                 print(
-                    f"workload {name}, measurement {block + 1} of {blocks}: median time of a "
-                    f"round with {', with '.join(texts)}",
+                    f"workload {name}, measurement {block + 1} of {blocks}: time of a round "
+                    f"with {', with '.join(texts)}",
                     flush=True,
                 )
         finally:

@@ -26,7 +26,7 @@ def test_fedbss_adds_the_cost_of_a_ranking_pass_after_the_warmup() -> None:
     [
         ("cosine", {"epochs": 1}, "local.epochs=1"),
         ("linear", {"epochs": None, "steps": 9, "phases": 1}, "local.phases=1"),
-        ("cosine", {"epochs": None, "steps": 1, "phases": 5}, "local.phases=1"),
+        ("cosine", {"epochs": None, "steps": 1, "phases": 5}, "local.steps=1"),
         ("cosine", {"epochs": 2}, None),
         ("cosine", {"epochs": None, "steps": 2, "phases": 5}, None),
         ("filter", {"epochs": 1}, None),

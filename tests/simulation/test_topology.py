@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny_runs import NORMED, FinishedRun, Spy, coordinate, run, run_spec, run_to_end, tiny_data
 
 from raysim.api.declarations import Evaluation
+from raysim.api.local_job import LocalJob
 from raysim.api.method import Method
 from raysim.api.setup import Setup
 from raysim.api.topology import (
@@ -49,6 +51,18 @@ class ReadUpdates(Method):
 
     def setup(self, run: Setup) -> None:
         run.read_updates()
+
+
+class UnevenUploads(Method):
+    """A method whose client number n sends n + 1 floats with its update; one float is planned."""
+
+    name = "uneven_uploads"
+
+    def setup(self, run: Setup) -> None:
+        run.upload("zeros", floats=1, planned=lambda received: 1)
+
+    def end(self, job: LocalJob) -> None:
+        job.upload["zeros"] = torch.zeros(job.client + 1)
 
 
 def spec(topology: Topology, *methods: Method, **others: Any) -> Any:
@@ -182,6 +196,18 @@ class TestHierarchical:
             assert row["replica"] == edge
             assert row["replica_floats_up"] == 2 * rounds[edge] * size
             assert row["replica_floats_down"] == row["replica_floats_up"]
+
+    def test_history_of_an_edge_server_has_the_real_sizes_of_its_uploads(self) -> None:
+        topology = Hierarchical(2, every=2, **FAST)
+        result = run(spec(topology, UnevenUploads()), Synchronous(2), rounds=8)
+        size = result.coordinator.layout.shared
+        edge_of = result.coordinator.replicas.network.replica_of
+        floats_up = [0, 0]
+        for row, aggregation in zip(result.rows, result.aggregations, strict=False):
+            edge = int(edge_of[aggregation.aggregated[0].client])
+            floats_up[edge] += sum(size + job.client + 1 for job in aggregation.aggregated)
+            assert row["replica_floats_up"] == floats_up[edge]
+        assert result.rows[-1]["floats_up"] == sum(floats_up)
 
     def test_edge_servers_exchange_at_most_once_per_interval(self) -> None:
         result = run(spec(Hierarchical(2, seconds=0.05, **FAST)), Synchronous(2), rounds=24)
