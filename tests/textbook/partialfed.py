@@ -28,14 +28,16 @@ NORM = "model.extractor.2"
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """Settings of a policy's training.
+    """Settings of the training of a client's policy.
 
+    The policy chooses for each layer from which of two models a job starts: the received model, or
+    the model that the client trained in its last job.
     steps: the number of Adam's steps in a job.
     batch: the number of samples in a step.
     rate: the learning rate.
     start, decay, floor: at version t, the temperature is the larger of start * decay^t and floor.
     sampled: True: for each layer, draw one of the two models with the policy's probabilities.
-    False: take the more probable model.
+    False: use the more probable model.
     """
 
     steps: int

@@ -2,7 +2,7 @@
 
 The personal model is the model that the client trained last, or a fine-tuned copy of the shared
 model. Fine-tuning is local training with a new optimizer. A copy of version t is fine-tuned at the
-learning rate with which jobs train from version t. The random stream "finetune" shuffles the
+same learning rate as the jobs that receive version t. The random stream "finetune" shuffles the
 samples. If only the head is fine-tuned, the extractor is in eval mode.
 """
 

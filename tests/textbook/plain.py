@@ -30,7 +30,10 @@ def features(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tenso
 
 
 def head(p: Mapping[str, Tensor], z: Tensor) -> Tensor:
-    """Return the logits [B, C] of features [B, F]; the bias may be missing."""
+    """Return the logits [B, C] that the head computes from features z [B, F].
+
+    p: a model's tensors by name. The head's bias is added only if p contains it.
+    """
     return F.linear(z, p[f"{HEAD}.weight"], p.get(f"{HEAD}.bias"))
 
 
@@ -83,10 +86,13 @@ def gradients(loss: Tensor, p: Mapping[str, Tensor], names: Iterable[str]) -> Pa
 
 
 class Sgd:
-    """SGD with momentum and weight decay, as PyTorch defines it; the momentum starts at zero.
+    """SGD with momentum, weight decay and gradient clipping, computed by hand.
 
-    clip: if the norm of the concatenated gradients of a step is larger than `clip`, they are scaled
-    to this norm. Weight decay is added afterwards. 0: gradients are not scaled.
+    Momentum and weight decay are those of PyTorch's SGD. The momentum starts at zero.
+    lr: the learning rate.
+    clip: the largest norm of a step's gradients, concatenated to one vector. Gradients with a
+    larger norm are scaled to the norm `clip`, before weight decay is added. 0: gradients are not
+    scaled.
     """
 
     def __init__(

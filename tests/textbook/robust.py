@@ -98,8 +98,8 @@ def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
 def norm_clipping(world: World, bound: float) -> Book:
     """Compute a run whose server adds the weighted mean of clipped updates to the model.
 
-    An update whose norm is larger than `bound` is scaled to this norm before the mean. The column
-    "norm_clipping.clipped" has the number of these updates in each round.
+    An update whose norm is larger than `bound` is scaled to the norm `bound` before the mean. The
+    column "norm_clipping.clipped" has the number of scaled updates in each round.
     """
     counts: list[float] = []
 

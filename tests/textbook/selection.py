@@ -59,12 +59,11 @@ class OortByHand:
     score of a slow client is multiplied by (limit / duration)^penalty.
 
     Settings:
-    exploration: the fraction of a round's clients that are not known. Each round multiplies it by
-    `decay`.
-    decay: the factor of `exploration` in each round.
-    least: the smallest `exploration`.
-    cutoff: if a round needs n known clients, only some known clients can be drawn. Their scores are
-    at least `cutoff` times the n-th largest score.
+    exploration: the fraction of a round's clients that are not known. At the start of each round,
+    `exploration` is multiplied by `decay`, but does not fall below `least`.
+    decay, least: the numbers in the rule for `exploration`.
+    cutoff: let s be the n-th largest score, where n is the number of known clients that a round
+    needs. The n clients are drawn from the known clients whose score is at least `cutoff` times s.
     clip: the quantile of the utilities to which larger utilities are reduced.
     preferred: the percentile in the rule for slow clients; 100: no client is slow.
     window, delta: after each `window` rounds, `preferred` grows by `delta` if the utilities were

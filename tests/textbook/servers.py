@@ -13,23 +13,30 @@ from textbook.world import Book, Job, Params, World
 
 
 def flatten(p: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """Return some tensors as one vector [d]."""
+    """Return the named tensors of a model as one vector [d].
+
+    names: the tensors, in their order in the vector.
+    """
     return torch.cat([p[name].detach().flatten() for name in names])
 
 
 def unflatten(values: Tensor, like: Mapping[str, Tensor], names: Sequence[str]) -> Params:
-    """Return the tensors of a vector [d], with the shapes of those in `like`."""
+    """Split a vector [d] into named tensors.
+
+    like: tensors by name, which give the shapes of the result.
+    names: the names of the tensors, in their order in the vector.
+    """
     sizes = [like[name].numel() for name in names]
     return {n: part.view(like[n].shape) for n, part in zip(names, values.split(sizes), strict=True)}
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """The updates of one aggregation.
+    """The jobs of one aggregation, with their updates and weights, as a server rule gets them.
 
     version: the number of earlier aggregations.
     jobs: the m jobs, in the order in which they are aggregated.
-    x: the parameters, [d].
+    x: the parameters of the shared model before the aggregation, [d].
     changes: the update of each job, [m, d].
     weights: the weight of each job before normalisation, [m].
     """

@@ -43,10 +43,10 @@ DATA = tiny_data(clients=7, samples=120)
 
 
 def seven(kind: Any, share: float = 0.3, normed: bool = False, **settings: Any) -> Row:
-    """Return a row in which all seven clients train in each round.
+    """Return a comparison of an attacked run with its textbook. All seven clients train each round.
 
-    kind, share, settings: the settings of the attack.
-    normed: True: the network has BatchNorm.
+    kind, share, settings: the arguments of `Attack`.
+    normed: True: the model has BatchNorm.
     """
     study = {"data": DATA} | ({"model": NORMED_MLP} if normed else {})
     book = partial(attackers.attacked, kind=kind, share=share, **settings)

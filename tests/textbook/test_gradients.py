@@ -1,4 +1,4 @@
-"""Compare methods that change local losses and gradients with their textbooks."""
+"""Test that methods which change the local loss or its gradient agree with their textbooks."""
 
 from __future__ import annotations
 

@@ -31,9 +31,10 @@ from textbook.moon import moon
 
 
 def lacking(*classes: set[int]) -> Any:
-    """Return data of clients that have all training samples of some classes, and none of any other.
+    """Return federated data: each client has all training samples of its classes, and no others.
 
-    The last client also has one sample of class 0. No client has test samples.
+    One sample is an exception: the last client also has a sample of class 0. No client has test
+    samples.
 
     classes: for each client, its classes. No class may be in two sets.
     """

@@ -1,4 +1,4 @@
-"""Test that methods with personal models, and the scores of these models, equal textbooks."""
+"""Test that methods with personal models, and the models' scores, agree with the textbooks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SKEWED = federate(
 
 
 def samples(data: FederatedData, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return inputs that are normalised by hand, and labels of some rows of the data."""
+    """Return inputs and labels of some rows of the data; the test itself normalises the inputs."""
     source = data.open()
     return (torch.from_numpy(source.inputs[rows]).double() / 255 - 0.5) / 0.3, torch.from_numpy(
         source.labels[rows]
@@ -72,8 +72,8 @@ def adapting(how: Finetune) -> dict[str, Any]:
 def pooling(settings: Local, **study: Any) -> Row:
     """Return a comparison of centralized training with its textbook.
 
-    Centralized training pools the data of all clients. It replaces a federated run in which three
-    clients train in each round.
+    Centralized training pools the data of all four clients in a single client. A round processes as
+    many samples as a round of a federated run in which three clients train.
 
     settings: the settings `local.*` of the federated run.
     study: further arguments of `tiny_runs.run_spec`, such as a model.
@@ -118,7 +118,7 @@ def loading(strategy: Any, mask: Sequence[bool], model: Any = NORMED_MLP, **sett
 
 
 def learning(*, model: Any = NORMED_MLP, sampled: bool = False) -> Row:
-    """Return a comparison of PartialFed with its textbook, in which the policy changes quickly.
+    """Return a comparison of PartialFed with its textbook, for a policy that changes quickly.
 
     The temperature of the policy is halved in each version, from 2 down to its smallest value 0.6.
     sampled: True: the policy draws for each layer whether it is loaded from the shared model.

@@ -1,4 +1,4 @@
-"""Compare methods with several optimizer steps, networks or data sets with their textbooks."""
+"""Test that methods with several steps, models or data sets agree with their textbooks."""
 
 from __future__ import annotations
 

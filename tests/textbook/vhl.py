@@ -1,13 +1,16 @@
 """VHL: Tang et al. 2022 with the authors' noise generator.
 
-Virtual images are random images with labels; all clients have the same ones. C is the number of
-classes. If the head has C extra outputs, a virtual image of class c has the label C + c. A
-prediction C + c counts as class c.
+Virtual images are random images with labels; all clients have the same virtual images. C is the
+number of classes. If the head has C extra outputs, a virtual image of class c has the label C + c.
+A prediction C + c counts as class c.
 
 A virtual image starts as 8 x 8 pixels: the mean image of its class, with entries from N(0, 1), plus
-noise from N(0, 0.5^2). It is enlarged bilinearly and standardised per channel. Real and virtual
-images are classified in one forward pass. With Mixup, this pass has the real images without
-changes. An earlier forward pass has the mixed images, for the cross-entropy.
+noise from N(0, 0.5^2). It is enlarged bilinearly and standardised per channel.
+
+Without Mixup, a step has one forward pass, which gets the real and the virtual images. With Mixup,
+a step has two forward passes. The first pass gets the mixed real images, only for their
+cross-entropy. The second pass gets the unmixed real images and the virtual images, for all other
+losses.
 """
 
 from __future__ import annotations
