@@ -83,7 +83,7 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the numbers of a finished run that the study's page shows.
+    """Return the numbers that the page of the selection study shows for a finished run.
 
     folder: the run's folder.
     """

@@ -160,9 +160,10 @@ def here(shell: str) -> str:
 
 
 def words_of(shell: str, folder: Path) -> dict[str, list[str]]:
-    """Run all commands of `COMMANDS` in a shell. Map each command to raysim's arguments.
+    """Type all commands of `COMMANDS` into a shell; return the arguments that raysim gets.
 
-    A command that does not run raysim is mapped to an empty list.
+    The result maps each command to its arguments, without the word `raysim`. A command that does
+    not run raysim is mapped to an empty list.
 
     shell: "bash" or "zsh".
     folder: the working folder of the shell.

@@ -178,7 +178,7 @@ def make_server(
     *others: Any,
     **settings: Any,
 ) -> Server:
-    """Return a server with these methods, for tests that use no network.
+    """Return a server with these methods, for tests that need no neural network.
 
     vector, counters: the initial model: parameters and integer buffers in the order of the layout.
     counts: for each client, its number of training samples.
@@ -329,10 +329,10 @@ class AggregationLog(Method):
 
 
 class ShiftedGradient(Method):
-    """A method that computes each step's gradient a second time, at constant parameters.
+    """A method that computes a second gradient in each step, with all parameters set to one number.
 
-    shift: the constant: the value of every parameter for the second gradient.
-    take: True: the step uses the second gradient; False: the usual gradient.
+    shift: this number.
+    take: True: the step uses the second gradient. False: the step uses the usual gradient.
     seen: for each step: its stage, the parameters, the usual gradient and the second gradient.
     """
 

@@ -206,7 +206,7 @@ class FedProto(Method):
 
 
 def _all_names(networks: Mapping[str, nn.Module]) -> Sequence[str]:
-    """Return the names of all trainable parameters and buffers."""
+    """Return the names of all buffers and of the trainable parameters."""
     names = []
     for name, network in networks.items():
         trained = [path for path, tensor in network.named_parameters() if tensor.requires_grad]

@@ -46,8 +46,8 @@ class Versions(Mapping[int, PublishedVersion]):
         The replica's previous version is dropped if no job needs it.
         replica: the number of the replica, from 0; always 0 in a run with a single replica.
         version: the number of the current version.
-        make: function that returns the current version. It is not called after the replica has a
-        newer version.
+        make: a function that returns the current version. `Versions` can use it until the replica
+        has a newer version, but not later.
         is_on_disk: True if the replica is on disk. `publish` then does not store the version. When
         a job needs the version, `make` reads the replica from disk.
         """

@@ -271,9 +271,9 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
     """Send the signals of a case to one random process of the run.
 
-    The process has the role that the case names, such as "worker". There may be no such process.
-    SIGSTOP only suspends a process, so a suspended process is killed one second later. A suspended
-    worker is not killed, because the run replaces it.
+    The process has the role that the case names, such as "worker". If no process has this role,
+    nothing is sent. SIGSTOP only suspends a process. A suspended process is killed one second
+    later, unless it is a worker, because the run itself replaces a suspended worker.
     """
     if not (found := processes(run, case.victim)):
         return
@@ -288,9 +288,11 @@ def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
 
 
 def fill(run: ForkServerProcess, runtime: str, size: int) -> None:
-    """Limit the size of the files that the run's driver and coordinator can write, in bytes.
+    """Imitate a full disk: limit the size of files that the run's driver and coordinator can write.
 
-    With Ray, wait first until the coordinator runs.
+    runtime: with "local", the run uses Ray, and this function first waits until the coordinator
+    runs.
+    size: the limit in bytes.
     """
     coordinators: list[int] = []
     while runtime == "local" and run.is_alive() and not coordinators:
@@ -364,11 +366,12 @@ UNDISTURBED: dict[tuple[str, ...], Undisturbed] = {}
 
 
 def undisturbed(case: Case) -> Undisturbed:
-    """Return the results of a case's run without the fault. Each command line runs only once.
+    """Return the results of a case's run without the fault.
 
-    `case.moment` says when the fault happens, as a fraction of this run's CPU time. If the fraction
-    is 0, the CPU time does not matter. The run then uses runtime=inprocess, which gives the same
-    results as Ray.
+    The results are stored, so a later case with the same command line makes no new run. The results
+    include the CPU time of the run, because `case.moment` is a fraction of this time. If the
+    fraction is 0, the CPU time does not matter. The run then uses runtime=inprocess, which gives
+    the same results as Ray.
     """
     if not case.moment:
         case = replace(case, runtime="inprocess")

@@ -296,8 +296,8 @@ def keys() -> list[str]:
     """Return the configuration keys that random cases change.
 
     They are the keys of a run with three methods, without tracking.*, and the names of
-    configuration groups. There are also four wrong keys. "nothing" does not exist, and the values
-    of the three remaining keys are mappings.
+    configuration groups. Four wrong keys are added: "nothing" does not exist, and "method.fedprox",
+    "data.rotation" and "local" are sections, whose values are mappings.
     """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
@@ -359,7 +359,7 @@ COMMANDS: Mapping[
 
 
 def other_commands(data: Any) -> None:
-    """Run a random command with one to three arguments after those that it needs.
+    """Run a random command with the arguments that it requires, and one to three random arguments.
 
     data: Hypothesis' source of random values.
     """

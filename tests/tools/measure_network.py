@@ -69,18 +69,20 @@ print("END", result.summary["model_sha256"], flush=True)
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measured seconds and bytes of one run. Seconds are a median over rounds, bytes are means.
+    """The measured time and traffic of a run.
 
     turn: the index of the repetition, from 0.
-    schedule: the run's schedule, a key of `SCHEDULES`; from `measure_sums` the clients in a round.
-    kind: the disturbance of the links, a key of `KINDS` or `UNDISTURBED`; from `measure_sums` the
-    number of nodes.
-    seconds: the seconds per round.
-    links: for each machine, the bytes per round that it received and sent, as its link counted
+    schedule: the run's schedule, a key of `SCHEDULES`. For runs of `measure_sums`, the number of
+    clients in a round.
+    kind: the disturbance of the links, a key of `KINDS` or `UNDISTURBED`. For runs of
+    `measure_sums`, the number of nodes.
+    seconds: the median over rounds of the seconds per round.
+    links: for each machine, the mean bytes per round that it received and sent, as its link counted
     them.
-    columns: for each node of Ray, the bytes per round that it received and sent, as raysim counted
-    them in its history. Node 0 is machine 0; another node may have another number than its machine.
-    resent: for each machine, the bytes per round that TCP sent again.
+    columns: for each node of Ray, the mean bytes per round that it received and sent, as raysim
+    counted them in its history. Node 0 is machine 0; another node may have another number than its
+    machine.
+    resent: for each machine, the mean bytes per round that TCP sent again.
     """
 
     turn: int
@@ -96,9 +98,10 @@ class Measurement:
 def measure(
     cluster: NetworkCluster, turn: int, schedule: str, kind: str, overrides: Sequence[str]
 ) -> Measurement:
-    """Make a run and measure its rounds, without the first `FIRST_ROUND` rounds and the last round.
+    """Make a run and measure its rounds, from round `FIRST_ROUND` to the last round but one.
 
-    turn, schedule, kind: stored in the result, see `Measurement`; they do not change the run.
+    The first round of a run is round 0.
+    turn, schedule, kind: labels of the result, see `Measurement`; they do not change the run.
     overrides: the overrides of the run, including those of the schedule.
     """
     words = ["python", "-c", PROGRAM, *STUDY, *overrides]
@@ -216,9 +219,9 @@ def model_bytes(width: int) -> int:
 def table_of_sums(measurements: Sequence[Measurement], vector_bytes: float) -> str:
     """Return a Markdown table of how much the coordinator's node receives per round.
 
-    A cell counts vectors of the model's size: by the bytes on the link, and in brackets by the
-    bytes in raysim's history. There is a row for each number of clients and a column for each
-    number of nodes.
+    There is a row for each number of clients and a column for each number of nodes. A cell has two
+    numbers: the received bytes as the link counted them, and in brackets as raysim's history
+    counted them. Each number is divided by `vector_bytes`.
     measurements: the measurements that `measure_sums` yields.
     vector_bytes: the bytes of a vector of the model's size.
     """

@@ -116,7 +116,7 @@ def cpu_seconds_of_this_process() -> float:
 
 
 class Mapper:
-    """A pytest plugin that records which lines each test runs.
+    """A pytest plugin that records which lines each test executes.
 
     Lines of a fixture that several tests share are recorded for the fixture, and count for each of
     these tests.
@@ -185,10 +185,10 @@ class Mapper:
     def result(self) -> dict[str, Any]:
         """Return three results of the test run, by name.
 
-        seconds: the CPU seconds of each test.
-        failed: the tests that failed.
-        lines: for each file and line, the tests that execute the line. They are the set bits of a
-        hexadecimal number: bit k stands for the k-th test in `seconds`.
+        "seconds": the CPU seconds of each test.
+        "failed": the tests that failed.
+        "lines": for each file and each line inside a function, a hexadecimal number. Its bit k is 1
+        if the k-th test in "seconds" executes the line.
         """
         self.coverage.stop()
         data, lines = self.coverage.get_data(), dict[str, dict[int, str]]()
@@ -212,9 +212,11 @@ class Mapper:
 
 
 class Map:
-    """The tests that run each line of each file, and the CPU time of each test in seconds.
+    """A record of which tests execute which lines, and of the CPU time of each test.
 
-    The tests of a line are the set bits of an integer: bit k stands for tests[k].
+    lines: for each file and line, an integer. Its bit k is 1 if tests[k] executes the line.
+    seconds: the CPU seconds of each test.
+    stored: these facts in the format that `Mapper.result` returns.
     """
 
     def __init__(self, stored: dict[str, Any]):
@@ -255,9 +257,9 @@ class Map:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return all tests that may notice a mutant.
 
-        First come the tests that execute the mutant's line. If no test is known to execute it, the
-        tests that execute the enclosing function, class or file come first. This is so for lines
-        that run at import. Then come test_defaults.py and the test file with the name of the
+        First come the tests that execute the mutant's line. If no such test is known, the tests
+        that execute the enclosing function, class or file come first. No test is known for a line
+        that runs at import. Last come test_defaults.py and the test file with the name of the
         mutant's file.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
@@ -577,13 +579,15 @@ def check_unmutated(tests: set[str], copies: Sequence[Path]) -> None:
 def run_mutant(
     number: int, mutant: Mutant, known: Map, cap: float, copy: Path
 ) -> Generator[Asked, Outcome, Any]:
-    """Write a mutant into a copy of the working tree, run its tests, and restore the file.
+    """Write a mutant into a copy of the working tree, run tests, and restore the file.
 
-    This is a generator for `drive`, which runs the yielded tests. It returns the result, such as
-    whether a test noticed the mutant.
+    This function is a generator, which `drive` advances. The generator yields lists of tests, and
+    `drive` runs them. At its end, the generator returns the result, such as whether a test noticed
+    the mutant.
     number: the id of the mutant.
-    known: the map of lines to tests.
-    cap: the most CPU seconds for tests after the quick tests; 0 means no limit.
+    known: the record of which tests execute which lines.
+    cap: `Map.portions` divides the tests into quick tests and others. The others take at most `cap`
+    CPU seconds; 0 means no limit.
     copy: the folder with the copy.
     """
     path, started = copy / mutant.file, time.monotonic()
@@ -674,8 +678,8 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
 def chosen(root: Path, args: argparse.Namespace) -> dict[int, Mutant]:
     """Return the mutants to run: a dictionary from ids to mutants.
 
-    The ids number the mutants that `sampled` returns for --only, --count and --seed. With --ids,
-    only mutants with these ids are returned.
+    The id of a mutant is its position in the list that `sampled` returns for --only, --count and
+    --seed. With --ids, only mutants with the ids in --ids are returned.
     """
     mutants = dict(enumerate(sampled(root, args.only, args.count, args.seed)))
     return (

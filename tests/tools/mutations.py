@@ -295,7 +295,7 @@ class Places:
 
     @staticmethod
     def is_harmless(word: ast.keyword) -> bool:
-        """Return whether no test could notice another value of a keyword argument.
+        """Return True if tests cannot notice a change of this keyword argument.
 
         For example, dim=-1 and dim=1 are the same for a matrix.
         """
@@ -357,7 +357,7 @@ def is_text_or_list(side: ast.expr) -> bool:
 
 
 def first_bound(scope: ast.AST) -> dict[str, int]:
-    """Map each name that a function or module binds to the line of the name's first binding."""
+    """Return for each name the first line in which a function or module binds the name."""
     found: dict[str, int] = {}
     for node in ast.walk(scope):
         if isinstance(node, ast.arg) or (
@@ -393,7 +393,7 @@ def touched(node: ast.stmt) -> tuple[set[str], set[str]]:
 
 
 def changes(mutant: Mutant, source: bytes) -> bool:
-    """Return whether the source with a mutant is valid Python and has another syntax tree."""
+    """Return True if the mutated source is valid Python and its syntax tree is not the old one."""
     try:
         new = ast.parse(source[: mutant.start] + mutant.new + source[mutant.end :])
     except SyntaxError:

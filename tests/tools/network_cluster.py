@@ -122,11 +122,11 @@ def call(*words: object) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """The link of a machine, in both directions.
+    """The properties of a machine's link to the switch, the same in each direction.
 
     rate: in Mbit/s; None is unlimited.
     delay: in milliseconds, for each direction.
-    loss: the share of packets that are lost in each direction.
+    loss: the fraction of packets that are lost in each direction.
     """
 
     rate: float | None = None
@@ -141,11 +141,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes on a link since it was made, with the headers of packets.
+    """Bytes that passed a machine's link since it was made, including the headers of packets.
 
     received, sent: the bytes that the machine received and sent.
     resent: an upper estimate of the bytes that the machine's TCP sent again, without headers. It is
-    the number of such segments times the data of a full segment.
+    the number of segments that were sent again, times the data of a full segment.
     """
 
     received: int  # by the machine
@@ -189,7 +189,7 @@ class Machine:
             call("ip", "-n", own, "link", "set", device, "up")
 
     def set_link(self, link: Link) -> None:
-        """Change the link; connections stay open."""
+        """Change rate, delay and loss of the machine's link; connections stay open."""
         switch, port = self._cluster.switch, self._port
         self._stop_relay()
         if link.needs_relay:
@@ -226,11 +226,11 @@ class Machine:
             self._relay = None
 
     def cut(self) -> None:
-        """Cut the link: no packet passes in either direction."""
+        """Cut the machine's link to the switch: no packet passes in either direction."""
         call("ip", "-n", self._cluster.switch, "link", "set", self._port, "down")
 
     def join(self) -> None:
-        """Repair the link."""
+        """Repair the machine's link to the switch after `cut`."""
         call("ip", "-n", self._cluster.switch, "link", "set", self._port, "up")
 
     @property
@@ -285,7 +285,7 @@ class Machine:
         return processes
 
     def freeze(self) -> None:
-        """Stop all processes; the network still works."""
+        """Suspend all processes of the machine, while its link still works."""
         stopped: set[int] = set()
         while not stopped.issuperset(running := self.processes()):  # a process may have started
             for process in running:
@@ -294,7 +294,7 @@ class Machine:
             stopped.update(running)
 
     def thaw(self) -> None:
-        """Let stopped processes continue."""
+        """Let the suspended processes of the machine continue."""
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
@@ -358,9 +358,11 @@ class Machine:
 
 
 class NetworkCluster:
-    """Machines that are joined by a switch. Use it in a `with` statement.
+    """Machines that are joined by a switch, for use in a `with` statement.
 
-    links: the links of some machines, by the machine's number.
+    machines: the number of machines.
+    links: rate, delay and loss of some machines' links, by the machine's number. The link of a
+    machine that is not in `links` is not limited, delayed or lossy.
     environment: further environment variables of all processes.
     """
 
@@ -446,12 +448,14 @@ def open_tap(namespace: str, name: str) -> int:
 
 
 def relay(switch: str, near: str, far: str, delay_s: float, loss: float, seed: int) -> None:
-    """Pass frames between two devices of the switch, with a delay and losses, until it is killed.
+    """Make two network devices of the switch, and pass frames between them with delays and losses.
+
+    This function never returns. To end the relay, kill its process.
 
     switch: the network namespace of the switch.
-    near, far: the names of the two devices, which are made here.
+    near, far: the names of the two devices.
     delay_s: the delay in seconds in each direction.
-    loss: the share of frames that are lost.
+    loss: the fraction of frames that are lost.
     seed: the seed of the random losses.
     """
     taps = [open_tap(switch, near), open_tap(switch, far)]
@@ -490,7 +494,11 @@ def parse_link(text: str) -> tuple[int, Link]:
 
 
 def prompt(cluster: NetworkCluster, cpus: int) -> None:
-    """Carry out commands from the standard input, until `quit` or the end of the input."""
+    """Execute the commands that the user types, until `quit` or the end of the standard input.
+
+    The text at the beginning of this file explains the commands.
+    cpus: the number of CPUs that a machine declares to Ray if a command starts the machine.
+    """
     for line in read_lines():
         for words in map(str.split, line.split(";")):
             if words == ["quit"]:

@@ -1,4 +1,4 @@
-"""Test that the mutant tool finds tests that notice a change."""
+"""Test the mutation tool: its verdict on a mutant, its equivalent mutants, and its labels."""
 
 from __future__ import annotations
 

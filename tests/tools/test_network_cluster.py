@@ -59,7 +59,10 @@ def checksums(summary: dict[str, Any]) -> tuple[str, str]:
 
 
 def expected(folder: Path, rounds: int, *words: str) -> tuple[str, str]:
-    """Make a run in this process; return its checksums."""
+    """Make a run in this process; return its checksums, which runs on the cluster must have.
+
+    words: further overrides of the run.
+    """
     words = (*OVERRIDES, *words, f"rounds={rounds}", "runtime=inprocess", f"out={folder / 'run'}")
     return checksums(raysim.run(words, quiet=True).summary)
 

@@ -1,6 +1,6 @@
-"""Compare rates of modules, schedules within a job, and Muon with a plain training loop.
+"""Compare local training with a plain loop: rates of modules, schedules in a job, and Muon.
 
-A rate of a module is a factor of its learning rate.
+The learning rate of a module is the run's learning rate times the module's factor in `local.rates`.
 """
 
 from __future__ import annotations

@@ -129,12 +129,12 @@ def test_train_loss_is_the_mean_over_trained_samples(
 def by_hand(
     losses: Mapping[int, Tensor], jobs: Sequence[tuple[int, int]], watch: Recording
 ) -> float:
-    """Return the mean task loss over all rows that some jobs train on.
+    """Return the mean task loss over all samples that some jobs train on.
 
-    A row counts as often as it is trained on. Steps with another loss are left out.
-    losses: for each client, the losses of its rows.
-    jobs: pairs of a client and the number of its job.
-    watch: the method that has recorded the plans of the jobs.
+    A sample counts as often as a job trains on it. Steps with another loss are left out.
+    losses: for each client, the losses of its samples.
+    jobs: pairs of a client and the index of its job.
+    watch: the method that has recorded which samples are in which batches of each job.
     """
     seen = []
     for client, turn in jobs:

@@ -158,7 +158,8 @@ def check_metric(kind: Kind, name: str, samples: int, width: int, rare: float) -
 def arrays(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs [120, 4] and targets of a kind of task.
 
-    For "multilabel", of seven labels two are rare and one never occurs.
+    The targets of "multilabel" have seven labels. Two of the seven labels are rare, and one label
+    never occurs.
     """
     rng = np.random.default_rng(5)
     x = rng.normal(size=(120, 4)).astype(np.float32)

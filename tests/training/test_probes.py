@@ -147,10 +147,11 @@ def test_probe_summary_averages_only_clients_that_have_a_value() -> None:
 
 
 def test_probe_means_weigh_clients_by_samples_of_unseen_classes() -> None:
-    """Means over unseen classes weigh each client by its number of rows of these classes.
+    """Check the weights of clients in probe means over classes that a client has not seen.
 
-    The first client has not seen class 1, which has one row, so its weight is 1. The second client
-    has not seen class 1, and not class 2, which has two rows. Its weight is 3.
+    The weight of a client is the number of probe samples of its unseen classes. Class 1 has one
+    probe sample, and class 2 has two. The first client has not seen class 1, so its weight is 1.
+    The second client has seen neither class 1 nor class 2, so its weight is 3.
     """
     features = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], np.float32)
     few = Probe(0, 1, LABELS, np.array([True, False, True]), 0.5, features, features, PROBABILITIES)

@@ -34,7 +34,7 @@ JOBS = [
 class GatherLog:
     """A trainer, with a log of the sample rows and inputs in each call of its `gather`.
 
-    study: arguments of `tiny_runs.run_spec` for the run of the trainer.
+    study: keyword arguments of `tiny_runs.run_spec`, which describes the run of the trainer.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **study: Any):

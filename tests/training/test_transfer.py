@@ -33,10 +33,10 @@ JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range
 
 
 class CallCounter(TorchFunctionMode):
-    """A mode of PyTorch that counts the calls of some functions of tensors in `count`.
+    """A PyTorch mode that counts two groups of tensor functions, in the dictionary `count`.
 
-    "waits" counts functions that wait for a device, such as `item`. "copies" counts copies from a
-    device to CPU memory (`Tensor.cpu`).
+    count["waits"]: how often functions ran that wait for a device, such as `item`.
+    count["copies"]: how often a tensor was copied from a device to CPU memory (`Tensor.cpu`).
     """
 
     def __init__(self) -> None:

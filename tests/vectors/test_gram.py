@@ -70,7 +70,7 @@ def given(rows: Tensor, weights: Sequence[float], divisor: float = 0.0) -> Aggre
 
 @contextmanager
 def use_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compute blocks with this number of threads until the end of the `with` block."""
+    """Make `raysim.vectors.blocks` use this number of threads inside a `with` statement."""
     blocks._pool.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(blocks, "num_threads", lambda: threads)

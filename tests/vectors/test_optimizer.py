@@ -65,7 +65,9 @@ def gradient(step: int) -> torch.Tensor:
 def stepped(settings: OptimizerSettings, steps: int = 3) -> tuple[torch.Tensor, LocalOptimizer]:
     """Make steps of an optimizer on three parameters; return the parameters and the optimizer.
 
-    The parameters start at 1. The gradient of step k, from 0, is [3 + k, 4 + k, 5 + k].
+    The parameters start at 1. The gradients are [3, 4, 5] in the first step, [4, 5, 6] in the
+    second, and so on.
+    steps: the number of steps.
     """
     single, row = LocalOptimizer(settings), torch.ones(3, dtype=torch.float64)
     for step in range(steps):
