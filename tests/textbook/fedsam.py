@@ -43,10 +43,11 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
 
 
 def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) -> Book:
-    """Compute a run of FedSAM: in each local step of FedAvg, `uphill` computes the gradient.
+    """Compute a run of FedSAM: FedAvg with local gradients from a point of higher loss.
 
-    If mu > 0, FedProx's gradient mu (p - x) is added. p: the parameters before the step; x: the
-    received parameters.
+    `uphill` computes the gradient of each local step at a point near the parameters p, at which the
+    loss is higher. If mu > 0, FedProx's gradient mu (p - x) is added, where x are the received
+    parameters.
     rho, eta: arguments of `uphill`.
     mu: the weight of FedProx's penalty.
     """
@@ -80,12 +81,12 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
 def mofedsam(world: World, rho: float, beta: float) -> Book:
     """Compute a run of MoFedSAM: each local step replaces the gradient by beta G + (1 - beta) D.
 
-    G: the gradient that `uphill` returns, plus the weight decay times the parameters. `uphill`
-    takes the gradient at a point near the parameters at which the loss is higher.
+    G: the gradient that `uphill` computes at a point near the parameters, at which the loss is
+    higher, plus the weight decay times the parameters.
     D: the server's direction: the mean of (x - y) / (eta K) over the clients of the last round, and
     0 in the first round. Here x is the received and y the trained model, eta the learning rate, and
     K the number of steps.
-    rho: the distance of that point from the parameters.
+    rho: the distance from the parameters to the point of `uphill`.
     """
     x, names = dict(world.start), trainable(world.start)
     direction = {name: torch.zeros_like(x[name]) for name in names}

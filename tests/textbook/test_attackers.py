@@ -43,8 +43,9 @@ DATA = tiny_data(clients=7, samples=120)
 
 
 def seven(kind: Any, share: float = 0.3, normed: bool = False, **settings: Any) -> Row:
-    """Return a comparison of an attacked run with its textbook. All seven clients train each round.
+    """Return a comparison of an attacked run with its textbook.
 
+    In each round of the run, all seven clients train.
     kind, share, settings: the arguments of `Attack`.
     normed: True: the model has BatchNorm.
     """
