@@ -108,7 +108,7 @@ def test_reference_explains_every_option_of_the_configuration(from_docs: Any) ->
     assert lacking == []
 
 
-def test_meaning_of_an_option_includes_the_text_after_a_colon(from_docs: Any) -> None:
+def test_meaning_of_an_option_is_shown_whole_if_it_contains_a_colon(from_docs: Any) -> None:
     class Trimming:
         """Leave out the largest numbers.
 

@@ -210,7 +210,7 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     say(
         "thousands of events (dispatches and ends of jobs) that the planner simulates per CPU "
         f"second, with {CLIENTS:,} clients and {IN_FLIGHT:,} jobs in flight. Rows: schedules. "
-        "Columns: one fleet each; the last column has the selection oort"
+        "Columns: fleets; the last column has the log-normal fleet and selection=oort"
     )
     say(format_table(text_columns(("schedule", *fleets), rows), terminal_width()))
     jobs, start = whole_run(100)

@@ -64,8 +64,8 @@ class Entry:
     score: the score of our runs that is compared with the printed number.
     matches: our runs for this number.
     variant: a text that says how the methods' hyperparameters in all `matches` differ from the
-    paper. It is "" if no hyperparameter differs. It is also "" for an entry whose runs may differ
-    from the paper in several ways.
+    paper. It is "" if no hyperparameter differs, and in an entry that is not yet split by
+    variant.
     """
 
     cell: Cell

@@ -185,15 +185,15 @@ class FedBSS(Method):
         """Declare the client state and the selection of samples; refuse tasks without classes."""
         run.needs("classes")
         local = run.local
-        unit, key, parts = "epochs", "epochs", local.epochs
+        unit, key, parts = "epoch", "epochs", local.epochs
         if not local.epochs:
             steps = local.steps or 1
-            unit, parts = "phases", min(local.phases, steps)
+            unit, parts = "phase", min(local.phases, steps)
             key = "steps" if steps == 1 else "phases"
         if parts == 1 and self.kind != "filter":
             run.warn(
-                f"local.{key}=1: method 'fedbss' leaves samples out only before the last of a "
-                f"job's {unit}. A job with one of them uses every sample, as FedAvg does. Increase "
+                f"local.{key}=1: method 'fedbss' leaves samples out in every {unit} of a job but "
+                f"the last. A job of one {unit} uses every sample, as FedAvg does. Increase "
                 f"local.{key}."
             )
         run.client_state("losses", torch.zeros)

@@ -207,7 +207,7 @@ class Mlflow:
                 # The tracker tries again with the next row.
                 raise ConnectionError(
                     f"MLflow does not yet have the study or sweep of this run, {parent}. raysim "
-                    "sends the run to MLflow after its study or sweep"
+                    "sends the run to MLflow as soon as MLflow has its study or sweep"
                 )
             tags["mlflow.parentRunId"] = parent_id
         named = {_key(key): _text(value, TAG_LENGTH) for key, value in tags.items()}

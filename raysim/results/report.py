@@ -632,7 +632,7 @@ def _compare_with_first(
     """Test each row of a table against the first row with the same data.
 
     The test is paired: a pair is the two rows' scores for the same seed. Return a `Difference` for
-    each row, or None for the first row with its data. A row without any pair also gets None. Holm's
+    each row. The first row of each data set and a row without any pair get None. Holm's
     correction counts all tests of the table's column.
     by_seed: for each row, a dict from seed to score; None for a seed without a score.
     blocks: for each row, a value that identifies its data; rows with equal values are compared.

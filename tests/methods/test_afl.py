@@ -19,7 +19,7 @@ from raysim.methods.afl import AFL
         ([0.25, 0.5], [1.5, 5.0]),
     ],
 )
-def test_afl_multiplies_client_weights_by_learnt_weights_unless_all_are_zero(
+def test_afl_multiplies_client_weights_by_learnt_weights_unless_all_learnt_weights_are_zero(
     learnt: list[float], expected: list[float]
 ) -> None:
     given: Any = SimpleNamespace(clients=[0, 1], weights=[3.0, 5.0])

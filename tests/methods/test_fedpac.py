@@ -211,7 +211,9 @@ def test_fedpac_small_weights_become_zero() -> None:
     )  # else nothing would be left
 
 
-def test_fedpac_weight_equal_to_the_minimum_becomes_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedpac_mixture_weight_becomes_zero_if_it_equals_min_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     exact = torch.tensor([0.75, 0.25]).double()
     monkeypatch.setattr(fedpac, "_simplex_minimum", lambda *arguments: exact)
     settings: dict[str, Any] = {"variances": torch.ones(2), "weighted_means": torch.zeros(2, 1, 1)}

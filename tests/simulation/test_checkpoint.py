@@ -305,7 +305,7 @@ def test_resuming_from_a_checkpoint_removes_later_ones(
         assert same_states(checkpoint.read(path).clients, whole.clients)
 
 
-def test_resume_uses_the_earlier_checkpoint_if_overwriting_a_later_one_failed(
+def test_resume_uses_the_earlier_checkpoint_if_a_crash_damaged_the_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Checkpoints(tmp_path)

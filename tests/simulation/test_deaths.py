@@ -508,7 +508,7 @@ def test_error_of_a_worker_death_mentions_memory_if_the_node_is_full(
         assert words in runtime.explain_death(0, death)
 
 
-def test_run_stops_if_replaced_workers_die_at_every_call() -> None:
+def test_run_stops_if_each_replacement_of_a_worker_dies_at_once() -> None:
     runtime: Runtime = Mortal(study("upload and state"), 2, set(range(9, 99)))
     with pytest.raises(RunStoppedError) as stopped:
         run_to_end(

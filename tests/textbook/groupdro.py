@@ -28,7 +28,7 @@ def groupdro(
     batches: "first": l_i is the loss of the first batch, as in FedBR's code. Otherwise it is the
     mean over all batches.
     prior: "samples": q_i starts in proportion to n_i. Otherwise all q_i start equal.
-    mu: the weight of FedProx's term in the local loss, which is no part of l_i.
+    mu: the weight of FedProx's term in the local loss. This term is no part of l_i.
     """
     sizes = torch.tensor([float(len(labels)) for _, labels in world.data], dtype=torch.float64)
     q = sizes / sizes.sum() if prior == "samples" else torch.full_like(sizes, 1 / world.clients)

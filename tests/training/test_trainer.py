@@ -197,7 +197,7 @@ class Starting(Method):
         return loss
 
 
-def test_frozen_network_contains_personal_tensors_set_in_hook_begin() -> None:
+def test_frozen_copy_of_the_model_contains_personal_tensors_set_in_begin() -> None:
     method = Starting()
     assert not run(run_spec(method), ROUNDS, rounds=2).failures
     assert method.steps

@@ -139,9 +139,9 @@ def kept_at(tmp_path: Path, method: str, score: float, *words: str, seed: int = 
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Return the rows of the RotatedMNIST tables that show our runs.
+    """Return the rows of each RotatedMNIST table in the output of `compare`, by configuration.
 
-    The output of `compare` has one such table for each configuration. A key of the result says how
+    The output has one such table for each configuration of our runs. A key of the result says how
     this configuration differs from that of the paper; "" means no difference.
     text: the output of `compare`.
     """
