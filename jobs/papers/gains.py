@@ -34,6 +34,7 @@ class PairedSetting:
     with FedAvg.
     too_few: runs by method and seed, for each method that has fewer seeds in common with FedAvg.
     scores: the scores that all runs in `fedavg` and `others` have, by title.
+    own_method: the name of the paper's own method, with which the names of its parts begin.
     """
 
     setting: Setting
@@ -41,6 +42,7 @@ class PairedSetting:
     others: RunsByMethod
     too_few: RunsByMethod
     scores: Mapping[str, Score]
+    own_method: str
 
     @property
     def has_different_splits(self) -> bool:
@@ -49,8 +51,16 @@ class PairedSetting:
 
     @property
     def most_frequent(self) -> tuple[str, RunsBySeed]:
-        """Return the method with the most seeds in common with FedAvg, and the method's runs."""
-        return max(self.others.items(), key=lambda item: len(self.seeds(item[1])))
+        """Return the method with the most seeds in common with FedAvg, and the method's runs.
+
+        If several methods have the most seeds, return the paper's own method.
+        """
+
+        def rank(item: tuple[str, RunsBySeed]) -> tuple[int, bool]:
+            overrides, by_seed = item
+            return len(self.seeds(by_seed)), self.own_method in overrides
+
+        return max(self.others.items(), key=rank)
 
     def seeds(self, runs: RunsBySeed) -> list[int]:
         """Return the seeds that have both a run of a method and a run of FedAvg.
@@ -116,7 +126,7 @@ def _paired(setting: Setting, by_method: RunsByMethod, paper: PaperRuns) -> Pair
     for title, score in paper.gains.items():
         if all(score.summary(run.rows, score.column) is not None for run in runs):
             scores[title] = score
-    return PairedSetting(setting, fedavg, others, too_few, scores)
+    return PairedSetting(setting, fedavg, others, too_few, scores, paper.own_method)
 
 
 # --- Markdown -------------------------------------------------------------------------------------

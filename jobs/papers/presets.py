@@ -74,6 +74,7 @@ class Score:
 class PaperRuns:
     """A map from the cells of a paper's tables to commands of our runs and to their scores.
 
+    own_method: the name of the paper's own method, with which the names of its parts begin.
     command: a function from a table and a cell to the command of our run.
     score: a function from a table and a cell to our score, which is compared with the cell.
     row_prefixes: prefixes of keys, such as "method.". The rows of a table differ in the settings
@@ -86,6 +87,7 @@ class PaperRuns:
     These words complete the sentence "Gains in points of ...".
     """
 
+    own_method: str
     command: Callable[[Table, Cell], Command]
     score: Callable[[Table, Cell], Score]
     row_prefixes: tuple[str, ...] = ("method.",)
@@ -418,6 +420,7 @@ def last_central(rows: Sequence[Row], name: str) -> float | None:
 
 PAPER_RUNS = {
     "fedbr": PaperRuns(
+        "fedbr",
         fedbr_command,
         fedbr_score,
         score_explanation=FEDBR_SCORE_EXPLANATION,
@@ -428,6 +431,7 @@ PAPER_RUNS = {
         gain_score_name="the mean of the five best rounds",
     ),
     "fedbss": PaperRuns(
+        "fedbss",
         fedbss_command,
         fedbss_score,
         ("method.", "partition", "data.label_noise"),
@@ -436,6 +440,7 @@ PAPER_RUNS = {
         gain_score_name="the mean of the last ten rounds",
     ),
     "fedld": PaperRuns(
+        "fedld",
         fedld_command,
         fedld_score,
         ("method.", "partition"),
@@ -445,6 +450,7 @@ PAPER_RUNS = {
         gain_score_name="the final accuracy",
     ),
     "fraug": PaperRuns(
+        "fraug",
         fraug_command,
         fraug_score,
         ("method.", "evaluate.finetune"),

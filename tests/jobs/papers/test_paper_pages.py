@@ -468,6 +468,17 @@ def test_paper_page_shows_rank_correlation_of_gain_and_label_entropy() -> None:
     )
 
 
+def test_paper_page_shows_the_splits_of_the_own_method_if_other_methods_have_as_many_seeds() -> (
+    None
+):
+    runs = [
+        stored(method, seed, 0.5, entropy=seed)
+        for method in ("fedavg", "fedbn", "fedbr", "scaffold")
+        for seed in range(4)
+    ]
+    assert "`method=fedbr` by split" in "\n".join(gains(runs, FEDBR))
+
+
 def test_paper_page_omits_rank_correlation_if_all_data_splits_are_equal() -> None:
     runs = [
         stored(method, seed, 0.5 + 0.1 * seed * seed)
