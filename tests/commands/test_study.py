@@ -134,6 +134,20 @@ class TestPlan:
 
 
 # --- the runs -----------------------------------------------------------------------------------
+def test_continued_study_refuses_overrides_that_change_the_names_of_its_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    study("local.lr=0.1,0.2", *QUICK, "out=s")
+    for override, part in (
+        ("local.lr=0.1", "local.lr: .* with one value"),
+        ("rounds=1,2", "rounds: .* with several values"),
+    ):
+        capsys.readouterr()
+        study("out=s", "resume=latest", override, status=2)
+        assert re.match(f"raysim: {part} for this key", capsys.readouterr().err)
+    assert sorted(os.listdir("s/runs")) == ["fedavg_lr-0.1_seed-0", "fedavg_lr-0.2_seed-0"]
+
+
 def test_study_trains_then_reports_then_accepts_more_seeds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

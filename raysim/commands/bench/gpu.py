@@ -509,7 +509,7 @@ def raysim_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultR
     """
     with _device_use(spec.device) as row:
         events = _coordinator(spec, workload).run()
-        times: list[float] = []
+        times = [time.perf_counter()]
         for event in events:
             if isinstance(event, Round):
                 times.append(time.perf_counter())
