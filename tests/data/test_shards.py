@@ -217,7 +217,7 @@ def test_numpy_archive_has_several_inputs_and_targets(tmp_path: Path) -> None:
     [
         ({"y.boxes.rows": np.array([1] * 12)[:, None]}, r"y\.boxes\.rows"),
         ({"y.boxes.rows": np.array([2] * 12)}, r"y\.boxes\.rows"),
-        ({"x": PIXELS}, r"both x and x\.image"),
+        ({"x": PIXELS}, r"an array x and an array x\.image"),
         ({"x.age": AGES[:5]}, r"x\.age 5"),
     ],
 )
