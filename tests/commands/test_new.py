@@ -58,7 +58,7 @@ def test_new_package_is_the_template_with_its_name(mine: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["My-Parts", "class", "json", "raysim", "there"])
-def test_new_refuses_impossible_package_name(
+def test_raysim_new_refuses_a_package_name_that_is_invalid_or_taken(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -72,7 +72,7 @@ def test_new_refuses_impossible_package_name(
 
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
-def test_error_suggests_the_package_folder_if_user_allows_project_folder(
+def test_error_suggests_the_package_folder_if_allow_is_the_project_folder(
     words: list[str],
     mine: Path,
     monkeypatch: pytest.MonkeyPatch,

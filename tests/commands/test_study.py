@@ -545,7 +545,7 @@ class TestTable:
         assert rounds_column.best() == set()
         assert study_report.settings_table(planned, close)[-1].best() == set()
 
-    def test_table_marks_the_lowest_error_as_best_and_marks_no_wall_time(self) -> None:
+    def test_table_marks_the_lowest_error_but_never_a_wall_time_as_best(self) -> None:
         planned = example_study()
         rows: list[dict[str, int | float | None]] = [
             {"round": 1, "mae": 1.0, "mae_worst": 1.0, "mae_global": None}

@@ -23,7 +23,7 @@ def test_study_returns_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == ""
 
 
-def test_study_of_one_setting_has_no_differences(tmp_path: Path) -> None:
+def test_study_with_a_single_method_has_an_empty_table_of_differences(tmp_path: Path) -> None:
     overrides = OVERRIDES.replace("method=fedavg,fedprox seed=0..2", "method=fedavg seed=0..1")
     result = raysim.study(f"{overrides} out={tmp_path / 'study'}", quiet=True)
     assert len(result.runs) == 2 and result.differences.empty

@@ -327,7 +327,7 @@ class TestJobServer:
         with pytest.raises(ValueError, match=f"--address {address}"):
             job_server.find_address(address)
 
-    def test_submit_refuses_address_without_a_server_before_the_upload(
+    def test_submit_fails_before_the_upload_if_no_server_answers_at_the_address(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
@@ -395,7 +395,9 @@ class TestJobServer:
         else:
             assert f"ended by signal {signal_number}" in sentence and "resume=latest" in sentence
 
-    def test_broken_connection_to_a_job_is_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_broken_connection_to_a_ray_job_is_restored(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(job_server, "RECONNECT_INTERVAL_S", 0.0)
         client = UnstableClient(breaks_after=[0, 1, 3, None])
         output: list[str] = []
@@ -799,7 +801,7 @@ def test_rayjob_file_fits_the_schema_of_kuberay(place: str) -> None:
         jsonschema.validate(config, schema)
 
 
-def test_rayjob_file_sets_a_token_and_starts_a_valid_run() -> None:
+def test_rayjob_file_requires_an_authentication_token_and_starts_a_valid_run() -> None:
     config, _ = rayjob()
     spec = config["spec"]
     cluster = spec["rayClusterSpec"]

@@ -177,7 +177,7 @@ class TestPlan:
         option.unlink()
         assert sweep_plan.node({"local.lr": 0.1})["method"]["mine"]["mu"] == 0.5
 
-    def test_raysim_run_with_a_sweep_option_suggests_raysim_sweep(
+    def test_error_suggests_raysim_sweep_if_raysim_run_has_a_sweep_option(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.call(["run", "sweep=fedbr"]) == 2
@@ -212,11 +212,11 @@ class TestPlan:
         points = shipped(name).points()
         assert values <= {point[key] for point in points}
 
-    def test_search_space_of_the_sweep_named_fedbr_includes_zero_for_tau2(self) -> None:
+    def test_shipped_sweep_option_fedbr_can_try_zero_as_the_value_of_tau2(self) -> None:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 
-    def test_search_space_of_the_sweep_named_methods_has_ten_points(self) -> None:
+    def test_shipped_sweep_option_methods_compares_ten_methods(self) -> None:
         assert len(plan(["sweep=methods"]).points()) == 10
 
     @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ class TestReport:
             ((0.5, 0.5), ["0.5"]),
         ],
     )
-    def test_axes_of_the_sweep_picture_have_round_numbers(
+    def test_axes_of_the_sweep_picture_have_ticks_at_short_decimal_numbers(
         self,
         scores: tuple[float, float],
         ticks: list[str],
@@ -606,7 +606,7 @@ class TestSearch:
             config = (folder / row["folder"] / "config.yaml").read_text()
             assert f"lr: {row['local.lr']}" in config
 
-    def test_trial_on_two_workers_has_the_scores_of_its_run_in_one_process(
+    def test_trial_on_two_workers_has_the_accuracy_of_the_same_run_in_one_process(
         self, ray_session: None
     ) -> None:
         searched = "local.lr=tag(log,interval(0.01,0.5))"

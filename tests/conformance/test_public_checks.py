@@ -312,7 +312,7 @@ class Wide(ModelRecipe):
         return model
 
 
-def test_check_finds_unseeded_model_and_features_of_wrong_shape() -> None:
+def test_check_finds_an_unseeded_model_and_a_wrong_shape_of_features() -> None:
     assert "one seed gives two networks" in message_of(Loose(), "a seed gives the same values")
     assert "must be [4, feature_dim]" in message_of(Wide(), "features and a head")
 
@@ -329,7 +329,7 @@ class Drawing(Source):
         return Raw(images, np.arange(30) % 3, 25, ["a", "b"])
 
 
-def test_check_finds_unnamed_labels_and_data_that_change_between_reads() -> None:
+def test_check_finds_unstable_samples_and_labels_without_a_name() -> None:
     assert "differ when the data are read again" in message_of(Drawing(), "the same samples twice")
     assert "a label has no name: there are 2" in message_of(Drawing(), "labels and domains")
 
@@ -436,7 +436,7 @@ class Failing(Observer):
         assert event.row["round"] < 2, "no ink"
 
 
-def test_error_of_the_check_mentions_the_observer_that_fails() -> None:
+def test_error_of_a_check_mentions_the_class_of_the_failing_observer() -> None:
     with pytest.raises(
         RuntimeError, match="your observer Failing raised AssertionError in on_round: no ink"
     ):

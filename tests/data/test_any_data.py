@@ -243,7 +243,7 @@ def test_error_of_text_without_labels_suggests_data_kind_causal(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("token", [10**15, 2**63 - 1, 2**64 - 1])
-def test_parquet_rejects_huge_token(token: int, tmp_path: Path) -> None:
+def test_parquet_rejects_a_token_number_that_is_too_large(token: int, tmp_path: Path) -> None:
     ids = pa.array([[1, 2], [token]], pa.list_(pa.uint64() if token >= 2**63 else pa.int64()))
     pq.write_table(pa.table({"ids": ids, "label": [0, 1]}), tmp_path / "train.parquet")
     with pytest.raises(ValueError, match=rf"{tmp_path}: column ids .*{token}"):
@@ -358,7 +358,7 @@ def test_leaf_reads_pictures_from_the_folder_in_the_setting_data_images(tmp_path
         Leaf(str(root), images=str(tmp_path)).build()
 
 
-def test_leaf_reads_text_at_the_list_position_in_the_setting_data_field(tmp_path: Path) -> None:
+def test_leaf_reads_text_from_the_list_index_that_the_key_data_field_sets(tmp_path: Path) -> None:
     root = write_users(
         tmp_path, lambda user, row: ["14", "Mon", user, "I am happy", row], lambda row: row % 2
     )

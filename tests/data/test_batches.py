@@ -133,7 +133,7 @@ def test_augmentations_run_in_the_documented_order() -> None:
     assert augmented.dtype == torch.uint8 and augmented.shape == IMAGES.shape
 
 
-def test_augmentation_is_equal_for_one_or_three_grey_channels() -> None:
+def test_augmentation_of_a_grey_image_is_equal_with_one_or_three_channels() -> None:
     """Compare augmentation before and after a grey channel is repeated three times.
 
     FRAug repeats the channel after the augmentation, raysim before.
@@ -144,7 +144,7 @@ def test_augmentation_is_equal_for_one_or_three_grey_channels() -> None:
     assert torch.equal(triple, single.repeat(1, 3, 1, 1))
 
 
-def test_key_grey_is_the_fraction_of_images_that_become_grey() -> None:
+def test_setting_grey_is_the_probability_that_an_image_becomes_grey() -> None:
     images = IMAGES.repeat(20, 1, 1, 1)
     changed = Pipeline(augment=("grey",), grey=0.1).augment_images(images, np.random.default_rng(0))
     grey = (changed == changed[:, :1]).flatten(1).all(1)

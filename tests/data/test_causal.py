@@ -89,7 +89,7 @@ def test_without_packing_each_document_starts_a_new_row() -> None:
     assert raw.labels.tolist() == [[1, 2, 3], [0, IGNORED, IGNORED], [4, 0, IGNORED]]
 
 
-def test_prompt_tokens_are_no_labels_and_rows_of_only_a_prompt_are_omitted() -> None:
+def test_labels_omit_prompt_tokens_and_inputs_omit_rows_with_only_a_prompt() -> None:
     raw = packed([Document(np.array([1, 2, 3, 4, 5]), "a", prompt=4)], 2, is_packed=False)
     assert np.asarray(raw.inputs).tolist() == [[4, 5]]  # rows of only the prompt teach nothing
     assert raw.labels.tolist() == [[5, 0]]
@@ -102,7 +102,7 @@ def test_last_tokens_of_a_document_become_a_test_document() -> None:
     assert len(cut_document(Document(np.arange(10), "a"), 0.0)) == 1
 
 
-def test_packing_refuses_data_without_training_text() -> None:
+def test_packing_of_texts_into_rows_refuses_data_without_training_text() -> None:
     with pytest.raises(ValueError, match=r"nowhere has no text"):
         pack([], number_vocabulary(3), 4, True, "nowhere", NO_ORIGIN)
 
@@ -515,7 +515,7 @@ def test_run_with_zero_generated_tokens_writes_no_text(tmp_path: Path) -> None:
         ({"evaluate.generate.prompts": ["a"]}, r"evaluate\.generate\.prompts='a'"),
     ],
 )
-def test_generation_refuses_bad_settings(
+def test_text_generation_refuses_wrong_settings(
     tmp_path: Path, settings: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(RefusedError, match=key):

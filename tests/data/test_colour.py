@@ -108,7 +108,7 @@ def test_saturation_and_hue_changes_leave_grey_images_unchanged(
 @pytest.mark.parametrize(
     ("change", "strengths"), [(scale_brightness, FACTORS), (scale_contrast, FACTORS)]
 )
-def test_brightness_and_contrast_treat_one_and_three_grey_channels_equally(
+def test_colour_change_of_a_grey_image_is_equal_with_one_or_three_channels(
     change: Callable[[Tensor, Tensor], Tensor], strengths: Tensor
 ) -> None:
     grey = IMAGES[:, :1]

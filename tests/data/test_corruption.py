@@ -46,7 +46,7 @@ def test_clients_take_rotation_angles_in_turn() -> None:
     assert client_rotation_angles(num_clients=5, angles=[0, 15, 30]).tolist() == [0, 15, 30, 0, 15]
 
 
-def test_rotation_angle_of_probability_zero_is_never_drawn() -> None:
+def test_rotation_angle_is_never_drawn_if_its_probability_is_zero() -> None:
     drawn = image_rotation_angles(
         probabilities=[0.0, 0.3, 0.7, 0.0], uniforms=[0.0, 0.3, 1.0], angles=[1, 2, 3, 4]
     )

@@ -81,7 +81,7 @@ def test_rotation_per_client_turns_all_images_of_a_client_by_one_angle() -> None
     assert data.open().domain_names == ["0 degrees", "90 degrees", "135 degrees"]
 
 
-def test_central_test_set_has_every_rotation_if_key_rotation_test_is_all() -> None:
+def test_central_test_set_has_every_angle_if_rotation_test_has_the_value_all() -> None:
     clean = SOURCE.build()
     spread = federate(
         replace(SOURCE, rotation=Rotation(per="client", angles=[0.0, 90.0])), IID(4), 0
@@ -214,7 +214,7 @@ def test_clients_can_be_tested_on_central_test_samples_of_their_domain() -> None
         (Synthetic(rotation=Rotation(per="client")), "data.rotation.per=client"),
     ],
 )
-def test_null_as_test_fraction_needs_central_test_samples_of_each_domain(
+def test_setting_test_fraction_to_null_needs_central_test_samples_that_fit(
     source: Synthetic, key: str
 ) -> None:
     with pytest.raises(ValueError, match=f"partition.test_fraction=null .*{key}"):

@@ -279,11 +279,11 @@ def test_lists_of_labels_in_python_make_a_multilabel_task(rows: list, names: lis
         assert {names[column] for column in np.flatnonzero(indicators)} == expected
 
 
-def test_training_label_lists_with_a_test_label_array_are_rejected() -> None:
+def test_lists_of_training_labels_are_rejected_if_test_labels_are_an_array() -> None:
     with pytest.raises(ValueError, match="data: labels"):
         store_arrays(((INPUTS, [["a"], ["b", "a"]] * 6), (INPUTS, np.zeros(12, int))))
 
 
-def test_list_with_a_single_text_is_read_as_the_class_of_the_sample() -> None:
+def test_list_of_one_class_name_is_read_as_the_class_of_the_sample() -> None:
     dataset = store_arrays((INPUTS, [["a"], ["b"]] * 6)).build()
     assert (dataset.kind, dataset.class_names) == ("classification", ["a", "b"])

@@ -137,7 +137,7 @@ def test_hold_out_takes_test_samples_first_and_validation_samples_next() -> None
         )
 
 
-def test_number_of_samples_of_a_fraction_has_no_floating_point_error() -> None:
+def test_fraction_of_samples_is_converted_to_a_number_without_rounding_error() -> None:
     assert fraction_count(total=100, fraction=0.29) == 29
 
 
@@ -169,7 +169,7 @@ def test_small_alpha_scaled_by_class_shares_gives_a_client_mainly_one_class() ->
     assert np.median(counts.max(axis=1)) > 180
 
 
-def test_all_clients_of_partition_dirichlet_client_have_the_same_size() -> None:
+def test_partition_dirichlet_client_gives_all_clients_equally_many_samples() -> None:
     partition = split(DirichletClient(30, 0.5, test_fraction=0))
     assert set(partition.train.counts.tolist()) == {len(LABELS) // 30}
     assert len(set(partition.train.indices.tolist())) == 30 * (len(LABELS) // 30)
@@ -223,14 +223,14 @@ def test_minimum_size_of_a_client_may_equal_the_number_of_all_samples() -> None:
     assert partition.train.counts.tolist() == [len(LABELS)]
 
 
-def test_group_gets_samples_in_proportion_to_its_number_of_clients() -> None:
+def test_group_of_clients_gets_samples_in_proportion_to_its_size() -> None:
     partition = split(Dirichlet(25, 0.3, balance=True, grouping=10, test_fraction=0))
     groups = np.add.reduceat(partition.train.counts, [0, 10, 20])
     assert groups.tolist() == [800, 800, 400]
     assert partition.train.counts.min() >= len(LABELS) // 50
 
 
-def test_clients_of_two_shards_each_have_at_most_four_classes() -> None:
+def test_client_has_at_most_four_classes_if_it_gets_two_shards() -> None:
     counts = histograms(split(Shards(20, 2, test_fraction=0)).train)
     assert (counts > 0).sum(axis=1).max() <= 4 and set(counts.sum(axis=1).tolist()) == {100}
 
@@ -250,16 +250,20 @@ def test_shards_of_uneven_sizes_lose_no_samples() -> None:
     ]
 
 
-def test_domain_partition_gives_a_client_one_domain_or_group_of_classes() -> None:
+def test_partition_domain_gives_each_client_samples_of_one_domain() -> None:
     counts = split(Domain(2, test_fraction=0)).train
     assert [set(DOMAINS[counts.rows(client)].tolist()) for client in range(8)] == [
         {d} for d in (0, 0, 1, 1, 2, 2, 3, 3)
     ]
+    assert len(split(Domain(2))) == 4 * 2
+
+
+def test_partition_domain_class_gives_each_client_some_classes_of_one_domain() -> None:
     rows = domain_class_split(
         domains=[0, 1, 0, 1], labels=[0, 1, 2, 0], num_domains=2, class_groups=[[0], [1]]
     )
     assert rows.indices.tolist() == [0, 3, 1] and rows.offsets.tolist() == [0, 1, 1, 2, 3]
-    assert len(split(Domain(2))) == 4 * 2 and len(split(DomainClass([[0], [1, 2], [7]]))) == 4 * 3
+    assert len(split(DomainClass([[0], [1, 2], [7]]))) == 4 * 3
 
 
 def test_subsample_of_fraction_one_keeps_every_row() -> None:

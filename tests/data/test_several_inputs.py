@@ -72,7 +72,7 @@ def test_several_inputs_are_equal_after_packing_and_unpacking() -> None:
         ((NUMBERS, np.array(["x"] * 60)), "input 1: .*type"),
     ],
 )
-def test_several_inputs_with_a_wrong_length_or_type_or_value_are_refused(
+def test_packing_refuses_an_input_with_a_wrong_length_or_type_or_value(
     inputs: Any, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
@@ -204,7 +204,7 @@ def test_data_frames_are_accepted_as_data(make: Any) -> None:
     assert again.spec.data.open().path == dataset.path
 
 
-def test_data_frame_given_as_test_becomes_the_central_test_set() -> None:
+def test_central_test_set_is_read_from_the_data_frame_with_the_key_test() -> None:
     data = {"train": frame(), "test": frame()[:7]}
     words = "data.label=kind data.columns=a+b model=mlp"
     experiment = raysim.build(words, **FAST, data=data)

@@ -8,7 +8,7 @@ import pytest
 from raysim.data.shapes import CLASS_NAMES, Shapes
 
 
-def test_mask_of_each_shape_covers_exactly_the_brighter_pixels() -> None:
+def test_mask_of_an_image_covers_exactly_its_brighter_pixels() -> None:
     built = Shapes(samples=60, test_samples=12, users=3, noise=0).build()
     assert (built.kind, built.class_names, built.train_rows) == ("positions", CLASS_NAMES, 60)
     assert built.domains.tolist() == [row % 3 for row in range(72)]

@@ -210,7 +210,7 @@ def test_pipes_and_devices_are_not_opened(tmp_path: Path) -> None:
     "make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()]
 )
 @pytest.mark.parametrize("name", ["split.csv", "test.parquet"])
-def test_split_or_test_file_that_is_no_regular_file_is_rejected(
+def test_data_are_rejected_if_split_csv_or_test_parquet_is_no_regular_file(
     name: str, make: Any, tmp_path: Path
 ) -> None:
     for number in range(2):
@@ -317,7 +317,7 @@ INTS, FLOATS, TEXTS = [0, 1], [0.0, 1.0], ["a", "b"]
 
 
 @pytest.mark.parametrize("label", [6, 10**6, 10**12, 2**63 - 1])
-def test_label_in_a_list_must_be_smaller_than_the_number_of_samples(
+def test_label_number_in_a_list_is_rejected_if_classes_would_outnumber_samples(
     label: int, tmp_path: Path
 ) -> None:
     source = write_labels(tmp_path, SETS[:3], [*SETS[:2], [1, label]])
@@ -424,7 +424,7 @@ def test_lists_of_labels_per_sample_may_have_any_arrow_list_type(
     assert built.labels.tolist() == [[1, 0, 0], [1, 0, 1], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
 
 
-def test_label_lists_may_all_be_empty_in_one_file(tmp_path: Path) -> None:
+def test_training_file_may_have_only_empty_lists_of_labels(tmp_path: Path) -> None:
     for labels, names in (([["b"], ["a"]], ["a", "b"]), ([[1], [0]], ["0", "1"])):
         built = write_labels(tmp_path, [[], []], labels).build()
         assert built.class_names == names and built.labels.tolist() == [
@@ -435,7 +435,9 @@ def test_label_lists_may_all_be_empty_in_one_file(tmp_path: Path) -> None:
         ]
 
 
-def test_files_with_lists_of_integer_labels_and_of_text_labels_are_rejected(tmp_path: Path) -> None:
+def test_label_lists_are_rejected_if_one_file_has_integers_and_another_texts(
+    tmp_path: Path,
+) -> None:
     source = write_labels(tmp_path, [[], []], SETS)
     (tmp_path / "test.parquet").rename(tmp_path / "test-0.parquet")
     pq.write_table(pa.table({"x": [0.0], "label": [["a"]]}), tmp_path / "test-1.parquet")

@@ -397,7 +397,7 @@ def test_each_npz_archive_becomes_one_client(tmp_path: Path) -> None:
         assert (dataset.inputs[rows] == int(dataset.domain_names[dataset.domains[rows[0]]])).all()
 
 
-def test_npz_test_archive_of_a_client_contains_its_test_samples(tmp_path: Path) -> None:
+def test_client_is_tested_on_its_npz_archive_in_the_folder_test(tmp_path: Path) -> None:
     write_clients(tmp_path, "train", [4, 4])
     write_clients(tmp_path, "test", [2, 2])
     data = federate(Npz(str(tmp_path)), Domain(test_fraction=None), 0)

@@ -141,7 +141,7 @@ def test_restart_has_fewer_workers_if_the_cluster_has_too_little_room(
         raysim.run([*words, f"out={tmp_path / 'c'}"], quiet=True)
 
 
-def test_start_is_repeated_with_fewer_workers_if_a_node_is_lost(
+def test_run_starts_again_with_fewer_workers_if_a_node_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []

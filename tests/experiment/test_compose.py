@@ -191,7 +191,7 @@ def test_option_chosen_by_override_uses_values_set_by_the_preset() -> None:
 @pytest.mark.parametrize(
     "word", ["schedule=buffered", "partition=domain", "partition=dirichlet", "schedule=tiered"]
 )
-def test_option_chosen_by_override_has_only_the_keys_of_its_class(word: str) -> None:
+def test_option_chosen_by_override_has_no_keys_of_the_default_option(word: str) -> None:
     group = word.partition("=")[0]
     values = node(word)[group]
     assert set(values) - {TARGET} == set(defaults(resolve(values[TARGET], group)))

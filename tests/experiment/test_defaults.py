@@ -107,7 +107,7 @@ def parameters(target: str) -> Mapping[str, inspect.Parameter]:
 
 
 @pytest.mark.parametrize("group", OPTIONS)
-def test_option_files_contain_exactly_the_keys_of_their_classes(group: str) -> None:
+def test_option_files_contain_exactly_the_keys_of_their_python_classes(group: str) -> None:
     for option in OPTIONS[group]:
         for path, part in option_parts(option).items():
             cls = resolve(part[TARGET], path)
@@ -118,7 +118,7 @@ def test_option_files_contain_exactly_the_keys_of_their_classes(group: str) -> N
 
 
 @pytest.mark.parametrize("group", [group for group in OPTIONS if group != "model"])
-def test_option_files_contain_the_defaults_of_their_classes(group: str) -> None:
+def test_option_files_contain_the_defaults_of_their_python_classes(group: str) -> None:
     for option in OPTIONS[group]:
         check_defaults(option)
 
@@ -161,7 +161,7 @@ def test_object_of_every_option_file_can_be_built(group: str, base: type) -> Non
         "model/transformer",
     ],
 )
-def test_hydra_composes_a_shipped_option_from_the_files_alone(option: str) -> None:
+def test_plain_hydra_composes_a_shipped_option_from_its_configuration_file(option: str) -> None:
     with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
         composed = OmegaConf.to_container(hydra.compose(option))
     assert composed == {option.partition("/")[0]: values(conf_folder() / f"{option}.yaml")}
@@ -223,7 +223,7 @@ def test_functions_of_a_method_have_the_same_defaults_as_its_class() -> None:
 
 
 @pytest.mark.parametrize("name", ["adagrad", "adam", "yogi"])
-def test_server_step_function_has_the_same_defaults_as_its_method(name: str) -> None:
+def test_function_for_the_server_step_has_the_defaults_of_its_method_class(name: str) -> None:
     method = parameters(f"raysim.methods.fedopt.Fed{name.capitalize()}")
     step = parameters(f"raysim.methods.fedopt.fed{name}_step")
     shared = {key for key in ("beta1", "beta2", "tau") if key in step}

@@ -118,7 +118,7 @@ def test_adapters_are_refused_without_their_frozen_weights(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("base", "kind"), [("bfloat16", HalfWeight), ("nf4", FourBitWeight)])
-def test_stored_lora_base_of_few_bits_trains_like_its_rounded_weights(
+def test_lora_run_on_low_precision_weights_equals_a_run_on_rounded_weights(
     base: str, kind: type[HalfWeight | FourBitWeight], trained: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
@@ -157,7 +157,7 @@ def test_run_with_init_file_trains_clients_from_its_weights(trained: Path, tmp_p
     [lambda d, p: torch.save(d, p), lambda d, p: save_file(d, p.with_suffix(".safetensors"))],
 )
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_state_dict_is_read_with_or_without_the_prefix_model_in_its_names(
+def test_tensor_names_of_a_state_dict_may_lack_the_prefix_model_dot(
     write: Callable[..., None], prefix: str, trained: Path, tmp_path: Path
 ) -> None:
     stored = load_file(trained / "model.safetensors")
@@ -211,7 +211,9 @@ def test_initial_weights_may_have_the_tensor_names_of_a_custom_network(tmp_path:
 
 # Methods with more networks, with a personal network, or with both.
 @pytest.mark.parametrize("method", ["fedbr", "fedrep", "fraug"])
-def test_method_starts_from_weights_of_run_with_same_method(method: str, tmp_path: Path) -> None:
+def test_run_starts_from_the_weights_of_another_run_with_the_same_method(
+    method: str, tmp_path: Path
+) -> None:
     words = [*NORMED, f"method={method}", "rounds=1"]
     if method == "fedrep":
         words.append("method.fedrep.mode=joint")
@@ -224,7 +226,7 @@ def test_method_starts_from_weights_of_run_with_same_method(method: str, tmp_pat
     assert_starts(experiment, {name: drawn[name] for name in tensors if name not in stored})
 
 
-def test_method_with_extra_networks_starts_from_fedavg_model(trained: Path) -> None:
+def test_method_with_extra_networks_reads_only_the_model_from_a_fedavg_file(trained: Path) -> None:
     stored = load_file(trained / "model.safetensors")
     experiment = build([*MLP, "method=dann", f"init={trained / 'model.safetensors'}"])
     assert_starts(experiment, stored)
@@ -391,7 +393,9 @@ def test_resume_refuses_changed_file_of_initial_weights(trained: Path, tmp_path:
         )
 
 
-def test_resume_refuses_changed_init_redraw(trained: Path, tmp_path: Path) -> None:
+def test_resume_is_refused_if_the_setting_init_redraw_has_changed(
+    trained: Path, tmp_path: Path
+) -> None:
     words = [
         *MLP,
         f"init={trained / 'model.safetensors'}",
@@ -412,7 +416,7 @@ def test_run_folders_of_earlier_raysim_versions_can_be_resumed(tmp_path: Path) -
     assert len(raysim.run([f"out={folder}", "resume=latest", "rounds=3"], quiet=True).rows) == 3
 
 
-def test_init_override_with_a_path_sets_the_key_init_file(tmp_path: Path) -> None:
+def test_path_in_an_init_override_becomes_the_value_of_init_file(tmp_path: Path) -> None:
     for words in (["init=a/b.pt"], ["init.file=a/b.pt"]):
         assert compose(words).init.file == "a/b.pt"
     assert compose([], settings={"init": Path("a/b.pt")}).init.file == "a/b.pt"

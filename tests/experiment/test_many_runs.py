@@ -47,7 +47,7 @@ def test_existing_folder_of_a_study_is_refused(tmp_path: Path) -> None:
         check_free(tmp_path)
 
 
-def test_study_and_search_are_resumed_only_if_out_is_set_and_resume_is_latest() -> None:
+def test_resuming_a_study_or_sweep_needs_both_overrides_out_and_resume_latest() -> None:
     assert is_resume_requested(["out=s", "resume=latest"], "study")
     assert not is_resume_requested(["out=s"], "study")
     for words in (
@@ -78,7 +78,7 @@ def test_score_of_a_metric_is_found_in_the_run_summary(
 
 
 @pytest.mark.parametrize("column", ["accuracy_global", "loss_global", "mine"])
-def test_last_score_of_history_rows_equals_the_score_in_their_summary(column: str) -> None:
+def test_last_score_in_the_history_equals_the_score_in_the_summary(column: str) -> None:
     rows: list[Row] = [
         {"round": 1, "accuracy_global": 0.5, "mine": 2.0},
         {"round": 2, "accuracy_global": 0.6, "mine": None},

@@ -362,7 +362,7 @@ def test_warning_mentions_the_number_of_clients_that_were_never_available(
     assert counts == ([[f"{absent} of 3"]] if absent else [])
 
 
-def test_run_warns_at_its_end_of_clients_that_were_never_available(
+def test_finished_run_warns_about_clients_that_were_never_available(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["fleet=lognormal", "fleet.availability=diurnal", "fleet.hours=3"]

@@ -63,7 +63,9 @@ def test_text_override_can_contain_special_characters_without_quotes(key: str, t
         ("int('3')", 3),
     ],
 )
-def test_override_values_have_the_python_type_of_their_text(value: str, expected: Any) -> None:
+def test_spelling_of_an_override_value_determines_its_python_type(
+    value: str, expected: Any
+) -> None:
     found = read_override(f"x={value}")
     assert found.value == expected
     assert type(found.value) is type(expected)
@@ -84,7 +86,7 @@ def test_sweep_overrides_can_contain_letters_of_any_language() -> None:
     assert sweep.fixed == ["out=/é=1"]
 
 
-def test_names_of_options_and_files_may_have_any_letters(tmp_path: Path) -> None:
+def test_option_names_and_paths_can_contain_letters_of_any_language(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "größe.yaml").write_text(
         "_target_: raysim.data.sources.Mnist\nroot: null\n"

@@ -163,13 +163,13 @@ def test_wrong_metrics_passed_by_the_user_are_refused(metrics: Any, key: str) ->
         raysim.build(**{k: v for k, v in SMALL.items() if k != "quiet"}, metrics=metrics)
 
 
-def test_unknown_metric_in_the_setting_evaluate_lower_is_refused() -> None:
+def test_unknown_metric_is_refused_as_a_value_of_the_key_evaluate_lower() -> None:
     with pytest.raises(RefusedError, match=r"^evaluate\.lower: brierr .*brier"):
         raysim.run(**SMALL, metrics=["accuracy", brier], **{"evaluate.lower": ["brierr"]})
 
 
 # --- the main metric ----------------------------------------------------------------------
-def test_main_metric_decides_the_best_model_and_the_rounds_to_a_threshold() -> None:
+def test_main_metric_selects_the_best_model_and_is_compared_with_thresholds() -> None:
     settings = {**SMALL, "rounds": 4, "thresholds": [1.5, 0.0], "evaluate.metric": "brier"}
     result = raysim.run(**settings, metrics=["accuracy", LOWER])
     assert result.summary["metric"] == "brier"

@@ -397,7 +397,7 @@ def test_run_on_arrays_resumes_only_with_arrays_of_the_same_content() -> None:
     assert ran(resume="latest", rounds=3).summary["rounds"] == 3
 
 
-def test_arrays_may_have_text_labels_and_channels_last() -> None:
+def test_image_arrays_may_have_text_labels_and_channels_in_the_last_axis() -> None:
     colours = RNG.integers(0, 256, (30, 8, 8, 3), dtype=np.uint8)
     data = raysim.build(
         **(_without(SMALL, "quiet") | PARTS | {"data": (colours, np.array(["b", "a", "c"] * 10))})
@@ -450,7 +450,7 @@ def passing(num_classes: int, **more: int) -> nn.Module:
     return flat(num_classes, **more)
 
 
-def test_network_function_is_stored_by_name() -> None:
+def test_function_that_returns_a_network_is_stored_by_its_name() -> None:
     result = ran(model=flat)
     stored = load_yaml(Path("a/config.yaml"))
     assert (

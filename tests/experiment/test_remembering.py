@@ -81,7 +81,7 @@ def test_client_state_of_a_result_contains_tensors_of_methods_and_model() -> Non
         result.client_state(20)
 
 
-def test_client_state_of_a_result_needs_a_checkpoint() -> None:
+def test_client_state_cannot_be_read_from_a_run_without_checkpoints() -> None:
     assert ran().client_state(0) == {}
     with pytest.raises(RefusedError, match=r"checkpoint\.every"):
         ran(Scaffold(), out="b", checkpoint={"every": 0}).client_state(0)

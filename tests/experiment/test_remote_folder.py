@@ -111,7 +111,7 @@ def test_error_of_a_command_for_a_url_without_a_run_contains_the_url(
     assert "memory://nothing/here" in capsys.readouterr().err
 
 
-def test_load_of_a_url_without_a_run_is_refused() -> None:
+def test_raysim_load_refuses_a_url_that_contains_no_run() -> None:
     with pytest.raises(RefusedError, match="memory://nothing/here"):
         raysim.load("memory://nothing/here")
 

@@ -58,7 +58,7 @@ class TestUnknownKeys:
         with pytest.raises(RefusedError, match="data=synthetic has"):
             compose([*resumed, "data.wrong=1"])
 
-    def test_resume_refuses_override_of_a_setting_that_the_stored_network_lacks(self) -> None:
+    def test_resume_refuses_model_norm_if_the_stored_model_has_no_such_key(self) -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
         raysim.run(
             [*WORDS, "out=run"], model=model, data=DATA, partition={"clients": 3}, quiet=True
@@ -84,7 +84,7 @@ class TestPartitions:
         )
         assert sentence.startswith("partition.clients=9")
 
-    def test_error_of_dirichlet_split_omits_default_minimum(self) -> None:
+    def test_error_of_dirichlet_split_omits_partition_minimum_if_it_is_not_set(self) -> None:
         with pytest.raises(ValueError, match=r"^partition\.alpha=") as error:
             federate(Synthetic(samples=40), Dirichlet(30, 0.01), 0)
         assert "partition.minimum=1 " not in str(error.value)

@@ -116,7 +116,7 @@ class TestArrays:
         assert again.experiment.config["data"]["label_noise"] == 0.5
         assert again.summary["rounds"] == 2
 
-    def test_error_of_wrong_setting_for_passed_arrays_mentions_its_key(self) -> None:
+    def test_error_mentions_the_key_of_a_wrong_data_setting(self) -> None:
         with pytest.raises(RefusedError, match=r"^data\.label_noise=2"):
             built("data.label_noise=2")
         with pytest.raises(RefusedError, match=r"^data\.rotation\.per=twice"):
@@ -216,7 +216,7 @@ def test_object_replaces_the_data_option_of_a_composed_configuration() -> None:
     assert build(whole, data=PARTS["data"]).config["choices"]["data"] == "arrays"
 
 
-def test_overrides_of_other_groups_apply_if_the_model_is_an_object() -> None:
+def test_overrides_of_other_groups_apply_if_the_model_is_a_python_object() -> None:
     experiment = built(
         "local.lr=0.5",
         "method=fedbn",

@@ -106,7 +106,7 @@ def test_only_one_of_several_processes_creates_a_named_run_folder() -> None:
     assert sorted(at_once(create)) == ["made"] + ["refused"] * (COUNT - 1)
 
 
-def test_empty_run_folder_is_removed_with_its_parents() -> None:
+def test_empty_run_folder_is_removed_together_with_its_new_parents() -> None:
     Path("kept").mkdir()
     with new_folder(Path("kept/a/b"), dated=False) as folder:
         assert folder.is_dir()
@@ -118,7 +118,7 @@ def test_empty_run_folder_is_removed_with_its_parents() -> None:
     assert Path("kept/a/b/content").is_file()
 
 
-def test_run_folder_below_a_file_is_an_error() -> None:
+def test_run_folder_cannot_be_created_if_its_parent_is_a_file() -> None:
     Path("file").touch()
     with pytest.raises(OSError), new_folder(Path("file/now"), dated=True):
         pass
@@ -139,7 +139,7 @@ def test_sweep_folder_has_a_date_unless_out_is_set() -> None:
     assert read_request(words).is_dated and not read_request([*words, "out=s"]).is_dated
 
 
-def test_only_one_of_several_processes_creates_a_package_with_raysim_new() -> None:
+def test_only_one_of_several_processes_creates_a_package_of_the_same_name() -> None:
     def write() -> str:
         try:
             return str(package.write("mine"))

@@ -88,7 +88,7 @@ def test_groupdro_gets_a_warning_if_fedbuff_does_not_normalize_by_weights(
     assert warnings("method=[fedbuff]", *BUFFER) == ()
 
 
-def test_setup_hook_receives_all_methods_and_properties_of_the_schedule(
+def test_setup_hook_receives_the_names_of_all_methods_and_how_updates_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.methods.fedprox import FedProx

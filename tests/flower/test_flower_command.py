@@ -24,7 +24,7 @@ def test_flower_command_prints_rounds(app, capsys):
     assert "virtual time" in lines[-1]
 
 
-def test_flower_command_accepts_overrides_after_the_flag_run_config(app, capsys, monkeypatch):
+def test_flower_command_accepts_both_run_config_and_overrides(app, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")  # a narrow table has several parts
     assert call(["flower", "run", app, "--run-config", "num-server-rounds=1", *QUICK]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 5  # a row for training, one for evaluation

@@ -53,7 +53,7 @@ def clients_of(replies):
     return [int(reply.content["m"]["client"]) for reply in replies]
 
 
-def test_grid_returns_replies_in_the_order_of_virtual_time():
+def test_flower_grid_returns_replies_in_the_order_of_virtual_time():
     grid = make_grid()
     nodes = list(grid.get_node_ids())
     replies = grid.send_and_receive(messages(reversed(nodes)))
@@ -63,7 +63,7 @@ def test_grid_returns_replies_in_the_order_of_virtual_time():
     assert [reply.metadata.src_node_id for reply in replies] == nodes
 
 
-def test_grid_timeout_leaves_out_late_replies():
+def test_flower_grid_omits_replies_that_arrive_after_the_timeout():
     records = []
     grid = make_grid(records=records)
     replies = grid.send_and_receive(messages(grid.get_node_ids()), timeout=2.5)
@@ -72,7 +72,7 @@ def test_grid_timeout_leaves_out_late_replies():
     assert [record.fate for record in records].count("lost") == 2
 
 
-def test_grid_pull_waits_until_the_next_reply():
+def test_flower_grid_waits_until_the_next_reply_when_messages_are_pulled():
     grid = make_grid()
     first, second, *_ = grid.get_node_ids()
     ids = list(grid.push_messages(messages([second, first])))
@@ -86,7 +86,7 @@ def test_grid_pull_waits_until_the_next_reply():
     assert list(grid.pull_messages(ids)) == []
 
 
-def test_grid_answers_a_lost_message_with_an_error():
+def test_flower_grid_answers_a_lost_message_with_an_error():
     grid = make_grid(fleet=Stairs(dropout=0.5), clients=40)
     replies = list(grid.send_and_receive(messages(grid.get_node_ids())))
     lost = [reply for reply in replies if reply.has_error()]
@@ -95,14 +95,14 @@ def test_grid_answers_a_lost_message_with_an_error():
     assert len(replies) == 40
 
 
-def test_grid_message_expires_after_its_ttl():
+def test_flower_grid_returns_an_error_if_a_message_exceeds_its_time_to_live():
     grid = make_grid()
     replies = grid.send_and_receive(messages(grid.get_node_ids(), ttl=2.5))
     assert [reply.has_error() for reply in replies] == [False, False, True, True]
     assert [reply.metadata.created_at for reply in replies] == [1.0, 2.0, 2.5, 2.5]
 
 
-def test_grid_does_not_change_the_state_of_a_client_that_fails():
+def test_flower_grid_does_not_change_the_state_of_a_client_that_fails():
     grid = make_grid()
     node = next(iter(grid.get_node_ids()))
     seen = []
@@ -117,7 +117,7 @@ def test_grid_does_not_change_the_state_of_a_client_that_fails():
     assert seen == [0, 1]
 
 
-def test_grid_client_sees_its_state_of_the_previous_message():
+def test_client_in_the_flower_grid_sees_its_state_of_the_previous_message():
     grid = make_grid()
     node = next(iter(grid.get_node_ids()))
     ids = grid.push_messages([*messages([node]), *messages([node])])
@@ -125,7 +125,7 @@ def test_grid_client_sees_its_state_of_the_previous_message():
     assert [int(reply.content["m"]["seen"]) for reply in replies] == [0, 1]
 
 
-def test_grid_time_advances_for_training_messages_but_not_for_evaluation():
+def test_clock_of_the_flower_grid_advances_for_training_but_not_for_evaluation():
     grid = make_grid(fleet=Ideal(speed=10))
     grid.send_and_receive(messages(grid.get_node_ids(), "evaluate"))
     assert grid.clock.now == 0.0
@@ -160,7 +160,7 @@ class LateRuntime(InProcess):
         self.revived.append(worker)
 
 
-def test_grid_repeats_all_messages_of_a_dead_worker():
+def test_flower_grid_repeats_all_messages_of_a_dead_worker():
     grid = make_grid(clients=20, workers=2)
     grid.runtime = LateRuntime(*grid.runtime.members)
     assert clients_of(grid.send_and_receive(messages(grid.get_node_ids()))) == list(range(20))
@@ -168,12 +168,12 @@ def test_grid_repeats_all_messages_of_a_dead_worker():
     assert sum(grid.runtime.calls) == 8 + 2  # a worker has two calls at a time
 
 
-def test_grid_refuses_a_message_to_an_unknown_node_id():
+def test_flower_grid_refuses_a_message_to_an_unknown_node_id():
     with pytest.raises(ValueError, match="dst_node_id=99"):
         make_grid().send_and_receive(messages([99]))
 
 
-def test_grid_waits_for_available_clients():
+def test_flower_grid_waits_for_available_clients():
     fleet = Stairs(availability="diurnal", hours=1)
     grid = make_grid(fleet=fleet, clients=2)
     counts = [len(list(grid.get_node_ids())) for _ in range(60)]
@@ -182,7 +182,7 @@ def test_grid_waits_for_available_clients():
     assert math.isfinite(grid.clock.now)
 
 
-def test_grid_message_is_not_changed_after_it_is_sent():
+def test_message_in_the_flower_grid_is_not_changed_after_it_is_sent():
     grid = make_grid(clients=2)
     content = RecordDict({"a": MetricRecord({"x": 1})})
     (key,) = grid.push_messages([Message(content, next(iter(grid.get_node_ids())), "train")])

@@ -63,7 +63,7 @@ def numbers(result):
     return {name: value for name, value in result.summary.items() if name != "replayed"}
 
 
-def test_app_with_its_server_trains_and_reports_messages_and_metrics(run):
+def test_result_of_an_app_contains_its_messages_and_its_training_loss(run):
     result = run_app(run, no_text)
     trained = result.messages[result.messages.type == "train"]
     answered = trained[trained.fate == "answered"]
