@@ -26,20 +26,20 @@ def start(**settings):
     return start_simulation(**{**usual, **settings})
 
 
-def test_start_simulation_returns_a_history():
+def test_function_start_simulation_returns_a_history():
     history = start()
     assert [number for number, _ in history.losses_distributed] == [1, 2]
     assert start().losses_distributed == history.losses_distributed
     assert start(seed=1).losses_distributed != history.losses_distributed
 
 
-def test_start_simulation_takes_a_client_fn_with_context():
+def test_function_start_simulation_takes_a_client_fn_with_context():
     from tiny_flower_app.numpy_client import client_fn
 
     assert start(client_fn=client_fn).losses_distributed == start().losses_distributed
 
 
-def test_start_simulation_accepts_a_server_object():
+def test_function_start_simulation_accepts_a_server_object():
     strategy = FedAvg()
     server = Server(client_manager=SimpleClientManager(), strategy=strategy)
     history = start(server=server, strategy=None)  # asks a client for the initial parameters
@@ -60,14 +60,14 @@ class CountingStrategy(FedAvg):
         return super().aggregate_fit(server_round, results, failures)
 
 
-def test_start_simulation_calls_the_passed_strategy_object():
+def test_function_start_simulation_calls_the_passed_strategy_object():
     strategy = CountingStrategy()
     start(strategy=strategy)
     assert strategy.rounds == 2
     assert strategy.clients == sorted(strategy.clients)
 
 
-def test_start_simulation_takes_client_fn_with_optional_arguments():
+def test_function_start_simulation_takes_client_fn_with_optional_arguments():
     from tiny_flower_app.numpy_client import client_fn, old_client_fn
 
     usual = start().losses_distributed
@@ -90,7 +90,7 @@ class OlderServer(Server):
         return history
 
 
-def test_start_simulation_numbers_the_clients_of_an_older_server_from_zero():
+def test_function_start_simulation_gives_clients_of_an_older_server_numbers_from_zero():
     server = OlderServer(client_manager=SimpleClientManager(), strategy=FedAvg())
     history = start(server=server, strategy=None)
     assert server.cids == {"0", "1", "2", "3", "4", "5"}
@@ -98,7 +98,7 @@ def test_start_simulation_numbers_the_clients_of_an_older_server_from_zero():
     assert history.losses_distributed == start(server=usual, strategy=None).losses_distributed
 
 
-def test_start_simulation_continues_a_run(tmp_path):
+def test_function_start_simulation_continues_an_interrupted_run(tmp_path):
     straight = start(fleet=Lognormal(dropout=0.2))
     out = tmp_path / "run"
     start(fleet=Lognormal(dropout=0.2), out=out)
@@ -109,6 +109,6 @@ def test_start_simulation_continues_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"clients_ids": ["1"]}, {"runtime": "cloud"}])
-def test_start_simulation_refuses_wrong_arguments(wrong):
+def test_function_start_simulation_refuses_wrong_arguments(wrong):
     with pytest.raises(RefusedError, match=next(iter(wrong))):
         start(**wrong)

@@ -253,7 +253,7 @@ def test_running_sum_of_the_ace_cache_is_exact_after_many_updates(
     torch.testing.assert_close(at.state["ace.total"], total, rtol=1e-6, atol=1e-6)
 
 
-def test_ace_update_reads_only_the_cache_row_of_its_client() -> None:
+def test_ace_reads_only_the_cached_update_of_the_client_whose_update_arrives() -> None:
     at = server(ACE(1.0), clients=3)
     for client in range(3):
         arrive(at, (client, 1.0))
@@ -425,7 +425,7 @@ def distance(rule: Rule, arrivals: int = 1000) -> float:
     return float(np.mean(gaps))
 
 
-def test_only_ca2fl_and_unlimited_ace_are_not_biased_towards_fast_clients() -> None:
+def test_only_ca2fl_and_ace_without_max_staleness_reach_the_optimum_of_all_clients() -> None:
     ca2fl, ace = distance(OneByOne(CA2FL(), 3)), distance(OneByOne(ACE(0.3)))
     assert max(ca2fl, ace) < 0.01
     aced, fadas = (

@@ -233,7 +233,9 @@ class TestQualification:
         x = torch.randn(2, 1, 2, 3)
         assert torch.equal(nn.Sequential(*layers)(x), model(x))
 
-    def test_networks_other_than_linear_chains_do_not_train_in_batched_lanes(self) -> None:
+    def test_networks_other_than_chains_of_linear_layers_do_not_train_in_batched_lanes(
+        self,
+    ) -> None:
         linear = nn.Linear(4, 4)
         others = [
             nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),

@@ -142,14 +142,14 @@ def test_composed_configuration_is_refused_if_user_values_contradict_the_method(
         build(to_dict(compose([*IN_PROCESS, "method=fedrep"], settings={"local.epochs": 3})))
 
 
-def test_method_replaces_no_value_if_it_is_unknown_what_the_user_has_set() -> None:
+def test_method_changes_no_setting_if_the_keys_set_by_the_user_are_unknown() -> None:
     config = to_dict(compose([*IN_PROCESS, "method=fedrep"]))
     del config["choices"]["_set_"]
     with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(config)
 
 
-def test_stored_configuration_omits_the_internal_list_of_keys_set_by_the_user() -> None:
+def test_stored_configuration_does_not_list_which_keys_the_user_has_set() -> None:
     config = compose([*IN_PROCESS, "method=fedrep", "seed=3"])
     experiment = build(config)
     stored = OmegaConf.create(to_yaml(to_dict(config)))

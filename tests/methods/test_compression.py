@@ -123,7 +123,7 @@ class TestValues:
         _, step, _ = first_step(TopK(0.1, "down"))
         np.testing.assert_allclose(step, decoded(TopK(0.1), exact), atol=2e-7)
 
-    def test_server_state_has_the_error_of_compressing_the_change_of_the_model(self) -> None:
+    def test_server_state_has_the_compression_error_of_the_model_change(self) -> None:
         first, step, _ = first_step(TopK(0.1, "down", "ef14"))
         _, exact, _ = first_step()
         memory = first.coordinator.server.state["topk.memory"].numpy()

@@ -697,7 +697,7 @@ def test_messages_contain_only_declared_values(watched: Watched) -> None:
     assert any(seen.spy.contributed) == row.contributes
 
 
-def test_fedbr_pseudo_data_that_never_change_are_sent_once_to_each_client() -> None:
+def test_constant_pseudo_data_of_fedbr_are_sent_only_once_to_each_client() -> None:
     spied = study(small_fedbr(pseudo_refresh="once"))
     spy = Spy(spied)
     result = run_to_end(coordinate(spied, runtime=spy, rounds=5))

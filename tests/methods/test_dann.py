@@ -59,7 +59,7 @@ def test_dann_uses_client_number_as_domain_on_every_worker(
     assert all(set(domains) == {client} for (client, _), domains in labels.items())
 
 
-def test_dann_decreases_only_the_discriminator_biases_of_absent_clients() -> None:
+def test_dann_discriminator_bias_decreases_only_for_clients_outside_the_cohort() -> None:
     spec = run_spec(Dann(0.5, width=8), local=Local(lr=0.1, batch=8, epochs=2))
     spy = Spy(spec)
     result = run_to_end(coordinate(spec, Synchronous(2), runtime=spy, rounds=1))
@@ -107,7 +107,7 @@ def test_dann_refuses_a_single_client() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
-def test_dann_is_refused_if_local_steps_do_not_exceed_discriminator_steps(ratio: int) -> None:
+def test_dann_requires_more_local_steps_than_discriminator_steps(ratio: int) -> None:
     method = Dann(discriminator_steps=ratio)
     with pytest.raises(ValueError, match=rf"local\.steps={ratio}:"):
         declare(method, local=Local(epochs=None, steps=ratio))

@@ -86,7 +86,7 @@ def test_batchnorm_is_recognised_by_its_type(scope: Any) -> None:
     assert set(private_names(FedBN(scope), Trap())) == wanted
 
 
-def test_fedbn_with_layers_all_makes_every_normalisation_layer_personal() -> None:
+def test_fedbn_makes_every_normalisation_layer_personal_if_setting_layers_is_all() -> None:
     batch, every = FedBN(), FedBN(layers="all")
     more = set(private_names(every, Trap())) - set(private_names(batch, Trap()))
     wanted = {f"{layer}.{entry}" for layer in ("group", "layer") for entry in SCOPES["affine"]}
@@ -133,7 +133,9 @@ def test_fedbn_scope_decides_how_many_batchnorm_floats_are_shared(scope: Any) ->
 
 
 @pytest.mark.parametrize("scope", ["affine", "none"])
-def test_fedbn_server_keeps_the_largest_num_batches_tracked_of_all_clients(scope: Any) -> None:
+def test_fedbn_server_keeps_the_largest_counter_num_batches_tracked_of_all_clients(
+    scope: Any,
+) -> None:
     here = study(FedBN(scope), data=tiny_data())
     spy = Spy(here)
     finished = run_to_end(coordinate(here, ROUNDS, runtime=spy, rounds=1))
@@ -230,7 +232,7 @@ def test_fedbn_recomputed_statistics_weigh_batches_by_their_samples() -> None:
     assert torch.equal(state, torch.get_rng_state()), "dropout stays in eval mode"
 
 
-def test_fedbn_restores_batchnorm_mode_and_momentum_if_statistics_fail() -> None:
+def test_fedbn_restores_batchnorm_mode_and_momentum_if_statistics_cannot_be_computed() -> None:
     norm = nn.BatchNorm1d(3).eval()
     batches = [(torch.ones(2, 3, 4, 5), torch.ones(2))]
     with pytest.raises(ValueError, match="expected 2D"):

@@ -104,7 +104,7 @@ def test_fedbr_cost_includes_passes_over_pseudo_data(method: FedBR, passes: floa
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_fedbr_draws_the_same_rows_for_pseudo_data_as_numpy_choice(
+def test_fedbr_draws_the_same_rows_as_function_choice_of_numpy(
     counts: list[int], each: int, seed: int, data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, len(counts) * each))
@@ -118,7 +118,7 @@ def test_fedbr_draws_the_same_rows_for_pseudo_data_as_numpy_choice(
     )
 
 
-def test_fedbr_draw_of_pseudo_data_needs_no_array_with_an_entry_per_client() -> None:
+def test_fedbr_draws_pseudo_data_with_less_memory_than_one_byte_per_client() -> None:
     ends, generator = np.linspace(0, 1, 100_001)[1:], stream(0, "pool")
     tracemalloc.start()
     rows_by_samples(ends, 64, 64, generator)
@@ -196,7 +196,7 @@ def test_fedbr_refuses_mixture_without_a_proxy_set(proxy: Source | None) -> None
     [{"pseudo_refresh": "once"}, {"pseudo": "mixture", "proxy": PROXY}],
     ids=["once", "mixture"],
 )
-def test_fedbr_refuses_fresh_pseudo_data_with_refresh_once_or_mixture(
+def test_fedbr_setting_fresh_is_refused_if_pseudo_refresh_is_once_or_pseudo_is_mixture(
     settings: dict[str, Any],
 ) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.fresh=true"):
@@ -253,6 +253,6 @@ def test_fedbr_proxy_set_is_configured_with_the_settings_of_a_data_source() -> N
     ],
     ids=str,
 )
-def test_fedbr_proxy_set_must_be_a_data_source(proxy: Any) -> None:
+def test_fedbr_refuses_a_proxy_set_that_is_no_valid_source_of_samples(proxy: Any) -> None:
     with pytest.raises(RefusedError, match=r"method\.fedbr\.proxy"):
         build_object(FedBR, NODE | {"proxy": proxy}, "method.fedbr")

@@ -94,7 +94,7 @@ def combinations(arguments: dict[str, Any]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("smoothness", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("fixed", [0, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_fedcda_search_finds_the_best_models_if_all_clients_are_in_one_batch(
+def test_fedcda_search_finds_the_best_models_if_clients_are_not_split_into_batches(
     seed: int, fixed: int, smoothness: float
 ) -> None:
     arguments = case(seed, fixed=fixed) | {"smoothness": smoothness}
@@ -113,7 +113,7 @@ def test_fedcda_search_in_the_first_batch_of_clients_ignores_later_batches() -> 
     )
 
 
-def test_fedcda_search_with_more_batches_than_clients_equals_one_client_per_batch() -> None:
+def test_fedcda_search_puts_one_client_in_each_batch_if_batches_exceed_clients() -> None:
     arguments = case(2)
     alone, many = (greedy_selection(**arguments, num_batches=count).tolist() for count in (4, 9))
     assert alone == many
@@ -312,7 +312,7 @@ def test_fedcda_cached_models_survive_resume_and_absence_of_a_client(tmp_path: P
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(27), Buffered(concurrency=28, size=27)])
-def test_fedcda_error_of_too_large_search_suggests_more_batches_of_clients(
+def test_fedcda_error_suggests_more_batches_of_clients_if_the_search_is_too_large(
     schedule: Any,
 ) -> None:
     data = clients_of_sizes((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations

@@ -158,7 +158,7 @@ def test_fedexp_scores_the_initial_model_before_a_step() -> None:
     assert torch.equal(at.scored(), at.vector)
 
 
-def test_fedexp_scores_the_new_model_if_only_one_round_has_ended() -> None:
+def test_fedexp_scores_the_newest_model_without_a_mean_after_the_first_round() -> None:
     ended, watch = watched(FedExP(), rounds=1)
     assert torch.equal(ended.coordinator.server.scored(), watch.vectors[1])
 

@@ -60,7 +60,7 @@ def test_fedgh_zero_update_has_no_conflict() -> None:
     assert not harmonized(rows)[-1].any()
 
 
-def test_fedgh_refuses_a_conflict_test_with_an_unknown_name() -> None:
+def test_fedgh_refuses_an_unknown_value_of_setting_conflict_test() -> None:
     with pytest.raises(ValueError, match="conflict_test='running'"):
         harmonized(conflict_test="running")
 
@@ -97,7 +97,7 @@ def test_hierarchical_fedgh_does_not_sort_the_last_two_sums_of_updates() -> None
     assert (tree(rows, reference) - root(second, first)).norm() > 0.01
 
 
-def test_hierarchical_fedgh_computes_the_scalar_product_of_the_last_two_sums_once() -> None:
+def test_hierarchical_fedgh_computes_one_scalar_product_for_the_last_two_sums_of_updates() -> None:
     first = torch.tensor([2.0, 0.0], dtype=torch.float64)
     second = torch.tensor([-1.0, 1.0], dtype=torch.float64)
     # s = -2, |second|^2 = 2: first becomes [2, 0] + [-1, 1] = [1, 1], of squared length 2;

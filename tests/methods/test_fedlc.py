@@ -66,7 +66,7 @@ def gradient(function: Callable[[Tensor], Tensor], logits: Tensor = LOGITS) -> T
 
 
 @pytest.mark.parametrize("tau", [0.0, 1.0])
-def test_fedlc_margin_of_a_missing_class_is_infinite_without_a_minimum_sample_count(
+def test_fedlc_margin_of_a_missing_class_is_infinite_if_minimum_sample_count_is_zero(
     tau: float,
 ) -> None:
     zero = torch.tensor([0, 5])

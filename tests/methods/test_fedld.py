@@ -146,7 +146,7 @@ def test_fedld_margin_loss_accepts_soft_labels(methods: list[Method]) -> None:
 # --- configuration ----------------------------------------------------------------------------
 
 
-def test_fedld_options_choose_penalty_methods_with_the_defaults_of_their_classes() -> None:
+def test_fedld_options_select_methods_and_use_the_defaults_of_their_classes() -> None:
     for option, parts in (
         ("fedld", ["fedld_margin", "fedld_principal"]),
         ("fedld_margin", ["fedld_margin"]),
@@ -196,7 +196,7 @@ def test_fedld_refuses_unknown_normalization(
         function(normalization="l1")
 
 
-def test_fedld_aggregate_is_longer_than_the_plain_mean_of_the_updates() -> None:
+def test_fedld_aggregate_has_a_larger_norm_than_the_mean_of_the_updates() -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         updates = torch.randn(5, 1000, generator=generator) + torch.randn(

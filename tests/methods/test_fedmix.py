@@ -135,7 +135,7 @@ def test_fedmix_step_equals_numpy_implementation(number: int, shared: Path) -> N
 # --- the expansion ----------------------------------------------------------------------------
 
 
-def test_fedmix_mean_labels_are_zero_for_outputs_that_are_not_classes() -> None:
+def test_fedmix_mean_labels_are_zero_for_outputs_that_other_methods_add() -> None:
     logits, labels = (
         torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
         torch.arange(4) % 3,
@@ -192,7 +192,7 @@ def test_fedmix_clients_without_samples_add_no_pairs() -> None:
 
 
 @pytest.mark.parametrize("options", [{"lam": 0.0}, {"fresh": True}], ids=str)
-def test_fedmix_clients_send_no_means_if_lam_is_zero_or_means_are_fresh(
+def test_fedmix_clients_send_no_means_if_lam_is_zero_or_setting_fresh_is_true(
     options: dict[str, Any],
 ) -> None:
     study = run_spec(FedMix(**SMALL, **options))
@@ -206,7 +206,7 @@ def test_fedmix_refuses_mixup() -> None:
         check_composition([Mixup(), FedMix()])
 
 
-def test_fedmix_differentiates_attention_twice() -> None:
+def test_fedmix_computes_second_derivatives_of_a_model_with_attention() -> None:
     model = Cct7(attention_dropout=0.0, drop_path=0.0).build((1, 8, 8), 5, seed=0)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(3, 1, 8, 8, generator=generator).requires_grad_()

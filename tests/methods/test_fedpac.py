@@ -156,7 +156,7 @@ def test_fedpac_head_weights_minimise_their_objective_on_the_simplex(
         assert ((slope - value).abs()[a > 1e-9] <= scale).all()
 
 
-def test_fedpac_weights_ignore_the_common_part_of_all_class_means() -> None:
+def test_fedpac_weights_are_unchanged_if_a_constant_is_added_to_all_class_means() -> None:
     weighted = torch.randint(-9, 10, (4, 3, 5), generator=torch.Generator().manual_seed(0)).double()
     for client in range(4):
         settings = {"variances": torch.tensor([10.0, 20.0, 40.0, 80.0]).double(), "client": client}
@@ -369,7 +369,7 @@ def test_fedpac_phases_have_separate_optimizers(lam: float) -> None:
     )
 
 
-def test_fedpac_job_starts_from_sent_head_and_uploads_trained_one() -> None:
+def test_fedpac_job_starts_from_the_received_head_and_uploads_the_trained_head() -> None:
     watch = Watch()
     study = run_spec(FedPAC(), watch, model=MLP, local=TWO)
     worker = Worker(study)

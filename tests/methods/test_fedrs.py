@@ -67,7 +67,7 @@ def test_fedrs_removes_the_bias_of_the_head_but_not_its_weights() -> None:
     assert "model.head.bias" not in {entry.name for entry in layout.entries}
 
 
-def test_fedrs_with_alpha_one_equals_fedavg_without_bias() -> None:
+def test_fedrs_with_alpha_1_equals_fedavg_of_a_model_whose_head_has_no_bias() -> None:
     one, fedavg, half = (
         run(run_spec(*methods, model=model, data=skewed()), fleet=Ideal())
         for methods, model in (

@@ -26,7 +26,7 @@ def test_fedsam_shift_has_length_rho_or_is_zero() -> None:
     [FedSAM(0.0), FedSpeed(alpha=0.0), FedSpeed(rho=0.0)],
     ids=["fedsam rho=0", "fedspeed alpha=0", "fedspeed rho=0"],
 )
-def test_fedsam_and_fedspeed_make_no_second_pass_if_rho_or_alpha_is_zero(method: Method) -> None:
+def test_method_makes_no_second_pass_if_rho_or_alpha_is_zero(method: Method) -> None:
     (declared,) = declare_run(run_spec(method)).methods
     assert not declared.has_hook("perturb") and not declared.has_hook("cost")
 

@@ -65,7 +65,7 @@ def test_fedsr_model_in_eval_mode_averages_the_softmax_over_stored_noise_vectors
     assert abs(model.noise.mean()) < 0.2 and abs(model.noise.std() - 1) < 0.2
 
 
-def test_fedsr_scores_draw_no_random_numbers_and_are_equal_in_every_batch() -> None:
+def test_fedsr_model_in_eval_mode_draws_no_random_numbers_and_ignores_batch_size() -> None:
     model = network().eval()
     before = torch.get_rng_state()
     whole = model(IMAGES)

@@ -70,7 +70,7 @@ def test_mmd_of_equal_rows_is_zero_with_finite_gradient() -> None:
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-def test_mmd_of_classes_is_the_mean_over_shared_classes() -> None:
+def test_mmd_per_class_is_averaged_over_the_classes_that_both_sets_have() -> None:
     x, y = random(5, 4), random(4, 4, seed=1) + 1
     x_labels, y_labels = torch.tensor([0, 1, 0, 2, 1]), torch.tensor([1, 0, 1, 3])
     parts = [mmd(x[[0, 2]], y[[1]]), mmd(x[[1, 4]], y[[0, 2]])]
@@ -80,7 +80,7 @@ def test_mmd_of_classes_is_the_mean_over_shared_classes() -> None:
     assert mmd_of_classes(x, y, one[:5], one[:4] + 1) == 0
 
 
-def test_mmd_of_classes_has_finite_gradients() -> None:
+def test_mmd_per_class_has_gradient_zero_if_all_features_are_equal() -> None:
     x = torch.full((3, 4), 0.1, requires_grad=True)
     labels = torch.tensor([0, 1, 2])
     value = mmd_of_classes(x, torch.full((3, 4), 0.1), labels, labels.flip(0) + 1)
@@ -120,7 +120,7 @@ def model_tensors(result: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndar
 )
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("model", [NORMED_MLP, NORMED], ids=["mlp", "cnn"])
-def test_fraug_with_weight_zero_has_the_bits_of_fedbn(
+def test_model_of_fraug_with_weight_zero_is_bit_identical_to_that_of_fedbn(
     model: Any, schedule: Any, keep: bool, residual: float | None
 ) -> None:
     local = replace(
@@ -194,7 +194,7 @@ def test_step_counts_continue_in_the_next_job_if_keep_optimizer_is_true(keep: bo
     assert result.coordinator.client_states.stateful is keep
 
 
-def test_keep_optimizer_has_the_same_effect_in_fraug_and_in_group_local() -> None:
+def test_setting_keep_optimizer_has_the_same_effect_in_fraug_and_in_group_local() -> None:
     by_run, by_method, by_both, fresh = (
         run(
             run_spec(
@@ -222,7 +222,7 @@ def test_fraug_warns_of_too_large_generated_features() -> None:
     assert method.scale_warning({"fraug.real_norm": None}) == ""
 
 
-def test_fraug_history_has_no_generated_norm_if_the_generator_is_off() -> None:
+def test_fraug_history_has_no_column_generated_norm_if_the_generator_is_off() -> None:
     alone = run(run_spec(small(use_generator=False), model=NORMED_MLP), rounds=1).rows[0]
     assert "fraug.generated_norm" not in alone and alone["fraug.real_norm"] is not None
 
@@ -256,7 +256,7 @@ def test_fraug_warning_of_too_large_generated_features_suggests_other_settings(
 
 
 @pytest.mark.slow  # 6 rounds of 3 epochs, three times
-def test_fraug_generated_features_shrink_with_the_settings_that_its_warning_suggests() -> None:
+def test_fraug_generated_features_are_smaller_if_generator_lam_or_lr_factor_is_lower() -> None:
     def generated(**settings: Any) -> float:
         local = replace(LOCAL, lr=0.1, epochs=3)
         study = run_spec(small(**settings), model=NORMED_MLP, local=local)
@@ -293,7 +293,7 @@ def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("pace", "gamma"), [(None, 0.01), (300, 0.01 * 300 / 6)])
-def test_fraug_ramps_grow_faster_if_ramp_rounds_exceeds_the_rounds_of_the_run(
+def test_fraug_multiplies_gamma_by_ramp_rounds_divided_by_rounds_if_ramp_rounds_is_set(
     pace: int | None, gamma: float
 ) -> None:
     expected = [math.exp(gamma * (t - 6)) for t in range(3)]
@@ -347,7 +347,7 @@ def test_fedprox_changes_only_the_classifier_stage_of_fraug() -> None:
     assert any(touched["task"]) and not any(touched[GENERATOR]) and RTNET not in touched
 
 
-def test_fraug_costs_a_forward_pass_and_training_of_its_small_networks() -> None:
+def test_cost_of_fraug_includes_a_forward_pass_and_the_training_of_small_networks() -> None:
     classifier = 64 * 12 + 12 + 2 * 12 + 12 * 5 + 5
     generator = 12 * 11 + 12 + 24 + 12 * 12 + 12 + 24
     rtnet = 6 * 17 + 6 + 12 + 12 * 6 + 12 + 24

@@ -28,7 +28,7 @@ class TestFedAvg:
         assert torch.equal(fedavg.weighted_average(vectors, vector(1, 0, 1)), vector(2, 4))
 
     @pytest.mark.parametrize("weights", [(0.0, 0.0), (2.0, -1.0), (1.0, math.nan), (1.0, math.inf)])
-    def test_aggregation_weights_are_refused_if_negative_not_finite_or_all_zero(
+    def test_aggregation_weights_are_refused_if_any_is_negative_or_infinite_or_all_are_zero(
         self, weights: tuple[float, float]
     ) -> None:
         with pytest.raises(ValueError, match="weights"):
@@ -53,7 +53,7 @@ class TestScaffold:
 
 
 class TestDelayedNesterov:
-    def test_delayed_nesterov_refuses_activation_above_1_divided_by_every(self) -> None:
+    def test_delayed_nesterov_refuses_settings_if_activation_times_every_exceeds_1(self) -> None:
         with pytest.raises(ValueError, match=r"method\.delayed_nesterov\.activation=0\.26"):
             DelayedNesterov(every=4, activation=0.26)
 
@@ -93,7 +93,7 @@ class TestFedBN:
 
 
 class TestFedBSS:
-    def test_fedbss_includes_one_of_two_biased_samples_in_epoch_five_of_ten(self) -> None:
+    def test_fedbss_includes_half_of_the_biased_samples_despite_a_rounding_error(self) -> None:
         half = fedbss.inclusion_fraction(epoch=5, total_epochs=10)
         assert half < 0.5
         assert fedbss.included_count(num_biased=2, fraction=half) == 1
@@ -105,7 +105,7 @@ class TestFedBSS:
         assert split["order"].tolist() == [1, 5, 2, 3, 7, 0, 6, 4]
         assert split["num_unbiased"] == 4
 
-    def test_fedbss_split_sorts_losses_that_are_not_finite_last(self) -> None:
+    def test_fedbss_split_puts_samples_with_infinite_or_nan_loss_last(self) -> None:
         losses = vector(math.nan, 2.0, -math.inf, 1.0, math.inf)
         uncertainties = vector(math.nan, 0.1, math.nan, 0.5, 0.2)
         split = fedbss.split_by_uncertainty(losses=losses, uncertainties=uncertainties)
@@ -116,7 +116,7 @@ class TestFedBSS:
         probabilities = torch.stack([vector(0.25, 0.25, 0.25, 0.25), vector(0, 1, 0, 0)])
         assert fedbss.uncertainty(probabilities=probabilities).tolist() == [1.0, 0.0]
 
-    def test_fedbss_refuses_epoch_zero_and_an_unknown_formula_for_the_sample_share(self) -> None:
+    def test_fedbss_inclusion_fraction_is_refused_for_epoch_0_and_unknown_formula(self) -> None:
         with pytest.raises(ValueError, match="cosin"):
             fedbss.inclusion_fraction(epoch=1, total_epochs=2, kind="cosin")
         with pytest.raises(ValueError, match="epoch"):
@@ -145,7 +145,9 @@ class TestFedBR:
         with pytest.raises(ValueError, match="temperature_mode"):
             fedbr.contrastive_loss(z, z, z, 2.0, 2.0, "times")
 
-    def test_fedbr_pseudo_data_equal_the_proxy_averages_without_client_samples(self) -> None:
+    def test_fedbr_pseudo_data_equal_the_proxy_averages_if_no_client_samples_are_mixed_in(
+        self,
+    ) -> None:
         means, no_samples = random(3, 2), torch.zeros(3, 0, dtype=torch.int64)
         labels = torch.tensor([0, 1, 2, 3])
         mixed = fedbr.mixture_pseudo_data(means, random(4, 2, seed=1), labels, no_samples, 4)

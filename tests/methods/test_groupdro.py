@@ -99,13 +99,13 @@ def test_groupdro_weights_that_underflow_do_not_stop_a_run() -> None:
 # --- the loss ---------------------------------------------------------------------------------
 
 
-def test_groupdro_uploads_loss_without_terms_of_other_methods() -> None:
+def test_groupdro_uploads_the_task_loss_without_penalties_of_other_methods() -> None:
     plain, laden = watched(GroupDRO(0.5)), watched(FedDecorr(5.0), FedProx(3.0), GroupDRO(0.5))
     assert torch.equal(plain.losses[0], laden.losses[0])
     assert not torch.equal(plain.vectors[0], laden.vectors[0])
 
 
-def test_groupdro_upload_is_zero_if_no_step_has_the_task_loss() -> None:
+def test_groupdro_client_weights_stay_equal_if_jobs_compute_no_task_loss() -> None:
     study = run_spec(
         Dann(0.5, width=4, discriminator_steps=9),
         GroupDRO(0.5),

@@ -81,7 +81,7 @@ def test_hook_prepare_is_called_after_hook_begin_for_every_job(recorder: Recorde
     assert {name for name, _ in prepared} == {"prepare"}
 
 
-def test_hook_prepare_gets_batches_of_only_the_selected_samples() -> None:
+def test_hook_named_prepare_gets_batches_of_only_the_selected_samples() -> None:
     class Positions(Method):
         name = "positions"
 

@@ -66,7 +66,7 @@ def test_inco_mixes_a_tensor_as_a_whole_if_no_kernel_is_larger_than_1x1() -> Non
 
 
 @pytest.mark.parametrize("granularity", get_args(Granularity))
-def test_inco_mixes_kernels_of_size_1x2_separately_unless_granularity_is_tensor(
+def test_inco_mixes_each_1x2_kernel_separately_only_if_granularity_is_kernel(
     granularity: str,
 ) -> None:
     target, source = random(3, 2, 1, 2), random(3, 2, 1, 2, seed=1)
@@ -77,7 +77,7 @@ def test_inco_mixes_kernels_of_size_1x2_separately_unless_granularity_is_tensor(
 
 
 @pytest.mark.parametrize("granularity", get_args(Granularity))
-def test_inco_halves_update_if_source_update_is_zero_and_doubles_it_if_equal(
+def test_inco_halves_update_if_mixed_with_zero_and_doubles_it_if_mixed_with_itself(
     granularity: str,
 ) -> None:
     # The result is a sum of two directions, times the mean of both norms. For a source of zero, the
@@ -113,7 +113,7 @@ def paired(model: ModelRecipe, *methods: Method, shape: Shape = (3, 32, 32)) -> 
     return inco.source_parameters(names=list(names), shapes=list(names.values()))
 
 
-def test_inco_pairs_layers_of_basic_blocks_with_layer_conv2_of_the_first_block() -> None:
+def test_inco_mixes_both_convolutions_of_a_basic_block_with_conv2_of_block_0() -> None:
     ended = paired(ResNet(18))
     assert len(ended) == 8
     for stage in range(1, 5):
@@ -124,7 +124,7 @@ def test_inco_pairs_layers_of_basic_blocks_with_layer_conv2_of_the_first_block()
             assert ended[target] == source
 
 
-def test_inco_pairs_layers_of_bottlenecks_with_the_same_layers_of_the_first_block() -> None:
+def test_inco_mixes_conv2_and_conv3_of_a_bottleneck_with_conv2_and_conv3_of_block_0() -> None:
     ended = paired(ResNet(50))
     assert len(ended) == 2 * (2 + 3 + 5 + 2)
     assert ended["extractor.layer3.4.conv3.weight"] == "extractor.layer3.0.conv3.weight"
@@ -143,7 +143,7 @@ def test_inco_warns_of_model_without_pairs_of_blocks(
     assert not [*declare_methods([InCo()], blocks, plan_layout(blocks)).warnings]
 
 
-def test_inco_pairs_norm_layers_of_the_same_transformer_block() -> None:
+def test_inco_mixes_norm2_with_norm1_of_the_same_transformer_block() -> None:
     names = [
         "net.blocks.3.norm1.weight",
         "net.blocks.3.norm2.weight",

@@ -167,7 +167,7 @@ def test_stored_optimizers_are_separate_for_each_stage() -> None:
         np.testing.assert_allclose(kept[key], values, rtol=0, atol=2e-5, err_msg=key)
 
 
-def test_keep_optimizer_has_the_same_effect_in_method_local_and_in_group_local() -> None:
+def test_setting_keep_optimizer_has_the_same_effect_in_method_local_and_in_group_local() -> None:
     local = Local(lr=0.05, momentum=0.9)
     by_method = run(run_spec(LocalTraining(True), local=local), rounds=3)
     by_setting = run(run_spec(LocalTraining(), local=replace(local, keep_optimizer=True)), rounds=3)

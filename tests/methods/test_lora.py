@@ -103,7 +103,7 @@ def test_ranks_of_lora_methods_follow_the_kind_of_device(method: Any) -> None:
             assert job.up == rank * (64 + 12) + head
 
 
-def test_hetlora_factors_above_the_rank_of_the_client_stay_zero() -> None:
+def test_hetlora_rows_and_columns_above_the_rank_of_the_client_stay_zero() -> None:
     # the proximal term pulls to the received factors, which have all ranks
     spec = run_spec(FedProx(1.0), HetLoRA([1], lam=0.0), model=SMALL)
     spy = Spy(spec)
@@ -117,7 +117,7 @@ def test_hetlora_factors_above_the_rank_of_the_client_stay_zero() -> None:
         assert a[0].any() and not a[1:].any() and not b[:, 1:].any()
 
 
-def test_hetlora_penalty_is_the_product_of_norms_of_surplus_factors() -> None:
+def test_hetlora_penalty_is_the_product_of_the_norms_of_penalised_rows_and_columns() -> None:
     layout = declare_run(run_spec(HetLoRA(), model=SMALL)).layout
     (factors,) = find_factors(layout)
     params = torch.linspace(-1.0, 2.0, layout.trained)
@@ -151,7 +151,7 @@ def test_methods_for_adapters_refuse_models_without_adapters(method: Any) -> Non
         declare_run(run_spec(method(), model=MLP))
 
 
-def test_hetlora_prunes_ranks_that_training_makes_small() -> None:
+def test_hetlora_reduces_the_ranks_of_clients_if_the_penalty_is_strong() -> None:
     spec = run_spec(HetLoRA(lam=5.0, gamma=0.5), model=SMALL)
     ranks = [row["hetlora.rank"] for row in run(spec, ROUNDS, rounds=6).rows]
     assert ranks[0] == 3.0 and ranks[-1] < 3.0

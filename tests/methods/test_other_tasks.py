@@ -81,7 +81,7 @@ def data(kind: str) -> FederatedData:
 
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("name", TABLE)
-def test_method_trains_on_each_kind_of_task_or_is_named_in_the_error(name: str, kind: str) -> None:
+def test_method_trains_on_each_task_or_raises_an_error_with_its_name(name: str, kind: str) -> None:
     method = TABLE[name].make()
     lacks = LACKS[kind]
     model = MODELS[kind]
@@ -128,7 +128,7 @@ def test_adapters_are_sent_without_the_base_model() -> None:
     assert ended.rows[-1]["loss_global"] < ended.rows[0]["loss_global"]  # type: ignore[operator]
 
 
-def test_history_of_token_data_has_the_accuracy_of_each_user_as_a_domain() -> None:
+def test_history_of_token_data_has_one_accuracy_column_per_user() -> None:
     spec: RunSpec = run_spec(model=GRU, data=data("tokens"), local=LOCAL)
     row = run(spec).rows[-1]
     assert {

@@ -177,7 +177,7 @@ def test_partialfed_layers_exclude_networks_that_other_methods_add() -> None:
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_partialfed_job_starts_with_received_values_in_loaded_layers_only(
+def test_partialfed_job_starts_with_received_values_only_in_layers_that_it_loads(
     name: str,
 ) -> None:
     method, loaded = LOADED[name]
@@ -244,7 +244,7 @@ def test_partialfed_update_is_the_trained_model_minus_the_shared_model() -> None
         assert np.array_equal(delta, watch.ended[clients[job], turns[job]].numpy() - published[job])
 
 
-def test_methods_see_the_mix_of_partialfed_as_the_received_model() -> None:
+def test_other_methods_use_the_model_from_which_a_partialfed_job_starts() -> None:
     seen: list[Tensor] = []
 
     class Look(Method):
@@ -305,7 +305,7 @@ def test_fedprox_term_is_zero_in_the_first_step_of_a_partialfed_job() -> None:
 # --- what the settings make of it -------------------------------------------------------------
 
 
-def test_partialfed_does_not_mix_layers_of_fedbn() -> None:
+def test_partialfed_does_not_change_layers_that_fedbn_keeps_personal() -> None:
     alone = run(run_spec(FedBN(), model=NORMED_MLP), fleet=Ideal(), rounds=4)
     both = run(run_spec(FedBN(), PartialFed("all"), model=NORMED_MLP), fleet=Ideal(), rounds=4)
     assert same_arrays(alone.tensors, both.tensors)
@@ -367,7 +367,7 @@ def test_partialfed_policy_optimizer_continues_in_the_clients_next_job() -> None
     assert int(client.state["partialfed.adam['steps']"]) == 6
 
 
-def test_partialfed_policy_is_unchanged_if_the_two_models_are_equal() -> None:
+def test_partialfed_policy_is_unchanged_if_received_and_personal_model_are_equal() -> None:
     client = Client(PartialFed("adaptive"))
     client.train()
     ctx = client.train(client.state["partialfed.model"])

@@ -35,7 +35,7 @@ def test_planner_benchmark_prints_rates_of_all_fleets(monkeypatch: pytest.Monkey
     assert found["jobs_per_second"] == 1000.0
 
 
-def test_scale_benchmark_measures_the_coordinator(
+def test_benchmark_named_scale_measures_time_and_memory_of_the_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # so that the table has one block
@@ -70,7 +70,7 @@ def test_benchmark_of_server_rules_compares_times_with_fedavg(
     assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 3
 
 
-def test_benchmark_refuses_zero_as_the_value_of_flag_blocks(
+def test_benchmark_is_refused_if_the_number_of_blocks_is_zero(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["rules", "--blocks", "0"])

@@ -108,7 +108,7 @@ def test_every_claim_of_a_paper_has_settings_and_either_numbers_or_a_source(clai
     assert claim.settings and all(find_setting(name) for name in claim.settings)
 
 
-def test_noise_claims_of_fedbss_have_the_numbers_printed_in_the_paper() -> None:
+def test_fedbss_claims_about_label_noise_have_the_numbers_printed_in_the_paper() -> None:
     printed = [claim.printed_numbers() for claim in CLAIMS["fedbss"][:3]]
     assert printed == [(78.88, 75.28), (79.91, 78.44), (80.63, 80.19)]
 

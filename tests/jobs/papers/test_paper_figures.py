@@ -121,7 +121,9 @@ def test_command_of_a_run_contains_no_path_of_this_machine(tmp_path: Path) -> No
     assert f"init=figures/runs/{first.folder.name}/model.safetensors" in runs.commands[-1]
 
 
-def test_loss_half_method_trains_on_samples_of_lowest_or_highest_loss(tmp_path: Path) -> None:
+def test_method_loss_half_trains_on_samples_with_the_lowest_or_highest_losses(
+    tmp_path: Path,
+) -> None:
     runs = Runs(tmp_path, DIGITS)
     low = runs.run("method=loss_half")
     high = runs.run("method=loss_half", "method.loss_half.half=high")
@@ -131,7 +133,9 @@ def test_loss_half_method_trains_on_samples_of_lowest_or_highest_loss(tmp_path: 
     assert float(every.rows[-1]["moved.moved"] or 0) > 0
 
 
-def test_split_points_method_reports_the_unbiased_fraction_of_two_clients(tmp_path: Path) -> None:
+def test_method_split_points_reports_the_fraction_of_unbiased_samples_per_client(
+    tmp_path: Path,
+) -> None:
     words = ("method=split_points", "method.split_points.clients=2")
     rows = Runs(tmp_path, DIGITS).run(*words).rows
     shares = {key: row for row in rows for key, row in row.items() if "client_" in key}

@@ -200,7 +200,7 @@ def test_runs_at_the_setting_of_the_paper_get_a_separate_section(
     assert len(found[""]) == 1 and found[""][0].startswith("FedAvg 82.47 80.00 -2.47")
 
 
-def test_run_with_changed_method_settings_is_a_marked_row_with_a_footnote(
+def test_paper_table_marks_a_run_with_changed_method_settings_by_a_footnote(
     tmp_path: Path, store: Path
 ) -> None:
     kept_at(tmp_path, "", 0.5, "rounds=40")
@@ -277,7 +277,7 @@ def test_pages_match_the_stored_results() -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_picture_of_a_page_matches_the_stored_results(paper: str) -> None:
+def test_chart_on_the_page_of_a_paper_shows_the_stored_results(paper: str) -> None:
     drawn = Image.open(conf_folder().parent / "docs" / "papers" / f"{paper}.png")
     assert drawn.text["Description"] == pictures.checksum(
         results.stored_runs(paper), PAPER_RUNS[paper]
@@ -460,7 +460,7 @@ def test_table_of_loss_terms_has_only_terms_that_all_its_runs_measured() -> None
     )
 
 
-def test_paper_page_shows_rank_correlation_of_gain_and_label_entropy() -> None:
+def test_paper_page_shows_rank_correlation_of_gain_over_fedavg_and_label_entropy() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
     assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(

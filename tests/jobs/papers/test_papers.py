@@ -62,7 +62,7 @@ def line(text: str, label: str) -> str:
 
 # --- the numbers ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("paper", PAPERS)
-def test_file_with_the_numbers_of_a_paper_equals_its_copy_in_the_folder_shared(
+def test_json_file_of_a_paper_equals_the_copy_in_the_shared_folder(
     paper: str, shared: Path
 ) -> None:
     ours = Path(report.__file__).parent / f"{paper}.json"
@@ -204,7 +204,7 @@ def test_paper_table_shows_rounds_until_the_final_accuracy_of_fedavg(tmp_path: P
     assert "824 / –" in line(compare("fedbr/table13", [moon], WIDE), "FedProx")
 
 
-def test_paper_table_has_worst_domain_and_local_model_columns(tmp_path: Path) -> None:
+def test_paper_table_shows_scores_of_the_worst_domain_and_of_local_models(tmp_path: Path) -> None:
     lowest = rows([0.9], accuracy_worst_domain=0.4)
     run = make(tmp_path / "a", [*MNIST, "method=[]"], lowest)
     assert line(compare("fedbr/table14", [run], WIDE), "ERM").startswith(

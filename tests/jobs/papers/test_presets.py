@@ -109,7 +109,7 @@ def test_commands_of_fedbr_tables_have_the_settings_of_the_paper(name: str) -> N
 
 
 @pytest.mark.parametrize("name", FEDBR)
-def test_fedbr_ablation_row_has_the_values_in_its_name(name: str) -> None:
+def test_commands_of_fedbr_tables_have_the_settings_stated_in_each_row(name: str) -> None:
     for cell in covering(FEDBR[name], "fedbr"):
         said = cell.variant
         parts = composed(*command(FEDBR[name], cell).arguments())["method"]
@@ -342,7 +342,7 @@ def test_run_takes_methods_of_preset_unless_others_are_chosen() -> None:
         compose(["experiment=fedbr/rotated_mnist", "method.fedprox.mu=1"])
 
 
-def test_method_option_that_names_no_python_class_is_added_to_the_configuration(
+def test_method_option_without_a_python_class_is_added_to_the_configuration(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "method").mkdir()
