@@ -151,7 +151,7 @@ class TestNumbers:
         method = FedBSS(1, fraction_of="loss")
         assert_as_in_loop(study(method, local=EPOCHS), rounds=3)
 
-    def test_recorded_fraug_can_compute_a_distance_for_each_class(self) -> None:
+    def test_fraug_step_can_be_recorded_if_its_metrics_are_computed_per_class(self) -> None:
         method = FRAug(3, noise_dim=4, generator_metric="mmd_classes", rtnet_metric="mmd_classes")
         assert_as_in_loop(study(method, model=NORMED_MLP), rounds=2)
 
@@ -162,7 +162,7 @@ class TestNumbers:
         fedbr = FedBR(projection="code", pseudo_batch=4, samples_per_mean=3)
         assert_as_in_loop(study(FedSAM(0.5), fedbr, model=MLP), rounds=2)
 
-    def test_frozen_network_of_a_recorded_step_has_the_personal_layers_of_the_client(self) -> None:
+    def test_frozen_model_copy_has_personal_layers_if_steps_are_recorded(self) -> None:
         assert_as_in_loop(study(FedBN(), TABLE["fedntd"].make()), rounds=3)
 
     def test_recorded_training_is_correct_if_lanes_start_from_different_models(self) -> None:
@@ -171,7 +171,7 @@ class TestNumbers:
             rounds=3,
         )
 
-    def test_recorded_training_can_use_a_different_received_tensor_per_lane(self) -> None:
+    def test_recorded_step_can_use_different_tensors_from_the_server_in_each_lane(self) -> None:
         assert_as_in_loop(study(Leaning(), model=MLP), rounds=3)
 
     @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ class TestInputs:
     def test_recorded_steps_can_reuse_a_tensor_stored_in_the_first_batch(self) -> None:
         assert_as_in_loop(study(Remembering()), rounds=3)
 
-    def test_recording_has_no_input_for_a_value_that_a_step_only_writes(self) -> None:
+    def test_value_that_a_step_only_writes_is_not_an_input_of_its_recording(self) -> None:
         loop = loop_of(run(study("fedmix"), rounds=2))
         assert not [entry for entry in loop.reads.entries if entry[0] == "kept"]
 
@@ -387,14 +387,15 @@ class TestRefusals:
             run(study(Reporting()), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
-    def test_error_says_which_method_has_an_invalid_hook_and_is_not_about_lanes(
+    def test_error_of_an_invalid_hook_contains_its_method_and_is_not_a_lanes_error(
         self, method: Method
     ) -> None:
+        """A `LanesError` would advise to turn recording off, which does not help here."""
         with pytest.raises(RefusedError, match=method.name) as refused:
             run(study(method), rounds=1)
         assert not isinstance(refused.value, LanesError)
 
-    def test_recorded_lanes_refuse_model_that_draws_random_numbers(self) -> None:
+    def test_recorded_step_is_refused_if_the_model_draws_random_numbers(self) -> None:
         with pytest.raises(
             RefusedError, match=r"^runtime\.graph=true: the model draws.*runtime\.graph=false"
         ):
@@ -416,7 +417,7 @@ def test_recorded_lane_that_fails_does_not_change_other_lanes(hook: str) -> None
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def test_train_or_eval_mode_of_a_network_is_the_one_set_last() -> None:
+def test_network_modes_train_and_eval_are_in_the_order_in_which_they_were_set() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
     assert list(after.items()) == [

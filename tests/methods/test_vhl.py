@@ -166,7 +166,7 @@ def test_vhl_with_too_few_virtual_images_is_refused(settings: dict[str, int], ke
 # --- scores -----------------------------------------------------------------------------------
 
 
-def test_vhl_doubles_the_number_of_model_outputs_if_label_mode_is_extra() -> None:
+def test_vhl_with_label_mode_extra_doubles_the_number_of_model_outputs() -> None:
     extra, shared = (
         build_networks(run_spec(Vhl(**SMALL, label_mode=mode)))[0]["model"]  # type: ignore[arg-type]
         for mode in ("extra", "shared")
@@ -185,7 +185,7 @@ def test_vhl_model_in_eval_mode_returns_larger_of_two_outputs_per_class() -> Non
     assert model.eval()(logits).tolist() == [[9.0, 2.0], [3.0, 4.0]]
 
 
-def test_vhl_evaluation_uses_the_larger_of_the_two_outputs_of_each_class() -> None:
+def test_vhl_evaluation_uses_the_larger_output_if_a_class_has_two_outputs() -> None:
     study = run_spec(Vhl(**SMALL))
     ended = run(study, rounds=1)
     worker = Worker(study)
@@ -228,7 +228,7 @@ def test_vhl_refuses_methods_that_replace_the_model() -> None:
     [([Vhl()], 20), ([Vhl(), Mixup()], 40), ([Mixup(), Vhl()], 40), ([Vhl(**NONE)], 0)],
     ids=str,
 )
-def test_vhl_adds_one_pass_over_virtual_images_or_two_with_mixup(
+def test_cost_of_vhl_counts_virtual_images_twice_if_mixup_is_used(
     methods: Any, samples: int
 ) -> None:
     (vhl,) = [method for method in methods if method.name == "vhl"]

@@ -339,7 +339,7 @@ def test_resnet_with_imagenet_stem_equals_the_resnet_of_torchvision(depth: int) 
 
 
 @pytest.mark.parametrize("stem", ["small", "imagenet"])
-def test_resnet_initial_weights_have_the_variance_of_fan_out(stem: str) -> None:
+def test_initial_weights_of_resnet_have_a_variance_of_2_divided_by_fan_out(stem: str) -> None:
     net = ResNet(18, stem=stem).build((1, 32, 32), 10, seed=1)  # type: ignore[arg-type]
     convolutions = [m for m in net.modules() if isinstance(m, nn.Conv2d)]
     assert len(convolutions) == 20 and all(m.bias is None for m in convolutions)
@@ -352,7 +352,7 @@ def test_resnet_initial_weights_have_the_variance_of_fan_out(stem: str) -> None:
         assert not isinstance(m, BN) or bool((m.weight == 1).all() and (m.bias == 0).all())
 
 
-def test_vgg_initial_weights_have_the_variance_of_fan_out() -> None:
+def test_initial_weights_of_vgg_have_a_variance_of_2_divided_by_fan_out() -> None:
     net = Vgg11().build(CIFAR, 10, seed=1)
     for m in (m for m in net.modules() if isinstance(m, nn.Conv2d)):
         want = (2 / (9 * m.out_channels)) ** 0.5

@@ -162,7 +162,7 @@ def test_network_that_scales_outputs_of_the_head_is_not_split(
         split_network(Scaled(after), 5, x, head="fc")
 
 
-def test_network_is_split_if_the_layers_after_its_head_change_nothing() -> None:
+def test_network_is_split_if_the_layers_after_its_head_do_not_change_the_output() -> None:
     assert isinstance(
         split_network(Scaled(nn.Sequential(nn.Identity(), nn.Dropout(0.0))), 5, inputs()),
         SplitNetwork,

@@ -74,7 +74,7 @@ def outputs_and_gradient(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Tens
     ],
     ids=str,
 )
-def test_layer_stored_in_few_bits_equals_a_rounded_layer(
+def test_layer_stored_in_few_bits_equals_a_layer_with_rounded_weights(
     layer: Any, shape: tuple[int, ...], kind: type[HalfWeight | FourBitWeight]
 ) -> None:
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -135,7 +135,7 @@ def test_backward_pass_decodes_the_stored_weight_again(
 
 
 @pytest.mark.parametrize("kind", [HalfWeight, FourBitWeight])
-def test_layer_stored_in_few_bits_equals_a_rounded_layer_in_autocast(
+def test_layer_stored_in_few_bits_equals_a_layer_with_rounded_weights_in_autocast(
     kind: type[HalfWeight | FourBitWeight],
 ) -> None:
     layer, inputs = nn.Linear(7, 5).requires_grad_(False), torch.randn(3, 7)
@@ -198,7 +198,7 @@ def test_lora_base_dtype_is_refused_if_rank_is_zero(base: Literal["bfloat16", "n
         Lora(2, base="int3")  # type: ignore[arg-type]
 
 
-def test_method_that_changes_base_weights_is_refused_if_lora_stores_them_rounded() -> None:
+def test_method_that_changes_base_weights_is_refused_if_base_weights_are_rounded() -> None:
     spec = run_spec(FLoRA(), model=Mlp((6,), Lora(RANK, base="bfloat16")))
     with pytest.raises(ValueError, match=r"model\.lora\.base=bfloat16"):
         declare_run(spec)

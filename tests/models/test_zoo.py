@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_hugging_face_model_fits_vocabulary_and_ignores_padding() -> None:
+def test_hugging_face_model_has_an_embedding_for_each_token_and_ignores_padding() -> None:
     model = HuggingFaceModel("bert", options=TINY).build((5,), 3, 0, Tokens(7))
     assert model.is_split and model.feature_dim == 8
     assert model.get_parameter("extractor.net.bert.embeddings.word_embeddings.weight").shape == (

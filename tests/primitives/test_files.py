@@ -52,7 +52,7 @@ def test_secrets_are_removed_from_texts(text: str, bare: str) -> None:
         "mail a@b.c",
     ],
 )
-def test_removal_of_passwords_does_not_change_texts_without_one(text: str) -> None:
+def test_text_without_a_password_does_not_change_if_passwords_are_removed(text: str) -> None:
     assert without_password(text) == text
 
 

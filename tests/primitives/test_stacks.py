@@ -55,7 +55,7 @@ def test_stacks_of_a_blocked_process_contain_its_current_function() -> None:
     assert read_stacks(source) == ""
 
 
-def test_process_without_a_file_for_its_stacks_gets_no_signal() -> None:
+def test_process_gets_no_signal_if_it_has_not_opened_a_file_for_call_stacks() -> None:
     with open(os.devnull) as file:
         assert read_stacks(StackSource(os.getpid(), file.fileno())) == ""
     assert read_stacks(None) == ""
@@ -73,7 +73,7 @@ def test_process_writes_its_stacks_when_it_receives_sigusr1(tmp_path: Path) -> N
     assert signal.getsignal(signal.SIGUSR1) == handler
 
 
-def test_new_stacks_replace_earlier_ones(tmp_path: Path) -> None:
+def test_file_of_call_stacks_contains_only_the_call_stacks_written_last(tmp_path: Path) -> None:
     write_stacks(tmp_path, "worker-1", "first")
     path = write_stacks(tmp_path, "worker-1", "second")
     assert path == tmp_path / "stacks" / "worker-1.txt"

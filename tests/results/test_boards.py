@@ -92,7 +92,7 @@ def test_tensorboard_stores_only_finite_numbers_of_each_round(tmp_path: Path) ->
     assert not [name for name in found if "identity" in name or name == "summary/accuracy"]
 
 
-def test_tensorboard_of_a_resumed_run_is_continued(tmp_path: Path) -> None:
+def test_resumed_run_continues_its_tensorboard_log(tmp_path: Path) -> None:
     killed, resumed = TensorBoard(), TensorBoard()
     killed.on_stop(follow(killed, tmp_path / "run", 1, 3), KeyboardInterrupt())
     resumed.on_finish(follow(resumed, tmp_path / "run", 2, 2), END)
@@ -167,7 +167,7 @@ def test_wandb_receives_settings_rows_scores_and_pictures(
 @pytest.mark.parametrize(
     ("package", "observer"), [("tensorboardX", TensorBoard), ("wandb", WeightsAndBiases)]
 )
-def test_error_of_a_missing_board_package_contains_the_extra_to_install(
+def test_error_contains_the_command_that_installs_the_missing_package(
     package: str, observer: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)

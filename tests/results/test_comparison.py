@@ -168,7 +168,7 @@ def test_costs_are_counted_until_a_threshold_is_first_reached(study: Path) -> No
     assert table.loc["fedavgm", "rounds"] == 3
 
 
-def test_best_cost_is_marked_among_settings_with_the_same_data(tmp_path: Path) -> None:
+def test_lowest_cost_is_marked_in_each_group_of_settings_with_the_same_data(tmp_path: Path) -> None:
     for method, final in {"fedavgm": 0.7, "fedprox": 1.0}.items():
         for alpha in (0.1, 1.0):
             for seed in range(3):
@@ -184,7 +184,7 @@ def test_best_cost_is_marked_among_settings_with_the_same_data(tmp_path: Path) -
     assert [re.findall(r"fedprox, alpha=([\d.]+)", line) for line in best] == [["1.0"], ["0.1"]]
 
 
-def test_report_keeps_settings_with_equal_data_together_if_the_user_sets_an_order(
+def test_order_set_by_the_user_applies_only_among_settings_with_equal_data(
     tmp_path: Path,
 ) -> None:
     for method in ("fedavgm", "fedprox", "moon"):
@@ -346,7 +346,9 @@ def test_labels_of_close_lines_are_spread_around_their_mean(
     assert print_figures.spread(places, 0.1) == pytest.approx(moved)
 
 
-def test_report_refuses_an_unknown_format_of_its_figures(study: Path, tmp_path: Path) -> None:
+def test_report_refuses_to_write_pictures_in_an_unknown_file_format(
+    study: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RefusedError, match="--format"):
         raysim.report(study).write(tmp_path / "paper", ["eps"])
     assert not (tmp_path / "paper").exists()
@@ -366,7 +368,7 @@ def test_mean_is_not_marked_best_if_a_seed_misses_the_threshold(study: Path) -> 
     assert starred == ["fedprox"]
 
 
-def test_unknown_value_of_flag_bold_is_refused(study: Path) -> None:
+def test_report_refuses_an_unknown_value_of_the_argument_bold(study: Path) -> None:
     with pytest.raises(RefusedError, match="--bold"):
         raysim.report(study, bold="bset")
 

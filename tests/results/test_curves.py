@@ -61,7 +61,7 @@ def test_curve_of_a_long_history_has_fewer_points_but_both_ends() -> None:
 
 
 @pytest.mark.pictures
-def test_panels_have_only_axes_with_values_and_use_colours_of_the_page() -> None:
+def test_curves_have_no_axis_for_a_cost_that_is_0_and_use_colours_of_the_page() -> None:
     drawn = curves.panels(
         [curves.mean_curve("x", [history([0.5, 0.75], virtual=0.0)], "accuracy", 0)], "accuracy"
     )
@@ -112,7 +112,7 @@ def test_curves_have_an_axis_for_a_cost_that_differs_between_runs(
     assert [axis for axis, _, says in drawn if says] == ["round", *more]
 
 
-def test_curves_have_axes_for_rounds_and_costs_if_no_round_is_scored_in_both_runs() -> None:
+def test_curves_against_costs_are_shown_if_no_round_is_scored_in_both_runs() -> None:
     each = [history([0.5, None]), history([None, 0.5])]
     drawn = curves.panels(
         [curves.mean_curve("x", [h], "accuracy", n) for n, h in enumerate(each)], "accuracy"
@@ -167,7 +167,7 @@ def test_y_axis_of_an_accuracy_stays_between_0_and_1(monkeypatch: pytest.MonkeyP
     assert 0.4 < low < 0.5 and 0.6 < high < 0.7
 
 
-def test_curve_draws_missing_values_of_a_cost_as_0() -> None:
+def test_curve_has_cost_0_if_the_cost_of_a_round_is_missing() -> None:
     rows = [
         row | {"virtual_seconds": value}
         for row, value in zip(history([0.5] * 3), (math.nan, None, 2), strict=True)
@@ -185,8 +185,8 @@ def test_log_axis_of_loss_has_plain_numbers() -> None:
 
 
 @pytest.mark.pictures
-def test_curve_that_lies_on_another_is_dashed() -> None:
-    """A curve is dashed if at least a third of it lies on an earlier curve."""
+def test_curve_that_coincides_with_an_earlier_curve_is_dashed() -> None:
+    """A curve is dashed if at least a third of its length coincides with an earlier curve."""
     for second, dashed in (
         ([0.5, 0.75, 0.7], True),
         ([0.5, 0.751, 0.7], True),

@@ -102,7 +102,7 @@ def test_failed_write_of_history_keeps_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["h.parquet"]
 
 
-def test_error_of_a_broken_history_file_contains_its_name(tmp_path: Path) -> None:
+def test_error_of_a_broken_history_file_contains_the_name_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "h.parquet").write_bytes(b"PAR1 and then nothing")
     with pytest.raises(ValueError, match=r"h\.parquet"):
         metrics.read_history(tmp_path / "h.parquet")
@@ -120,7 +120,7 @@ def test_mean_of_last_rounds_uses_evaluated_rounds_only() -> None:
     assert metrics.last_mean_std([]) == (None, None)
 
 
-def test_rounds_until_a_score_is_reached_include_rounds_without_a_score() -> None:
+def test_number_of_rounds_to_reach_a_score_includes_rounds_without_a_score() -> None:
     assert metrics.rounds_to([None, 0.4, None, 0.8, 0.5], [0.4, 0.5, 0.8, 0.925]) == {
         "0.40": 2,
         "0.50": 4,

@@ -239,7 +239,7 @@ def test_page_shows_notes_below_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.pictures
-def test_style_of_a_page_colours_the_picture_of_classes_per_client(tmp_path: Path) -> None:
+def test_picture_of_classes_per_client_has_the_colours_of_the_page(tmp_path: Path) -> None:
     """The style sheet of the page sets the colours of the picture.
 
     A picture with fixed colours for a light page would be hard to see on a dark page.
@@ -269,7 +269,9 @@ def test_page_shows_a_timeline_only_for_runs_with_stale_or_lost_jobs(tmp_path: P
     assert "late: clients, fleet and workers" in text and "even: clients" not in text
 
 
-def test_page_collapses_curves_over_costs_that_are_equal_in_all_runs(tmp_path: Path) -> None:
+def test_page_collapses_curves_against_a_cost_if_the_cost_is_equal_in_all_runs(
+    tmp_path: Path,
+) -> None:
     runs = [
         make(tmp_path / name, [0.5, score], f"workers: {score}")
         for name, score in (("a", 0.6), ("b", 0.7))

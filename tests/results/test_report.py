@@ -200,7 +200,7 @@ def test_table_note_says_that_deviations_are_over_the_last_rounds(tmp_path: Path
     assert note not in table([make(tmp_path / "none", [None])])
 
 
-def test_settings_listed_as_different_do_not_include_runtime_defaults(tmp_path: Path) -> None:
+def test_settings_that_distinguish_runs_do_not_include_runtime_defaults(tmp_path: Path) -> None:
     def runtime(name: str, more: str = "") -> stored_runs.Run:
         config = f"{{choices: {{runtime: {name}}}, runtime: {{name: {name}, threads: 1{more}}}}}"
         return make(tmp_path / f"{name}{len(list(tmp_path.iterdir()))}", [0.5], config)
@@ -297,7 +297,9 @@ ODD = ["text", [1], {"a": 1}, True, None, 1e300, -1, "1" * 5000]
 
 
 @pytest.mark.parametrize("odd", range(len(ODD)))
-def test_summary_with_a_wrong_value_is_read_or_raises_value_error(odd: int, tmp_path: Path) -> None:
+def test_summary_with_a_wrong_value_raises_no_error_except_value_error(
+    odd: int, tmp_path: Path
+) -> None:
     make(tmp_path / "one", [0.5, 0.75])
     good = json.loads((tmp_path / "one/summary.json").read_text())
     for key in good:

@@ -77,7 +77,7 @@ def test_csv_keeps_all_digits_and_writes_integers_without_a_point() -> None:
     assert lines == ['"a, b",5,0.6666666666666666,,', "c,,,1,True"]
 
 
-def test_table_columns_are_made_from_rows_of_texts() -> None:
+def test_rows_of_text_become_one_table_column_for_each_title() -> None:
     label, count = text_columns(("method", "ms"), [("fedavg", "1.5"), ("fedbr", "20")])
     assert (label.title, label.texts, count.texts) == ("method", ["fedavg", "fedbr"], ["1.5", "20"])
     assert format_table([label, count]).splitlines()[-1] == "fedbr    20"

@@ -217,7 +217,7 @@ def test_tracker_reports_outage_once_and_stores_rows(
     assert not (tmp_path / BACKLOG).exists()
 
 
-def test_replay_sends_rows_that_the_server_did_not_accept(
+def test_replay_sends_the_rows_that_the_mlflow_server_did_not_receive(
     tmp_path: Path,
 ) -> None:
     shelf, said = Shelf(), []
@@ -449,7 +449,7 @@ def test_mlflow_gets_the_data_set(tracked: Path, client: MlflowClient, name: str
     assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
-def test_mlflow_experiment_is_tagged_for_model_training(
+def test_new_mlflow_experiment_gets_a_tag_that_says_model_development(
     tracked: Path, client: MlflowClient
 ) -> None:
     experiment = client.get_experiment_by_name("raysim")
@@ -457,7 +457,7 @@ def test_mlflow_experiment_is_tagged_for_model_training(
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_old_mlflow_experiment_gets_the_tag_for_model_training(tmp_path: Path) -> None:
+def test_existing_mlflow_experiment_gets_a_tag_that_says_model_development(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     older = MlflowClient(tracking_uri=default_uri(tmp_path))

@@ -110,7 +110,7 @@ def test_error_of_a_failed_ray_start_contains_the_setting_to_change_and_advice(
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_error_of_failing_to_join_a_cluster_contains_address_and_advice(
+def test_error_contains_address_and_advice_if_raysim_cannot_join_a_cluster(
     error: Exception, advice: str
 ) -> None:
     text = describe_failed_start("10.0.0.1:6379", error)
@@ -136,7 +136,9 @@ for variables in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow
-def test_error_of_a_wrong_temporary_folder_of_ray_contains_its_variable(tmp_path: Path) -> None:
+def test_error_contains_the_environment_variable_of_a_wrong_temporary_folder(
+    tmp_path: Path,
+) -> None:
     long = tmp_path / ("x" * max(1, 90 - len(str(tmp_path))))
     long.mkdir()
     file = tmp_path / "file"

@@ -104,7 +104,7 @@ def test_worker_needs_its_whole_gpu_share_on_one_gpu() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 6, 7, 9, 11, 64])
-def test_gpu_share_lets_exactly_the_requested_workers_fit_on_a_gpu(workers: int) -> None:
+def test_number_of_workers_that_fit_on_a_gpu_equals_the_requested_number(workers: int) -> None:
     assert node_capacity({"GPU": 1.0}, {"GPU": gpu_share(workers)}) == workers
 
 
@@ -151,7 +151,7 @@ def test_error_after_a_lost_node_suggests_a_number_of_workers_that_fits(
     assert str(error.value).endswith(f"Start a node with {advice}")
 
 
-def test_run_waits_for_missing_nodes_up_to_runtime_wait_seconds(
+def test_run_waits_for_missing_nodes_only_if_address_and_wait_are_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from raysim.runtime.ray import driver
@@ -273,7 +273,7 @@ def test_data_restricted_to_one_client_contain_no_training_samples_of_others() -
     assert len(data.partition.test) == len(tiny_data().partition.test) and len(data.central) == 3
 
 
-def test_preflight_with_two_lanes_trains_two_clients_of_largest_size() -> None:
+def test_preflight_with_two_lanes_trains_the_largest_client_in_both_lanes() -> None:
     data = restrict_data(tiny_data(), [3, 0], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [0, 3]
     largest = tiny_data().partition.train.rows(3).tolist()
@@ -310,7 +310,7 @@ def test_history_has_columns_of_busy_workers_and_object_store_bytes(
     assert max(row["worker_busy"] for row in result.rows) > 0  # type: ignore[type-var, operator]
 
 
-def test_sum_of_updates_needs_the_memory_of_one_vector_in_the_object_store() -> None:
+def test_sum_of_updates_uses_as_many_object_store_bytes_as_one_vector() -> None:
     study = run_spec(data=equal_clients(), model=Mlp((32,)))
     coordinator = coordinate(study, Synchronous(4), runtime=several_workers(study, 2), rounds=1)
     (row,) = run_to_end(coordinator).rows
@@ -328,7 +328,7 @@ def test_progress_without_terminal_has_plain_lines() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_data_set_copied_to_a_node_several_times_is_written_once(
+def test_data_set_is_not_copied_to_a_node_again_if_the_node_has_a_copy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     dataset = tiny_data().dataset_path  # written before the folder of the cache changes
@@ -790,7 +790,7 @@ def _monstrous_job(_: Any) -> MemoryNeed:
     return MemoryNeed(job=10**15, room=0)
 
 
-def test_cpu_worker_reserves_the_memory_that_preflight_measures(driver: Call) -> None:
+def test_cpu_worker_reserves_the_memory_that_was_measured_before_the_run(driver: Call) -> None:
     asked = RayOptions(preflight=True)
     assert driver(_fits, asked, _small_job, 2, "cpu", remotely=True)[0] == Size(
         2, {"CPU": 1.0, "memory": GIB * 13 // 10}
@@ -886,7 +886,7 @@ def _search() -> Any:
     return *found, kept
 
 
-def test_sweep_trial_runs_in_its_placement_group_and_does_not_remove_it(
+def test_sweep_trial_uses_its_placement_group_and_does_not_remove_the_group(
     driver: Call,
 ) -> None:
     bits, groups, size, kept = driver(_search)

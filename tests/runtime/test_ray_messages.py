@@ -73,7 +73,7 @@ def test_ray_messages_go_to_file_during_a_progress_bar(
     assert stack_file(tmp_path, RAY_MESSAGES).read_text() == PLAIN
 
 
-def test_messages_of_a_ray_started_by_the_user_are_not_redirected(
+def test_messages_of_ray_are_not_written_to_a_file_if_the_user_started_ray(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with messages_written_to(tmp_path) as file:

@@ -58,7 +58,7 @@ def test_client_moves_to_a_less_loaded_worker_of_the_same_node() -> None:
     ) == [2]
 
 
-def test_jobs_of_a_client_are_grouped_in_order_of_dispatch() -> None:
+def test_jobs_of_a_client_stay_together_in_the_order_of_their_dispatch() -> None:
     units = units_by_client(jobs_of([1, 5, 1, 5, 1], clients=2)[::-1])
     assert [[job.number for job in unit] for unit in units] == [[1, 3], [0, 2, 4]]
 
@@ -117,7 +117,7 @@ def test_jobs_of_one_part_of_the_summation_tree_go_to_one_node() -> None:
     assert [parts_of(share, 24) for share in on_node] == [1, 1, 1]
 
 
-def test_consecutive_jobs_for_two_workers_fill_their_ten_lanes_equally() -> None:
+def test_two_idle_workers_get_equally_many_consecutive_jobs_for_every_lane() -> None:
     jobs = jobs_of([60.0] * 100)
     shares = assign_consecutive_jobs(jobs, [0.0, 0.0], [0, 0])
     assert [len(share) for share in shares] == [50, 50]
@@ -126,7 +126,7 @@ def test_consecutive_jobs_for_two_workers_fill_their_ten_lanes_equally() -> None
         assert {lanes.count(lane) for lane in range(10)} == {5}
 
 
-def test_loaded_worker_gets_fewer_jobs_than_an_idle_worker() -> None:
+def test_worker_with_unfinished_jobs_gets_fewer_jobs_than_an_idle_worker() -> None:
     shares = assign_consecutive_jobs(jobs_of([1.0] * 10), [4.0, 0.0], [0, 0])
     assert [len(share) for share in shares] == [3, 7]
     shares = assign_consecutive_jobs(jobs_of([1.0] * 3), [9.0, 0.0], [0, 0])

@@ -114,7 +114,7 @@ def test_client_that_is_always_or_never_available_has_no_next_change() -> None:
     ]
 
 
-def test_availability_change_at_the_end_of_a_period_is_listed() -> None:
+def test_availability_changes_include_a_change_at_the_end_of_a_period() -> None:
     assert changes(intervals([0.0, 40.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
     assert changes(intervals([40.0, 100.0]), 0, 250.0) == [40.0, 100.0, 140.0, 200.0, 240.0]
 
@@ -151,7 +151,7 @@ presences = st.one_of(
 
 @given(presence=presences, now=st.integers(0, 400_000), parts=st.integers(1, 20))
 @settings(max_examples=80, deadline=None)
-def test_availability_does_not_change_before_its_next_change(
+def test_availability_is_constant_until_the_time_that_next_change_returns(
     presence: Availability, now: int, parts: int
 ) -> None:
     until = now + 200_000.0
@@ -226,7 +226,7 @@ class ByHand(Availability):
 
 @given(presence=several, now=st.lists(st.floats(0, 400_000), min_size=9, max_size=9))
 @settings(max_examples=60, deadline=None)
-def test_availability_of_many_clients_equals_that_of_each_client(
+def test_one_query_for_many_clients_equals_a_query_for_each_client(
     presence: Availability, now: list[float]
 ) -> None:
     everybody = np.arange(9)
@@ -243,7 +243,7 @@ def test_availability_of_many_clients_equals_that_of_each_client(
 
 @given(presence=several, now=st.floats(0, 100_000), members=st.sets(st.integers(0, 8)))
 @settings(max_examples=60, deadline=None)
-def test_list_of_availability_changes_has_those_of_all_clients(
+def test_list_of_availability_changes_contains_the_changes_of_all_clients(
     presence: Availability, now: float, members: set[int]
 ) -> None:
     clients, until = np.array(sorted(members), np.int64), now + 5_000.0
@@ -323,7 +323,7 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
 
 
-def test_markov_availability_of_many_clients_equals_that_of_each_client() -> None:
+def test_one_query_of_markov_availability_equals_a_query_for_each_client() -> None:
     """A query for many clients gives the same answers as a query for each client.
 
     Each step of the Markov chain draws a range of client numbers that become available, and a range
@@ -367,7 +367,7 @@ def test_markov_availability_has_the_right_mean_if_few_are_available() -> None:
 
 
 # --- statistics -----------------------------------------------------------------------------------
-def test_number_of_an_interval_is_right_if_the_division_is_rounded() -> None:
+def test_index_of_a_time_interval_is_correct_if_floating_point_division_rounds() -> None:
     generator, rounded = np.random.default_rng(0), set[int]()
     for length, place in zip(
         generator.uniform(0.1, 100.0, 2000), generator.integers(1, 1000, 2000), strict=True
@@ -493,7 +493,7 @@ def test_run_whose_clients_never_return_saves_a_checkpoint_and_stops(tmp_path: P
     assert run_to_end(again).bits == run_to_end(straight).bits
 
 
-def test_run_continues_in_the_next_repetition_of_a_trace() -> None:
+def test_trace_starts_again_if_a_run_is_longer_than_the_trace() -> None:
     coordinator, _, _ = untrained_run(
         [10], Buffered(1, 1), Recorded([0.0, 25.0], wrap=True), rounds=4
     )
@@ -505,7 +505,7 @@ def test_run_continues_in_the_next_repetition_of_a_trace() -> None:
     ]
 
 
-def test_every_availability_change_of_a_fast_client_is_reported() -> None:
+def test_all_changes_are_reported_if_the_availability_of_a_client_changes_often() -> None:
     """All of the first 250 changes are reported if client 0 comes or leaves every second.
 
     raysim sorts at most 32 changes of a client at once, so it must sort the changes of client 0

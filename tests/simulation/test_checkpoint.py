@@ -165,7 +165,7 @@ def test_checkpoint_with_damaged_history_rows_is_refused(
         checkpoint.read(path)
 
 
-def test_checkpoints_are_sorted_by_number(tmp_path: Path) -> None:
+def test_checkpoints_are_sorted_by_version_number_and_not_alphabetically(tmp_path: Path) -> None:
     for version in (999_998, 999_999, 1_000_000, 1_000_001):
         path = write(tmp_path, version, snapshot(version))
         assert path.is_dir(), "the one that was written last is never the oldest"
@@ -327,7 +327,7 @@ def test_run_resumed_in_another_folder_copies_all_client_states(tmp_path: Path) 
     assert before and checkpoint.find_damage(first)
 
 
-def test_checkpoint_stores_an_empty_client_state_but_no_removed_state(tmp_path: Path) -> None:
+def test_checkpoint_stores_an_empty_client_state_and_omits_removed_states(tmp_path: Path) -> None:
     now = after(states(range(3), job=1), 5, job=9)
     now = replace(now, clients={**now.clients, 1: {}})
     run = Checkpoints(tmp_path)
@@ -391,7 +391,7 @@ def refuse_removal(*_: object) -> None:
     raise PermissionError("the folder is read-only")
 
 
-def test_checkpoint_files_of_a_killed_process_are_removed(
+def test_next_checkpoint_removes_the_incomplete_files_of_a_killed_process(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "round-000001").mkdir()
@@ -446,7 +446,7 @@ def test_error_of_a_damaged_checkpoint_suggests_a_valid_one(
     assert not checkpoint.find_damage(good)
 
 
-def test_error_of_damaged_checkpoint_says_that_no_valid_one_exists(tmp_path: Path) -> None:
+def test_error_says_that_no_checkpoint_is_valid_if_all_are_damaged(tmp_path: Path) -> None:
     first, second = (write(tmp_path, version, snapshot()) for version in (4, 8))
     flip(first / "run.json")
     flip(second / "run.json")
@@ -826,7 +826,7 @@ def test_manifest_of_a_checkpoint_is_written_last(
     assert synced[True] == {folder.stat().st_ino for folder in (path, tmp_path)}
 
 
-def test_checkpoint_syncs_its_folder_after_every_file_but_the_manifest(
+def test_checkpoint_syncs_its_files_and_then_its_folder_before_the_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, synced = tmp_path / "round-000001/manifest.json", list[int]()

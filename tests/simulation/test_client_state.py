@@ -189,7 +189,7 @@ class Forgetful(FedBSS):
 
 
 @pytest.mark.parametrize(("refresh", "matters"), [(1, False), (2, True)])
-def test_fedbss_uses_stored_losses_only_if_setting_refresh_is_above_1(
+def test_fedbss_uses_stored_losses_only_if_the_value_of_refresh_is_above_1(
     refresh: int, matters: bool
 ) -> None:
     with_cache, without_cache = (
@@ -199,7 +199,7 @@ def test_fedbss_uses_stored_losses_only_if_setting_refresh_is_above_1(
     assert (with_cache.model_sha256 != without_cache.model_sha256) == matters
 
 
-def test_fedbss_ranks_samples_in_every_second_job_if_setting_refresh_is_2(
+def test_fedbss_ranks_samples_in_every_second_job_if_the_value_of_refresh_is_2(
     tmp_path: Path,
 ) -> None:
     result = every_round(tmp_path, FedBSS(warmup_rounds=2, refresh=2))

@@ -85,7 +85,7 @@ def test_memory_estimate_of_unfinished_jobs_uses_the_mean_state_size() -> None:
     assert books.client_states.bytes == 3 * EACH
 
 
-def test_state_read_from_disk_counts_as_memory_until_its_job_ends() -> None:
+def test_client_state_from_disk_occupies_memory_until_its_job_is_finished() -> None:
     books = Books(budget=0)
     books.done(5)
     assert books.client_states.spilled_bytes == EACH and books.client_states.bytes == 0
@@ -144,7 +144,7 @@ def test_state_is_sent_if_its_client_trains_on_another_worker() -> None:
     assert values(sent) == [1.0] and books.told == [(0, [1])]
 
 
-def test_states_on_a_worker_are_those_of_its_finished_jobs() -> None:
+def test_worker_has_the_client_states_of_all_jobs_that_it_has_finished() -> None:
     books = Books()
     finished = [books.send(client, worker)[0] for client, worker in ((1, 0), (2, 1), (3, 0))]
     in_flight, *_ = books.send(4, worker=0)

@@ -91,7 +91,7 @@ def test_stale_update_is_aggregated_into_the_clients_new_cluster() -> None:
     assert sum(server.samples for server in replicas.servers) == result.coordinator.counts.sum()
 
 
-def test_choosing_a_cluster_costs_a_download_and_a_pass_per_model() -> None:
+def test_choice_of_a_cluster_costs_one_download_and_one_pass_for_each_model() -> None:
     star, choice = (run(spec(topology), ALL, rounds=2) for topology in (_star(), CHOICE))
     size = star.coordinator.layout.shared
     assert choice.rows[-1]["floats_down"] == 3 * star.rows[-1]["floats_down"]

@@ -344,7 +344,7 @@ def test_loss_of_the_last_node_ends_the_run() -> None:
         )
 
 
-def test_waiting_event_contains_the_silent_worker_and_its_node(clock: None) -> None:
+def test_event_of_a_silent_worker_contains_the_worker_and_its_node(clock: None) -> None:
     asked = {"rounds": 4, "faults": Faults(timeout=35.0), "evaluate": Evaluation(every=10**9)}
     spec, in_hand = study("sums on workers"), set()
     for number in range(5, 9):
@@ -485,7 +485,7 @@ def test_run_continues_without_a_worker_that_always_dies(monkeypatch: pytest.Mon
     assert (runtime.revived, runtime.ended) == (MAX_DEATHS - 1, 1)
 
 
-def test_call_that_kills_every_worker_stops_the_run() -> None:
+def test_run_stops_if_a_job_kills_every_worker_that_gets_the_job() -> None:
     spec = study("upload and state")
     runtime = Doomed(spec, 4, lambda worker, client: client == 2)
     with pytest.raises(RunStoppedError, match=r"^runtime\.workers: .*training clients"):
@@ -608,7 +608,7 @@ def test_call_stacks_of_a_hanging_worker_are_read(ray_session: None) -> None:
     assert "T (stopped)" in stacks
 
 
-def test_loss_of_a_replacing_worker_and_its_node_raises_worker_died_error(
+def test_worker_died_error_is_raised_if_a_new_worker_and_its_node_are_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The replacement dies before it reports its identity, and the error names the lost node."""

@@ -99,7 +99,7 @@ def test_evaluation_does_not_change_training(methods: tuple[Method, ...], schedu
     assert all(row["accuracy_finetuned"] is not None for row in watched.rows)
 
 
-def test_evaluation_does_not_change_dropout_in_training() -> None:
+def test_evaluation_does_not_change_training_if_the_model_has_dropout_layers() -> None:
     study = run_spec(model=Dropping(), data=data_with_tests())
     assert run(study).bits == run(study, evaluate=ALL).bits
 
@@ -207,7 +207,7 @@ def test_evaluation_can_fine_tune_in_the_last_round_only() -> None:
     assert ["accuracy_finetuned" in row for row in rows] == [False, False, True]
 
 
-def test_evaluate_common_is_refused_if_a_run_has_no_personal_models() -> None:
+def test_key_evaluate_common_is_refused_if_a_run_has_no_personal_models() -> None:
     rows = run(
         run_spec(FedBN(), model=NORMED_MLP, data=data_with_tests()),
         evaluate=Evaluation(common=True),
@@ -248,7 +248,7 @@ def test_parts_of_the_loss_decomposition_sum_to_the_global_loss() -> None:
     assert parts[3]["global_loss"] == pytest.approx(float(sum(losses)) / samples, rel=1e-5)
 
 
-def test_hook_personalise_does_not_change_the_loss_decomposition() -> None:
+def test_loss_decomposition_ignores_the_hook_personalise_of_a_method() -> None:
     asked: dict[str, Any] = {"rounds": 2, "evaluate": Evaluation(decompose=1)}
     plain, zeroed = (
         decomposed(run(run_spec(*methods, data=data_with_tests()), Synchronous(3), **asked).rows)
@@ -257,7 +257,7 @@ def test_hook_personalise_does_not_change_the_loss_decomposition() -> None:
     assert plain == zeroed and all(plain)
 
 
-def test_loss_parts_distribution_shift_and_aggregation_are_0_for_one_client() -> None:
+def test_loss_from_distribution_shift_and_aggregation_is_0_if_one_client_trains() -> None:
     (part, *_) = decomposed(
         run(run_spec(data=data_with_tests()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows
     )

@@ -266,7 +266,7 @@ def test_infinite_personal_parameter_is_never_stored() -> None:
     assert where(result.failures) == HITS, "each of them only once: the state before it is kept"
 
 
-def test_failed_clients_on_ray_give_the_results_of_an_in_process_run(workers: Workers) -> None:
+def test_run_on_ray_equals_an_in_process_run_if_clients_fail(workers: Workers) -> None:
     study = run_spec(Raising())
     here = run(study, ALL, rounds=4, tolerate=0.5)
     there = run_to_end(

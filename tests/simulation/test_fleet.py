@@ -34,7 +34,7 @@ def devices(fleet: Fleet, clients: int = 1, seed: int = 0, flops: float = 1.0) -
 
 
 # --- durations ------------------------------------------------------------------------------------
-def test_device_may_be_slower_than_one_sample_and_one_byte_per_second() -> None:
+def test_device_may_have_a_speed_and_a_bandwidth_below_1_per_second() -> None:
     assert devices(Ideal(speed=0.5)).trip(0, 0, 0.0, 1.0, 0, 0) == (2.0, True)
     slow = Lognormal(
         speed=0.5, sigma=0.0, bandwidth_down=0.5, bandwidth_up=0.25, bandwidth_sigma=0.0
@@ -104,7 +104,7 @@ def test_expected_duration_of_a_job_is_the_mean_of_drawn_durations(fleet: Fleet)
     dropout=st.floats(0, 0.9),
 )
 @settings(max_examples=20, deadline=None)
-def test_duration_of_a_job_depends_on_the_seed_only(
+def test_job_has_the_same_duration_in_two_equal_fleets_with_the_same_seed(
     fleet: Fleet,
     availability: str,
     seed: int,
@@ -166,7 +166,7 @@ def test_fleet_without_device_classes_gives_all_clients_one_label() -> None:
 
 
 # --- delays ---------------------------------------------------------------------------------------
-def test_kind_of_a_client_decides_the_bounds_of_its_job_durations() -> None:
+def test_client_kind_such_as_slow_sets_the_bounds_of_job_durations() -> None:
     fleet = Delays()
     labels, result = fleet.labels(3, 300), devices(fleet, 300, 3)
     for client in range(300):
@@ -175,7 +175,7 @@ def test_kind_of_a_client_decides_the_bounds_of_its_job_durations() -> None:
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_kind_of_a_client_has_the_largest_value_of_a_dirichlet_draw() -> None:
+def test_client_gets_the_kind_such_as_slow_with_the_largest_dirichlet_value() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}
@@ -199,7 +199,7 @@ def test_dropout_setting_is_the_share_of_jobs_lost_at_random_times() -> None:
     assert {trip.finish for trip in trips if trip.arrives} == {15.0}
 
 
-def test_job_loss_depends_on_client_and_participation_number() -> None:
+def test_drop_out_of_a_job_depends_on_client_and_participation_number() -> None:
     """Drop-outs are random draws from (seed, client, number of the client's job), in this order.
 
     If client and job changed places, other jobs would be lost, and stored results would differ.
@@ -233,7 +233,7 @@ def test_lognormal_fleet_accepts_settings_as_positional_arguments() -> None:
     assert given == named
 
 
-def test_markov_fleet_whose_expected_wait_exceeds_patience_is_refused() -> None:
+def test_markov_fleet_is_refused_if_the_expected_wait_exceeds_fleet_patience() -> None:
     fleet = Ideal(availability="markov", off=100.0, patience=10.0)
     assert fleet.presence(0, 10) is not None
     with pytest.raises(ValueError, match=r"fleet\.off=100 .* 11 s"):

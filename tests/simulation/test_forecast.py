@@ -60,14 +60,14 @@ def test_forecast_counts_lost_jobs() -> None:
         (Oversample(2, 2), 2, 1.0, 1.0),  # what is thrown away is not trained
     ],
 )
-def test_forecast_share_of_busy_workers_depends_on_the_schedule(
+def test_predicted_fraction_of_busy_workers_depends_on_the_schedule(
     schedule: Schedule, workers: int, least: float, most: float
 ) -> None:
     result = forecast(planner(schedule, TimedFleet((1.0,) * 16), 16), 200, workers)
     assert least <= result.workers_busy <= most
 
 
-def test_forecast_has_idle_workers_if_selection_needs_reports() -> None:
+def test_forecast_predicts_an_idle_worker_if_selection_needs_reports() -> None:
     """The forecast predicts that one of two workers is idle if the next jobs are not known early.
 
     Each aggregation uses one update. The selection chooses the next client only after it has got

@@ -106,7 +106,9 @@ def run_on_nodes(
 
 
 @pytest.mark.parametrize("methods", [(), (Sick(),), (Dead(),)], ids=["well", "sick", "dead"])
-def test_sums_computed_on_nodes_have_the_bits_of_one_worker(methods: tuple[Method, ...]) -> None:
+def test_run_in_which_nodes_add_up_updates_equals_a_run_with_one_worker(
+    methods: tuple[Method, ...],
+) -> None:
     alone = run_to_end(coordinate(study(*methods), COHORT, Ideal()))
     there, runtime = run_on_nodes(study(*methods))
     assert (there.bits, there.history) == (alone.bits, alone.history)
@@ -239,5 +241,5 @@ def test_history_counts_bytes_between_nodes() -> None:
     assert round(unsummed["node_0_in_bytes"]) == 2, "a sum of each worker of node 1"
 
 
-def test_history_of_one_node_has_no_bytes_between_nodes() -> None:
+def test_history_has_no_column_of_bytes_between_nodes_if_a_run_uses_one_node() -> None:
     assert columns_of_nodes((0, 0)) == [{}, {}, {}]
