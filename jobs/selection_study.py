@@ -138,7 +138,11 @@ def collect(folder: Path) -> None:
 
 # --- the page -----------------------------------------------------------------------------------
 def table(store: dict[str, Any]) -> str:
-    """Return a table with a row for each rule: means over the seeds."""
+    """Return a Markdown table with a row for each selection rule: means over the seeds.
+
+    store: the results that `collect` wrote. They map the name of a rule to a dictionary, which maps
+    each seed to the results of the run.
+    """
     names = {"seconds": "virtual s", "megabytes": "MB", "energy": "Wh"}
     goal = f"{TARGETS[1]:.2f}"
     heads = ["selection", *(f"{names[cost]} until {TARGETS[1]:.0%}" for cost in COSTS)]

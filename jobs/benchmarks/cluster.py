@@ -208,24 +208,24 @@ class RoundCost:
 
 
 class Stopwatch:
-    """A stopwatch that adds up the wall seconds of each part of a round, such as "dispatch".
+    """A stopwatch that adds up the wall seconds of each phase of a round, such as "dispatch".
 
-    The method `watch` says which Python method does which part. `seconds` maps each part to the
-    wall seconds of all calls of its Python methods.
+    Call `watch` once for each Python method to time, with the name of the method's phase. The
+    dictionary `seconds` maps each phase to the total wall seconds of its timed methods.
     """
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
 
     def watch(self, owner: Any, name: str, part: str, outer: str = "") -> None:
-        """Add the wall seconds of all later calls of a method to `seconds[part]`.
+        """Time all later calls of a method; add their wall seconds to `seconds[part]`.
 
         owner: the object that has the method.
         name: the name of the method.
-        part: the part of a round that the method does, such as "add up".
-        outer: the part of another watched method that calls this method; "" if no watched method
-        calls it. `seconds[outer]` then does not contain the seconds of this method, so that they
-        count once.
+        part: the phase of a round that is timed, such as "add up".
+        outer: the phase of a second timed method, inside which this method runs. The seconds of
+        this method are then subtracted from `seconds[outer]`, so that they count once. "" means
+        that the method does not run inside a timed method.
         """
         inner = getattr(owner, name)
 
@@ -284,9 +284,9 @@ def run_of(floats: int, workers: int, way: str) -> RunSpec:
 
     Half of the clients train in each round.
     workers: the number of workers.
-    way: how updates return to the coordinator. With "updates", each update returns alone. With
-    "sums", each worker returns one sum of its updates. With "sums of nodes", each node returns one
-    sum of its workers' updates. The returned run is the same for "sums" and "sums of nodes".
+    way: how updates return to the coordinator. With "updates", each update returns alone, because
+    the run gets a method that needs single updates. With "sums" or "sums of nodes", the run is
+    FedAvg, whose updates can be added up on a worker or a node.
     """
     case = Case(workers * CLIENTS, (max(1, (floats - 10) // 75),))
     spec = spec_of(case, RunSettings(evaluate=Evaluation(every=10**9)))

@@ -7,10 +7,10 @@ Flower's engine needs a separate Python environment, because it needs another ve
 raysim. This version of Ray does not work with pyarrow 20 or later.
 
 The names W1 and W2 stand for workloads of `raysim bench`. raysim and Flower's engine both run them
-as the app in `flower_app`, with two processes of one thread. A workload is measured alternately on
-raysim and on Flower's engine. Each measurement is the median time of a round, without the first
-round, in which processes start. A ratio is raysim's time divided by the next measured time of
-Flower's engine. The result is the median ratio.
+as the app in `flower_app`, with two processes of one thread. Measurements alternate between raysim
+and Flower's engine. Each measurement is the median time of a round, without the first round, in
+which processes start. Each measurement on raysim is divided by the measurement on Flower's engine
+that directly follows it. The result is the median of these ratios.
 
     git clone https://github.com/adap/flower checkout
     uv run --with PACKAGES python -m jobs.benchmarks.flower_engine --engine flower/bin/python \\

@@ -112,8 +112,9 @@ def copies_ms(floats: int) -> float:
 def main() -> None:
     """Print, for each model size, the CPU time that a learner adds to a job.
 
-    The time for copying the parameters twice is printed, too, and subtracted. Raise ValueError if
-    more than `LIMIT_MS` milliseconds remain for a model size.
+    A learner copies the parameters twice. The time of two such copies is measured separately and
+    printed. It is then subtracted from the time that the learner adds. Raise ValueError if the
+    difference is above `LIMIT_MS` milliseconds for a model size.
     """
     values = read(parser(__doc__))
     results = []

@@ -82,7 +82,8 @@ class Claim:
     score: the score of our runs that is compared.
     settings: the names of the settings at which we test the claim, the largest setting last.
     printed: the two numbers that the paper prints; None if it prints none.
-    source: the place in the paper that makes the claim, if `printed` is None; else "".
+    source: the figure or the equations of the paper that make the claim, such as "Figure 5b". It is
+    "" if the paper prints numbers for the claim, because `printed` names their table.
     deviations: True if the claim is about the printed standard deviations, False if it is about the
     printed means.
     higher: True if the paper claims the higher score for `method`, False for the lower one.
@@ -113,8 +114,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """The scores of our runs of a claim's two methods at one setting, and the verdict.
+    """The scores of the two methods of a claim, in our runs at one setting.
 
+    The property `verdict` says whether these scores support or contradict the claim.
     pairs: the scores of `claim.method` and of `claim.other` for each seed that both have.
     accuracy: the mean accuracy of our runs of `claim.other` in percent. It is compared with the
     printed accuracy, so it is None if the paper prints no numbers for the claim.

@@ -64,8 +64,8 @@ class Entry:
     score: the score of our runs that is compared with the printed number.
     matches: our runs for this number.
     variant: a text that says how the methods' hyperparameters in all `matches` differ from the
-    paper. It is "" if no hyperparameter differs, and in an entry that is not yet split by
-    variant.
+    paper; "" if no hyperparameter differs. A new entry also has "", because its runs may have
+    different hyperparameters. The function `at` divides such an entry.
     """
 
     cell: Cell
@@ -244,8 +244,8 @@ def main_settings(entries: Sequence[Entry]) -> dict[str, str]:
 
     This is the setting at which the user's runs fill the most cells of the table. Settings of runs
     on different data than the paper's are not considered. Return a dictionary from the name of a
-    data set to a text. The text says how the chosen setting differs from the paper's setting. It is
-    "" for the paper's setting, and if there are no runs.
+    data set to a text. The text says how the chosen setting differs from the paper's setting. The
+    text is "" if the paper's setting is chosen, or if there are no runs on the data set.
     entries: the numbers of the table, each with the user's runs and the runs stored with raysim.
     """
 
@@ -307,9 +307,10 @@ def _match(
     """Add each run to the entries with which it is compared; yield texts about each run.
 
     An entry is a number of the paper's table, with the command of a run that would compute it. A
-    run belongs to an entry if it has the preset and the methods of this command. It must also have
-    the command's values of all keys that distinguish rows of the table. The texts say to which rows
-    the run belongs, and how it differs from the paper's setting.
+    run is added to an entry if it has the preset and the methods of this command. For some
+    configuration keys, the run must also have the command's values. These keys distinguish the rows
+    of the paper's tables, and `_row_keys` returns them. Each text says to which table rows a run
+    belongs, and how the run differs from the paper's setting.
     name: the name of the table, such as "fedbr/table1".
     """
     row_keys = _row_keys(paper_runs, name.partition("/")[0])
@@ -433,8 +434,9 @@ def is_equal(one: str, other: str) -> bool:
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield lines about a run: its rows in the table, and its differences from the paper.
 
-    labels: maps a text to labels of table rows to which the run belongs. The text says how the run
-    differs from the paper for these rows; "" means that it does not differ.
+    labels: a key is a text that says how the run differs from the paper; "" means that it does not
+    differ. The value lists the labels of the table rows that have this difference. An empty
+    dictionary means that the run belongs to no row.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
@@ -511,8 +513,9 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
     Return None if the accuracy of FedAvg is needed, but no run of FedAvg exists.
     key: an accuracy as text, such as "0.80", or a text that begins with `FEDAVG_FINAL`. Such a text
     means the mean final accuracy of our FedAvg runs.
-    entry: the number in the paper's table whose `rounds_to` has this key.
-    entries: the entries of the same data set. Those of FedAvg contain our FedAvg runs.
+    entry: the entry whose printed number, `entry.cell`, has this key in `rounds_to`.
+    entries: all entries of the same data set. FedAvg runs are taken from the entries of FedAvg that
+    are in the same table column as `entry`.
     """
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
@@ -532,9 +535,9 @@ def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
     unknown.
     key: a key of `Cell.rounds_to`: the accuracy as text, or a text that means FedAvg's final
     accuracy.
-    entry: a number in the paper's table, with our runs for this number.
-    entries: the entries of the same data set. Those of FedAvg contain our FedAvg runs, which are
-    needed for FedAvg's final accuracy.
+    entry: one number of the paper's table, with our runs for this number. These runs are counted.
+    entries: all entries of the same data set. FedAvg's final accuracy is computed from our runs in
+    the entries of FedAvg.
     """
     threshold = _threshold(key, entry, entries)
     if threshold is None:
@@ -555,8 +558,8 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
     """Yield a text table for each column of the paper's table, and then a legend of the marks.
 
     A mark such as [a] stands for hyperparameters of the methods that differ from the paper.
-    entries: the paper's numbers for one data set. Each entry contains our runs for one number. All
-    these runs have the same `Match.setting`.
+    entries: the entries of one data set. An entry has one number of the paper, and our runs for
+    this number. The runs of all these entries have the same `Match.setting`.
     width: the largest number of characters in a line.
     """
     variants = sorted({entry.variant for entry in entries} - {""})
@@ -572,13 +575,14 @@ def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
 
 
 def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Column]:
-    """Yield the columns of a text table that has a row for each entry of `cells`.
+    """Yield the columns of a text table that compares printed numbers with our numbers.
 
     The columns are the printed numbers, our numbers, their differences, additional scores, and the
     numbers of rounds to reach an accuracy.
-    cells: the entries of one column of the paper's table.
-    entries: all entries of the data set, among them those of FedAvg. A column may count the rounds
-    until FedAvg's final accuracy, which is computed from our FedAvg runs.
+    cells: the entries from one column of the paper's table. Each of them gets a row in the text
+    table.
+    entries: all entries of the data set. If rounds are counted until FedAvg's final accuracy, this
+    accuracy is computed from our runs in the entries of FedAvg.
     """
     yield number_column(
         "paper", [_printed(entry.cell.mean, entry.cell.deviation) for entry in cells]

@@ -275,7 +275,10 @@ def _commands(entries: Sequence[Entry]) -> str:
 
 
 def write(folder: Path) -> None:
-    """Write all pages and their pictures."""
+    """Write all pages about the papers, and the pictures of these pages.
+
+    folder: the folder to write into; it is created if it does not exist.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -34,7 +34,13 @@ def checksum(runs: Sequence[Run], paper: PaperRuns) -> str:
 
 
 def draw(runs: Sequence[Run], paper: PaperRuns, path: Path) -> None:
-    """Draw a row of panels for each setting. The file's metadata has the numbers' checksum."""
+    """Draw the gains of a paper's methods over FedAvg, with a row of panels for each setting.
+
+    runs: our runs of the paper's methods and of FedAvg.
+    paper: describes how the paper's runs are compared.
+    path: the picture file to write. Its metadata contains the checksum of all numbers in the
+    picture.
+    """
     settings = by_setting(runs, paper)
     heights = [max(2.6, 1.3 + 0.27 * len(setting.others)) for setting in settings]
     about = {"Description": checksum(runs, paper)}

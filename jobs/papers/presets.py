@@ -52,8 +52,8 @@ class Score:
     """A rule that computes a score from the history of a run, such as the best accuracy.
 
     column: the name of the column of the history from which the score is computed. Some papers
-    print numbers of rounds until an accuracy is reached. Our numbers of rounds are then found in
-    this column.
+    print the number of rounds until an accuracy is reached. Our rounds are then counted until this
+    column reaches the accuracy.
     summary: a function that returns the score. Its arguments are the rows of the history and the
     name of the column. It returns None if the run does not have the score.
     factor: the number by which the score is multiplied, such as 100 for percent.

@@ -399,15 +399,16 @@ class Local:
     def rate(self, version: int) -> float:
         """Return the learning rate of a job that starts from this version.
 
-        version: the number of aggregations so far. W is `warmup_rounds` and T is `schedule_rounds`.
-        With t = max(0, version - W) and T' = T - W:
+        version: the number of aggregations so far.
+        The rate follows from the attribute `schedule`. Let W be `warmup_rounds`, T be
+        `schedule_rounds`, t = max(0, version - W), and T' = T - W:
 
             constant   lr
             cosine     final_lr + (lr - final_lr) (1 + cos(pi t / T')) / 2
             linear     lr + (final_lr - lr) t / T'
             step       lr drop_factor^floor(version / drop_every)
 
-        The cosine and linear schedules stay at final_lr after version T. The result is multiplied
+        For all versions after T, cosine and linear give final_lr. The result is multiplied
         by lr_decay^version and, if version < W, by (version + 1) / (W + 1). With
         `schedule_over="steps"`, the formula of "constant" is used here, and `step_factors` has the
         schedule.

@@ -78,10 +78,10 @@ class Declarations:
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the method that declared a fact, such as its own stages; None if none did.
+        """Return the method that sets an attribute of its declaration; None if no method does.
 
-        fact: the name of an attribute of `MethodDeclaration`, such as "stages" or "train". Only one
-        method of a run may declare such a fact.
+        fact: the name of the attribute of `MethodDeclaration`, such as "stages" or "train". At most
+        one method of a run may set this attribute.
         """
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None

@@ -172,11 +172,12 @@ class StateNames:
 
 
 def check_state(state: Mapping[str, Any], before: Collection[str], names: StateNames) -> None:
-    """Raise HookError if a job's client state has a missing or an additional entry.
+    """Raise HookError if a job has removed or added an entry of its client state.
 
     state: the client state at the end of the job, by "method.name".
-    before: the names of the entries when the job began, including the states of optimizers.
-    names: the names that methods have declared.
+    before: the names of the entries when the job began, including the states of optimizers. None of
+    these entries may be missing in `state`.
+    names: the names that methods have declared. Only entries with these names may be added.
     """
     for name in state:
         if name not in before and name not in names:
@@ -235,9 +236,9 @@ def format_error(error: BaseException) -> str:
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error as text, shortened for the user.
 
-    If a user's method raised the error, lines of raysim's code are left out. For a HookError, they
-    are always left out, and the error's message is, too (`format_error` returns it). The text for a
-    HookError is "" if no lines are left.
+    If a user's method raised the error, lines of raysim's code are left out. For a HookError, lines
+    of raysim's code are always left out. The text for a HookError also lacks the error's message,
+    because `format_error` returns the message. The text for a HookError is "" if no lines remain.
     """
     method = failing_method(error)
     is_users_method = method is not None and not type(method).__module__.startswith("raysim.")

@@ -86,10 +86,11 @@ class Times(TrainingProcessCallback):
 
 
 def main(folder: Path, rounds: int) -> None:
-    """Train the workload that is stored in a folder.
+    """Train the workload that is stored in a folder, with pfl-research.
 
-    The first process writes `times.json` into the same folder. This file has the times at the ends
-    of the rounds, and the largest change of a parameter.
+    Several processes can train the workload together; each of them runs this function. Only the
+    first process writes `times.json` into the same folder. This file has the times at the ends of
+    the rounds, and the largest change of a parameter.
     folder: the folder that `jobs.benchmarks.peers` wrote, with settings, samples and initial
     parameters.
     rounds: the number of rounds to train.

@@ -1,7 +1,8 @@
 """Redraw figures of FedBR, on RotatedMNIST at 14 x 14 pixels with a small CNN.
 
-The features and outputs come from probes (`raysim.results.probes`): clients' models before they are
-averaged, applied to equally many samples of each class of the central test set.
+The features and outputs come from probes (`raysim.results.probes`). A probe measures the clients'
+models before they are averaged. Each model gets equally many samples of each class of the central
+test set.
 """
 
 from __future__ import annotations
