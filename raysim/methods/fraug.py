@@ -9,7 +9,7 @@ Features via Representation Augmentation" (ICCV 2023), eqs. (1)-(6), Algorithm 1
 
     h(f(x))  FedBN's classifier: head h, extractor f       c    class prototypes of the client
     G        generator, averaged                           H    RTNet, stays with the client
-    y^       all classes in turn                           z    noise
+    y^       labels that cycle through all classes         z    noise
     rho = exp(gamma (t - T)) in round t of T               beta = min(1/2, rho)
 
 Each batch takes three optimizer steps. The networks that a step does not train are in eval mode.
@@ -38,8 +38,8 @@ Departures from the paper
   do.
 - rho and beta depend on the round, not on the step, as in the authors' code. T is the setting
   `rounds`. If a run has more rounds, rho and beta are constant after round T.
-- The paper's gamma is meant for T = 300, so that rho starts higher with fewer rounds. To correct
-  this, ramp_rounds=300 multiplies gamma by 300/T.
+- The paper chose gamma for T = 300 rounds. With the same gamma and a smaller T, rho is larger in
+  the first round. ramp_rounds=300 corrects this: it multiplies gamma by 300/T.
 - The norm of generated features has no bound. It can become much larger than the norm of real
   features, above all with generator_metric="mse". The history has both norms. The run warns if the
   norm of generated features is more than 10 times that of real ones. A smaller lambda_G or a
@@ -202,9 +202,10 @@ def class_prototype_ema(
 
 
 def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
-    """Return the labels of one step's batch, int64 [batch_size]: one class after another.
+    """Return the labels of one step, int64 [batch_size], which cycle through all classes.
 
-    The first label is the class number step * batch_size modulo the number of classes.
+    They are c, c + 1, ..., C - 1, 0, 1, ..., with C = `num_classes`. The first label c is (step *
+    batch_size) modulo C, so each step continues the cycle of the previous step.
     step: the number of the step, from 0.
     """
     return (torch.arange(batch_size) + step * batch_size % num_classes) % num_classes
@@ -217,10 +218,12 @@ class FRAug(Method):
     transformation network (RTNet) stays on its client, and adapts these features to the client. A
     synthetic feature vector is an anchor plus rho times RTNet's output. An anchor is the features
     of a real sample, or a class prototype: the moving average of the class's features. The head
-    is trained on real and synthetic features.
+    is trained on real and synthetic features. In the loss, the synthetic features have the weight
+    beta, and the real ones 1 - beta. In general, rho and beta grow from round to round.
 
-    rounds: T, the round after which rho and beta no longer change. The configuration sets it to the
-    number of the run's rounds.
+    rounds: T, the number of rounds after which rho and beta stay constant. The configuration sets
+    it to the number of the run's rounds. None means unknown; a setting that needs T is then an
+    error.
     noise_dim: the length of a noise vector; in the paper half the number of features.
     noise: the distribution of the noise: "normal", or "uniform" on [0, 1).
     generator_lam: the weight of the distance between the generator's features and real features.
@@ -239,8 +242,7 @@ class FRAug(Method):
     ramp_rounds: multiplies gamma by ramp_rounds / rounds. The ramp then has the same values at the
     start, middle and end of a run as in a run of `ramp_rounds` rounds. None leaves gamma unchanged;
     so does ramp="laine_aila".
-    weight: the upper limit of beta, the weight of synthetic features in the classifier's loss. In
-    each round, beta is the smaller one of `weight` and rho.
+    weight: the upper limit of beta. In each round, beta is the minimum of `weight` and rho.
     residual: the factor on RTNet's output in the classifier's loss; None uses rho.
     prototype_weight: the weight mu of the batch's mean features in a new prototype. The old
     prototype has the weight 1 - mu.
@@ -517,9 +519,9 @@ class FRAug(Method):
     def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
         """Return the loss of RTNet, the network that adapts generated features to the client.
 
-        RTNet makes two batches of synthetic features. It adds its outputs to class prototypes in
-        the first batch, and to real features in the second. Its BatchNorm normalises the batches
-        separately. This order is that of the authors' code.
+        RTNet makes two batches of synthetic features. The first batch is class prototypes plus
+        RTNet's outputs. The second batch is real features plus RTNet's outputs. As in the authors'
+        code, RTNet's BatchNorm normalises the two batches separately, in this order.
         """
         real, anchors, rtnet = _real_features(job, out), _anchors(job), job.network("rtnet")
         labels, turn = out.batch.targets, job.drawn("labels")

@@ -121,11 +121,12 @@ class GroupDRO(Method):
             job.upload["loss"] = losses.mean(0, keepdim=True)
 
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
-        """Update each participant's q, and multiply the weight of each update by its client's q.
+        """Update each participant's q, and multiply the weight of the participant's update by q.
 
-        q is a number that the server keeps for each client and increases with the client's loss.
-        For the multiplication, each q is divided by the largest q of the participants, because only
-        ratios count. If all q are equal, the weights of the updates do not change.
+        The server stores a number q for each client. First, a participant's q is multiplied by
+        exp(step_size * l), where l is the loss that the participant uploaded. For the weights, each
+        q is then divided by the largest q of the participants, because only ratios count. If all q
+        are equal, the weights of the updates do not change.
         """
         clients = torch.tensor(aggregation.clients)
         losses = torch.cat(aggregation.uploads("loss"))

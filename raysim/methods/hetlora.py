@@ -173,8 +173,9 @@ class HetLoRA(Method):
     def end(self, job: LocalJob) -> None:
         """Lower the client's rank if training made the penalty `tail_sum` smaller.
 
-        The rows of A and columns of B with a penalty are then pruned: they become 0. The new rank
-        is at least 1. Store the client's rank in the client state.
+        The new rank r is floor(gamma * rank), but at least 1. In each adapter B A, all columns of B
+        and all rows of A after the first r then become 0. The client state stores the client's
+        rank, even if it is unchanged.
         """
         tail, rank = job.scratch["tail"], job.scratch["rank"]
         params = job.params[: len(tail)]
@@ -203,12 +204,14 @@ class HetLoRA(Method):
 def _add_norm_gradient(
     grad: Tensor, at: slice, values_at: slice, values: Tensor, factor: Tensor
 ) -> None:
-    """Add factor * values / |values|, the gradient of factor * |values|, to a part of `grad`.
+    """Add factor * values / |values|, the gradient of factor * |values|, to `grad`.
 
-    grad: the gradient with respect to the parameters in the slice `at` of the vector.
-    values_at: the slice of the vector for the matrix A or B of an adapter. If `at` does not contain
-    this slice, nothing is added.
-    values: the entries of this matrix, with 0 for the ranks that have no penalty.
+    `values` are the entries of one matrix of an adapter. `at` and `values_at` are slices of the
+    vector, which has all parameters.
+    grad: the gradient of the parameters in the slice `at`, changed in place.
+    values_at: the slice with the entries of the matrix. If it is not completely inside `at`,
+    nothing is added.
+    values: the entries of the matrix, with 0 for the ranks that have no penalty.
     factor: a scalar tensor.
     """
     if at.start <= values_at.start and values_at.stop <= at.stop:

@@ -110,12 +110,15 @@ def _settings(
 def _mix(
     rows: np.ndarray, sources: np.ndarray, clamp_max: float, clip: float, eps: float, conflict: bool
 ) -> None:
-    """Mix each row g of `rows` [n, k] with the same row g0 of `sources` [n, k], in place.
+    """Mix row i of `rows` [n, k] with row i of `sources` [n, k], for each i, in place.
 
-        g <- m g / (|g| + eps) + theta m g0 / (|g0| + eps),    m = (|g| + |g0|) / 2
-        theta = min(|<g, g0>| / (|g0|^2 + eps), clamp_max)
+    With a row g of `rows` and the row g0 of `sources`, the new row is
 
-    The function is compiled. Sums are in float64.
+        m g / (|g| + eps) + theta m g0 / (|g0| + eps)
+        m = (|g| + |g0|) / 2,    theta = min(|<g, g0>| / (|g0|^2 + eps), clamp_max)
+
+    At last, all entries of all rows are limited to the range from -clip to clip. The function is
+    compiled. Sums are in float64.
     clamp_max: the largest factor theta.
     clip: the largest absolute value of an entry of the result; inf for no bound.
     eps: a small number that is added to denominators, so that none is 0.

@@ -37,7 +37,10 @@ class LocalTraining(Method):
         self.keep_optimizer = keep_optimizer
 
     def setup(self, run: Setup) -> None:
-        """Keep all parameters and buffers on the client, and its optimizer if configured."""
+        """Declare that all parameters and buffers stay on the client.
+
+        With keep_optimizer=True, the state of the client's optimizer stays there, too.
+        """
         run.private_parameters(_all_names)
         if self.keep_optimizer:
             run.keep_optimizer()

@@ -256,8 +256,10 @@ def needs_mask(run: Setup, ranks: Ranks) -> bool:
 
 
 def skip_rank_hooks(run: Setup, ranks: Ranks) -> None:
-    """Declare that raysim need not call the hooks `begin` and `gradient`, if they have no effect.
+    """Tell raysim to skip the hooks `begin` and `gradient` in a run in which they do nothing.
 
+    `begin` does nothing if `ranks` is None. `gradient` does nothing if `ranks` is None, or if no
+    other method of the run changes gradients.
     ranks: the setting `ranks` of FLoRA, FlexLoRA or HetLoRA; None gives all clients the rank of the
     model.
     """

@@ -227,7 +227,12 @@ class PartialFed(Method):
         return self.policy_steps * min(self.policy_batch, job.samples)
 
     def begin(self, job: LocalJob) -> None:
-        """Start training from the mixture of the received and the client's own model."""
+        """Start training from the received model, with some layers of the client's own model.
+
+        The client's own model is the model that the client trained last. In two cases, the client
+        starts from the received model alone: it has no own model yet, or its own model is more than
+        `max_staleness` aggregations old.
+        """
         job.report["loaded"] = 1.0
         if not len(job.state["model"]) or self._is_stale(job):
             return
@@ -405,11 +410,13 @@ def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Te
 def _fold_statistics(
     path: str, module: nn.modules.batchnorm._BatchNorm, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return new tensors for a BatchNorm, so that gradients reach its running statistics.
+    """Return tensors of a BatchNorm that let gradients flow to its running statistics.
 
-    Its outputs in eval mode do not change. torch computes no gradients for running statistics.
-    Therefore the new tensors have mean 0 and variance 1, and a weight and a bias that depend on the
-    old statistics. A BatchNorm without weight and bias gets no gradients.
+    torch computes no gradients for the running mean and variance of a BatchNorm. Therefore the
+    function computes a new weight and a new bias from them, through which gradients flow. The new
+    running mean is 0, and the new running variance is 1 - eps. In eval mode, the BatchNorm has the
+    same outputs with the new tensors as with the old ones. If a BatchNorm has no weight and bias,
+    its statistics are returned unchanged and get no gradients.
     path: the path of the BatchNorm in the model.
     module: the BatchNorm.
     tensors: the model's tensors by path, with the values to use.

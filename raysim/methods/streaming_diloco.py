@@ -165,9 +165,10 @@ class StreamingDiLoCo(Method):
     def _floats_down(self, layout: Layout, job: Participation) -> int:
         """Return an estimate of how many floats a client receives in a job.
 
-        In its first job, a client receives all floats. In a later job it receives the fragments due
-        in the versions s to v - 1. Here v is the base version of the job, and fragment v mod P is
-        due in version v. s is the base version of the client's last job, estimated as the number of
+        In its first job, a client receives all floats. Let a later job start from version v, and
+        the client's previous job from version s. In the later job, the client receives the
+        fragments that are due in the versions s to v - 1. In each version i, fragment i mod P is
+        due, where P is the number of fragments. s is estimated as the number of the client's
         earlier jobs minus 1.
         """
         if not job.earlier_jobs:
@@ -180,10 +181,10 @@ class StreamingDiLoCo(Method):
     def begin(self, job: LocalJob) -> None:
         """Start from the client's last trained model, with some fragments of the received model.
 
-        Fragment v mod P is due in version v, with P the number of fragments. Let this job start
-        from version v, and the client's last job from version s. The fragments due in the versions
-        s to v - 1 are replaced by the received ones. The client's first job starts from the
-        received model.
+        Let this job start from version v, and the client's previous job from version s. The
+        fragments that are due in the versions s to v - 1 are taken from the received model. In each
+        version i, fragment i mod P is due, where P is the number of fragments. The client's first
+        job starts from the whole received model.
         """
         trained = job.layout.trained
         version = int(job.state["version"])

@@ -70,8 +70,8 @@ def supervised_contrastive_loss(
     features: [n, D]; this function divides each row by its norm.
     labels: int64 [n]. A row without another row of its label adds 0 to the mean over n.
     temperature: the scalar products of features are divided by it.
-    base_temperature: the loss is divided by it. If it is equal to `temperature`, as in VHL, the
-    loss is unchanged.
+    base_temperature: the divisor in the factor above. VHL uses the same value as for `temperature`,
+    so that the factor is 1.
     """
     rows = F.normalize(features, dim=1, eps=1e-12)
     is_itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
@@ -253,9 +253,9 @@ class Vhl(Method):
         """Return the cost of training on the virtual samples, as a number of trained samples.
 
         Each batch is assumed to have as many virtual as real samples. So the cost is the number of
-        the job's trained samples. If another method changes the inputs, the cost is twice this
-        number. In that case, the unchanged real samples make a second forward and backward pass,
-        together with the virtual samples.
+        the job's trained samples. It is twice this number if another method changes the inputs of a
+        batch. VHL then also trains on the unchanged real samples, which cost as much as the virtual
+        samples.
         """
         if not (self.alpha or self.gamma or self.kappa):
             return 0.0
@@ -296,7 +296,12 @@ class Vhl(Method):
         return batch
 
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
-        """Add alpha times the cross-entropy of virtual images, and the `alignment_loss`."""
+        """Add two terms to the loss: a cross-entropy of virtual images, and an alignment loss.
+
+        The first term is alpha times the cross-entropy. The second term is `alignment_loss` with
+        the weights gamma and kappa. After the first `align_epochs` epochs of a job, there is no
+        second term.
+        """
         if not self._needs_virtual(job):
             return loss
         terms = []

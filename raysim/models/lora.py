@@ -182,9 +182,13 @@ def _output_layers(inner: nn.Module) -> list[object]:
 
 
 def _named_layers(inner: nn.Module, lora: Lora) -> list[str]:
-    """Return the full names of the layers in `model.lora.layers`.
+    """Return the full names of the layers that `model.lora.layers` selects.
 
+    An entry of `model.lora.layers` selects all layers whose full name is the entry, or ends with
+    "." and the entry. For example, "query" selects "blocks.0.query" and "blocks.1.query".
     inner: the model without its head; the whole model if it has no separate head.
+    Raises ValueError if an entry selects no layer, if there is no entry, or if a selected layer is
+    too narrow for the rank.
     """
     all_names = [name for name, _ in inner.named_modules() if name]
     names: list[str] = []

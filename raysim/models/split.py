@@ -70,11 +70,11 @@ class WholeNetwork(Classifier):
 
 
 def original_network(model: nn.Module) -> nn.Module:
-    """Undo `split_network`: return the original network, with the model's current parameters.
+    """Undo `split_network`: return the original network, with the model's present parameters.
 
-    model: a model that `split_network` returned. Do not use a `SplitNetwork` after this call,
-    because its head is moved back into the network. Any other model is returned unchanged, because
-    `split_network` did not make it.
+    model: a model that `split_network` returned, or any module. If `split_network` did not make the
+    model, it is returned unchanged. A `SplitNetwork` cannot be used after this function has moved
+    its head back into the original network.
     """
     if isinstance(model, SplitNetwork):
         return model.whole()

@@ -41,7 +41,7 @@ def import_optional(package: str, setting: str) -> ModuleType:
 
 
 def is_instance_of(value: object, module: str, *names: str) -> bool:
-    """Return True if a value is an instance of one of some classes of a module.
+    """Return True if a value is an instance of any of the classes `names` in a module.
 
     The module is not imported: before its import, no value can be an instance of its classes.
     module: the name of the module, such as "pandas".

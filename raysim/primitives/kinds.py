@@ -78,7 +78,7 @@ class PackedShape(tuple[int, ...]):
         return shape
 
     def __reduce__(self) -> tuple[type[PackedShape], tuple[tuple[InputField, ...]]]:
-        """Pickle the fields only, from which unpickling computes the shape."""
+        """Pickle only the fields; unpickling computes the shape from the fields."""
         return PackedShape, (self.fields,)
 
     @property

@@ -137,9 +137,11 @@ def write_stacks(folder: Path, name: str, text: str) -> Path:
 
 @contextlib.contextmanager
 def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
-    """Let `kill -USR1` write this process's call stacks into a run's folder, inside `with`.
+    """Make `kill -USR1` write this process's call stacks to a file during a `with` block.
 
-    A program that handles this signal itself keeps its handler. A file without text is removed.
+    If the program already handles the signal SIGUSR1, nothing is changed. When the block ends, the
+    file is removed if it is empty.
+    folder: the run's folder, in which `stack_file` says where the file is.
     name: the name of this process, such as "worker-3".
     """
     if _SIGNAL is None or signal.getsignal(_SIGNAL) != signal.SIG_DFL:

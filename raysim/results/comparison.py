@@ -218,9 +218,9 @@ def report(
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
     labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
     order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". A setting
-    that is not in `order` comes after all settings of `order` with the same data and split. If
-    `order` has no such setting, it goes to the end. Each setting is tested against the first
-    setting with the same data and split.
+    that `order` omits comes after all settings of `order` with the same data and split. If no
+    setting of `order` has the same data and split, the omitted setting goes to the end. Each
+    setting is tested against the first setting with the same data and split.
     percent: True shows scores between 0 and 1, such as accuracy, in percent.
     thresholds: target scores. The table `thresholds` has the costs until a setting reaches each of
     them. () takes the target scores that the summaries list in `rounds_to`, and keeps the highest
@@ -293,9 +293,8 @@ def parse_labels(text: str, settings: Sequence[str]) -> dict[str, str]:
 def parse_order(text: str, settings: Sequence[str]) -> list[str]:
     """Split a text such as "fedprox,fedavg" at its commas into a list of labels.
 
-    A comma inside a known label does not split the text. Names that are no known label stay in the
-    list.
-    settings: the known labels: those of all settings. A label may contain commas.
+    A comma inside a known label does not split the text. Unknown labels stay in the list.
+    settings: the known labels, which may contain commas.
     """
     order = []
     rest = text

@@ -343,8 +343,8 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
     """Draw one SVG for each quantity of the horizontal axis, such as rounds, traffic or time.
 
     A quantity is left out if it is 0 at every point of all curves. Each entry of the result has the
-    label of the horizontal axis, the SVG and a bool. The bool is True for rounds, and for a plot
-    that shows more than the plot against rounds. For wall time it is False, because wall time
+    label of the horizontal axis, the SVG and a bool. The bool is False for a plot that the page
+    folds, because its curves look the same as against rounds. It is also False for wall time, which
     depends on the machine. The SVGs have no legend, because the page has one legend for all plots.
     ylabel: the label of the vertical axis.
     """

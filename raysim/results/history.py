@@ -226,12 +226,12 @@ def summarise(
 ) -> dict[str, object]:
     """Return the content of `summary.json`.
 
-    It has the last value of each column, scores over several rounds such as "best5_mean", and
-    `facts`. A score over several rounds is computed from the main metric, such as accuracy. If the
-    history has the metric on clients' test sets (column `accuracy`), this column gives the scores.
-    The metric on the central test set (column `accuracy_global`) then gives additional scores with
-    the suffix `_global`. If only `accuracy_global` has values, it gives the scores without a
-    suffix.
+    The summary has the last value of each column, scores over several rounds such as "best5_mean",
+    and `facts`. The scores over several rounds are computed from the main metric, such as accuracy:
+    - Scores without a suffix come from the column `accuracy`, the metric on the clients' test sets.
+    - Scores with the suffix `_global` come from the column `accuracy_global`, the metric on the
+      central test set.
+    - If `accuracy` has no values, the scores of `accuracy_global` have no suffix.
 
     thresholds: scores; `rounds_to` in the summary has the first round that reached each of them.
     lower: the metrics for which a lower score is better.

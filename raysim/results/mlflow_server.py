@@ -179,12 +179,12 @@ class Mlflow:
         return run if run is not None and run.info.lifecycle_stage == "active" else None
 
     def _find_id(self, record: Record) -> str:
-        """Search MLflow for the run of a record; return the run's MLflow id.
+        """Search MLflow for its copy of a run of raysim; return MLflow's id of this copy.
 
-        MLflow stores the `id` of the record as a tag of the run. Return "" if no run has this tag.
-        MLflow is searched only if the record says that `raysim ui` sends the run to MLflow;
-        otherwise return "".
-        record: the content of the run's tracking.json.
+        The copy has the `id` of the record as a tag. Return "" if MLflow has no such copy, or if
+        the record does not say that `raysim ui` sends the run. In the second case MLflow is not
+        searched.
+        record: the content of the tracking.json of raysim's run.
         """
         if record.get("sent_by") != UI:
             return ""

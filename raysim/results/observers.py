@@ -305,7 +305,7 @@ class UndefinedMetrics(Observer):
         self._printed: set[str] = set()
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
-        """Print the metrics that are nan for the first time in this round."""
+        """Print each metric that is nan in this round and was not nan in any earlier round."""
         for metric in metrics_of([event.row]):
             columns = [
                 name for name in event.row if name == metric or name.startswith(f"{metric}_")
@@ -723,8 +723,8 @@ class TrackingObserver(Observer):
     note: function that prints a line.
     activity: function that shows a text while the model is saved.
     study: the folder of the study or sweep to which the run belongs; None if there is none.
-    leaves_model: False saves the model at the end of the run. True does not save it, so that
-    `raysim ui` makes it from the run's folder.
+    leaves_model: True if `raysim ui` will later make the model in MLflow's format from the run's
+    folder. The observer then does not save the model.
     """
 
     FILES = (

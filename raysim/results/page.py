@@ -300,8 +300,9 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
 def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
     """Return the page's section about the costs until groups of runs reach target scores.
 
-    The costs are rounds, bytes and times. The target scores are `view.thresholds`. If that is
-    empty, they are the highest target scores in the runs' summaries that at least one run reached.
+    The costs are rounds, bytes and times. The target scores are `view.thresholds`. If
+    `view.thresholds` is (), the target scores come from the runs' summaries. The section then has
+    the two highest target scores that any run reached.
     Return None if no run reached any target score.
     """
     columns = threshold_columns(groups, view, MAX_COST_SCORES)

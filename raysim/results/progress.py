@@ -191,8 +191,8 @@ class Progress:
         node: name and address of the worker's node; "" if unknown.
         replaced_after: a worker without an answer for this many seconds is replaced. Infinity means
         that the run waits forever.
-        node_timeout: None if the worker's node still answers. If the node is silent, too: the
-        seconds of silence after which the run counts the node as lost.
+        node_timeout: None if the worker's node still answers. Otherwise the number of seconds
+        without an answer after which the run counts the node as lost.
         stacks: the file that shows which code the worker's threads are executing; "" without one.
         ray_messages: the file for Ray's own messages; "" without one.
         """

@@ -78,9 +78,8 @@ class TableView:
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
     percent: True shows scores between 0 and 1, such as accuracy, in percent.
     thresholds: target scores. The table of costs shows the rounds, bytes and times until runs reach
-    each target score. If `thresholds` is (), the target scores come from `rounds_to` in the
-    summaries. Then the table has only the four highest scores that any run reached; the HTML page
-    has the two highest.
+    each target score. () takes the target scores that `rounds_to` in the runs' summaries lists. Of
+    those that any run reached, the table has the four highest; the HTML page has the two highest.
     bold: the rule by which a value is marked as the best, a name in `BOLD_RULES`.
     """
 
@@ -350,8 +349,8 @@ def score_kinds(runs: Sequence[Run]) -> dict[str, bool]:
     """Return a dict whose keys describe the main scores of the runs.
 
     A key names the metric and the test samples, such as "accuracy on the central test set". Runs
-    with the same metric and test samples have the same key. The value is True if one of these runs
-    has scores on the clients' test sets and on the central test set.
+    with the same metric and test samples have the same key. The value is True if any run with this
+    key has both: scores on the clients' test sets and scores on the central test set.
     """
     kinds: dict[str, bool] = {}
     for run in runs:
@@ -447,10 +446,10 @@ class RunGroup:
 def group_by_setting(runs: Sequence[Run]) -> list[RunGroup]:
     """Group runs that differ only in their seeds; return the groups in the order of a report.
 
-    The score of a group is the mean over its runs of the scores in a run's five best rounds. The
-    group with the best score comes first, followed by all groups with the same data and partition.
-    Then comes the best of the remaining groups, followed by all groups with its data and partition,
-    and so on.
+    The score of a run is the mean over its five best rounds. The score of a group is the mean over
+    its runs. The group with the best score comes first, followed by all groups with the same data
+    and partition. Then comes the best of the remaining groups, followed by all groups with its data
+    and partition, and so on.
     Finished and unfinished runs are in different groups. If two runs have the same settings and the
     same seed, they are in different groups.
     """

@@ -245,14 +245,14 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the configuration keys that distinguish runs, and how many differing keys are omitted.
+    """Return the configuration keys that distinguish runs, and the number of omitted keys.
 
     The first result maps a key, such as "local.lr", to the values of all runs. It has the keys of
-    `differing_settings`, except omitted keys. The second result is the number of omitted keys.
+    `differing_settings`, except omitted keys.
 
-    A key is omitted if its value follows from the option that a run has chosen. An example is
-    `partition.alpha`, which exists only with `partition=dirichlet`. This key is omitted if every
-    run with this option has the default alpha.
+    A key is omitted if it says no more than the name of an option. For example, `partition.alpha`
+    exists only with `partition=dirichlet`. `partition.alpha` is omitted if every run with
+    `partition=dirichlet` has the default alpha.
     """
     differing = differing_settings(runs)
     shown = {}

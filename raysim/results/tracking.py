@@ -202,8 +202,8 @@ class StoredTracker:
         artifacts: the files to upload to MLflow. This class stores only their paths; `raysim ui`
         uploads the files later.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if the folder has no model in MLflow's format yet; `raysim ui` makes it
-        later. None if the folder has this model, or if the run has no shared model.
+        model: `PENDING` if `raysim ui` must still make the model in MLflow's format. None if the
+        folder already has a model in this format, or if the run has no shared model.
         """
         self.end(summary, artifacts, status, model)
         self.wait()
@@ -219,8 +219,8 @@ class StoredTracker:
 
         artifacts: the files that `raysim ui` uploads to MLflow later; only their paths are stored.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if the folder has no model in MLflow's format yet; `raysim ui` makes it
-        later. None if the folder has this model, or if the run has no shared model.
+        model: `PENDING` if `raysim ui` must still make the model in MLflow's format. None if the
+        folder already has a model in this format, or if the run has no shared model.
         """
         self._store()
         self._write_end(summary, artifacts, status, model)
@@ -362,8 +362,8 @@ class Tracker(StoredTracker):
         The thread sends the remaining rows, the summary and the files to MLflow.
         artifacts: the files to send.
         status: a status of MLflow: FINISHED, FAILED or KILLED.
-        model: `PENDING` if the folder has no model in MLflow's format yet; `raysim ui` makes it
-        later. None if the folder has this model, or if the run has no shared model.
+        model: `PENDING` if `raysim ui` must still make the model in MLflow's format. None if the
+        folder already has a model in this format, or if the run has no shared model.
         """
         with self._wake:
             self._write_end(summary, artifacts, status, model)
@@ -437,8 +437,9 @@ class Tracker(StoredTracker):
                 write_json(self._record, self._folder / RECORD)
 
     def _store_unsent(self, problem: str) -> None:
-        """Write the rows that MLflow does not have yet to the end of the backlog file.
+        """Append the rows that are not in MLflow yet to the backlog file.
 
+        Rows that the backlog file already has are not appended again.
         problem: why the rows could not be sent. The first problem of a run is printed.
         """
         with self._wake:
