@@ -89,9 +89,10 @@ class InProcess:
         return None
 
     def stacks(self, worker: int) -> str:
-        """Return "": call stacks are shown only for a worker that does not answer for long.
+        """Return "", because there are no call stacks to show.
 
-        Here `call` runs the method itself, so no answer is ever awaited.
+        They are shown for a worker that has not answered for a long time. Here `call` runs the
+        worker's method itself, so the run never waits for an answer.
         """
         return ""
 

@@ -269,14 +269,14 @@ def _distribute(
 def _split_until_balanced(
     units: Sequence[_Unit], loads: Sequence[float], capacities: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Divide units among receivers; split units until no load is above `limit`.
+    """Divide units of work among workers or nodes; split units until no load is above `limit`.
 
-    All receivers are workers, or all are nodes. The updates of a unit's jobs are a subtree of the
-    summation tree.
+    A unit is a set of jobs whose updates are a subtree of the summation tree. All receivers of
+    units are workers, or all are nodes.
     Return the units of each receiver. Return None if a load is still above the limit after
     `MAX_SPLITS` splits for each receiver, or if no further split is possible.
-    loads: for each receiver, its load without these units. The load of a worker is the number of
-    samples that it has to train. The load of a node is the mean load of its workers.
+    loads: for each receiver, its load without the given units. The load of a worker is the number
+    of samples that it has to train. The load of a node is the mean load of its workers.
     capacities: for each receiver, the number of its workers; 1 if the receivers are workers.
     limit: the largest allowed load, in samples.
     """
@@ -332,13 +332,13 @@ def _unit_to_split(units: Sequence[_Unit], excess: float) -> _Unit | None:
 def _split_among_nodes(
     units: Sequence[_Unit], loads: Sequence[float], nodes: Sequence[int], limit: float
 ) -> list[list[_Unit]] | None:
-    """Divide units among nodes, then divide each node's units among its workers.
+    """Divide units of work among nodes, then divide each node's units among its workers.
 
-    The updates of a unit's jobs are a subtree of the summation tree. Units are split if a load
-    would be above the limit.
+    A unit is a set of jobs whose updates are a subtree of the summation tree. A unit is split into
+    smaller units if a load would be above the limit.
     Return the units of each worker. Return None if splitting cannot bring all loads down to the
     limit.
-    loads: for each worker, the number of samples that it has to train without these units.
+    loads: for each worker, the number of samples that it has to train without the given units.
     nodes: the node of each worker.
     limit: the largest load of a worker, in samples.
     """

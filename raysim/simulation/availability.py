@@ -501,10 +501,10 @@ class Intervals(Availability):
 
         Returns (row, begin, end, position):
         row: the number of the client's recording.
-        begin, end: the virtual seconds at which the current repetition of the recording starts and
+        begin, end: the virtual seconds at which the present repetition of the recording starts and
         ends; 0 and infinity if `wrap` is False.
-        position: an index in `bounds`, which has the starts and ends of all intervals. It belongs
-        to the recording's first start or end that is later than `now`.
+        position: an index in `bounds`, an array with the starts and ends of all intervals. `bounds`
+        has at this index the first start or end of the client's recording that is later than `now`.
         now: float64 [clients], the virtual time of each client in seconds.
         """
         rows = self._rows[clients]

@@ -82,10 +82,11 @@ class ClientStates:
 
     # --- the state that a job starts from ---------------------------------------------------------
     def dispatch(self, client: int, number: int) -> int:
-        """Record a new job of a client; return the number of the job whose state it starts from.
+        """Record a new job of a client; return the number of the client's previous job.
 
-        The result -1 means that the new job starts from the initial state. Do not call this for a
-        job that will be lost or discarded, because no later job may start from its state.
+        The new job starts from the client state that the previous job makes. The result -1 means
+        that the new job starts from the initial state. Do not call this for a job that will be lost
+        or discarded, because no later job may start from its state.
         number: the number of the new job.
         """
         if not self.stateful:
@@ -100,9 +101,10 @@ class ClientStates:
 
     @property
     def committed_jobs(self) -> Mapping[int, int]:
-        """The number of the job that made each client's committed state.
+        """The number of the job that made each client's committed state, by client.
 
-        Clients in the initial state are left out.
+        A client's state is committed when the job that made it is aggregated. Clients that still
+        have the initial state are left out.
         """
         return self._committed
 
@@ -193,11 +195,11 @@ class ClientStates:
         return sent, read_bytes
 
     def release_read(self, read_bytes: int) -> None:
-        """Reduce the counted memory by the states that were read from disk for one call.
+        """Reduce the counted memory by the bytes that `send` read from disk for one call.
 
-        `send` prepares a call to a worker, and counts the states that it reads from disk as memory
-        in use. Use this method when the worker has answered that call, or before `send` prepares
-        the same call again.
+        `send` prepares a call to a worker, and counts the client states that it reads from disk as
+        memory in use. Use this method when the worker has answered that call, or before `send`
+        prepares the same call again.
         read_bytes: the number of bytes that `send` returned for that call.
         """
         self._read_bytes -= read_bytes
@@ -301,11 +303,11 @@ class ClientStates:
     # --- what there is ----------------------------------------------------------------------------
     @property
     def bytes(self) -> int:
-        """The bytes of all client states in memory.
+        """The bytes of all client states in memory; jobs in flight add an estimate.
 
-        They are in the object store, or were read from disk for calls that no worker has answered
-        yet. The state that a job in flight will make counts, too. Its size is not known yet, and is
-        estimated as the mean size of the states in the object store.
+        These states are in the object store, or were read from disk for calls that no worker has
+        answered yet. A job in flight will make a state whose size is not known yet. The estimate of
+        this size is the mean size of the states in the object store.
         """
         mean: float = self._last_spilled_bytes
         if self._sizes:

@@ -12,8 +12,9 @@ to 3. Client i of a cluster has the update d_i and the weight w_i, its number of
 The clusters c_1 and c_2 are the division of the cluster in two that has the smallest a_cross. The
 cluster is divided into c_1 and c_2 if conditions (1) and (4) are true. The thresholds eps_1, eps_2
 and gamma_max are settings. Condition (1) means that the cluster's model is near a stationary point
-of the cluster's objective. It is not near stationary points of the objectives of single clients.
-Both new clusters start from the model of the old cluster and may be divided again later.
+of the cluster's objective. For at least one client, however, the model is not near a stationary
+point of the client's objective. Both new clusters start from the model of the old cluster and may
+be divided again later.
 
 Departures from the paper
 - Not all clients have to take part in each round. If an aggregation has no update of a client, the
@@ -88,9 +89,9 @@ class SplitByUpdates(ClusterRule):
     A cluster is split only if all conditions below are true.
     mean_norm: eps_1 of the paper. The norm of the mean update must be below this value.
     max_norm: eps_2 of the paper. The norm of the longest update must be above this value.
-    gamma: gamma_max of the paper. sqrt((1 - a) / 2) must be above this value, where a is the
-    largest cosine similarity between updates of different parts. With 0, only a = 1 prevents a
-    split.
+    gamma: gamma_max of the paper. sqrt((1 - a) / 2) must be above this value. Here a is the largest
+    cosine similarity between the updates of two clients that the split would separate. gamma = 0
+    allows every split with a < 1.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """

@@ -250,10 +250,9 @@ class Dispatcher:
     def _take_bundle(self, worker: int) -> list[Job]:
         """Remove the jobs of this worker's next call from the queue, and return them.
 
-        In general, the worker gets only jobs of clients whose newest state is on no other worker.
-        There is one exception if the worker is idle. Then the first of these jobs may belong to a
-        client whose newest state is on another worker. The job that makes this state must have
-        ended.
+        The worker gets only jobs of clients whose newest state is on no other worker, with one
+        exception. The first job may belong to a client whose newest state is on another worker, if
+        this worker is idle. In addition, the job that makes this state must have ended.
         """
         is_idle = not self._calls.unanswered(worker)
 

@@ -460,8 +460,8 @@ class Evaluator:
         """Compute the mean loss on each client's training samples; return float64 [clients].
 
         The workers compute the losses, and this function waits for them.
-        samples: the largest number of samples of a client that are used; None uses all samples. If
-        a client has more samples, this many are drawn at random.
+        samples: the largest number of samples that are used for a client. If a client has more
+        samples, `samples` of them are drawn at random. None uses all samples.
         version: the number of aggregations so far. It changes only which samples are drawn.
         sources: for each client, a function that returns a reference to a published version. The
         loss of this version is computed.
@@ -605,10 +605,11 @@ class Evaluator:
     def _replica_columns(self, mean: Sequence[ScoringReport], scoring: Scoring, own: Row) -> Row:
         """Return columns with the replicas' scores on the central test set.
 
-        The columns contain the scores of single replicas, and the score of the mean of all
-        replicas. If clients have validation samples, they also contain the mean's score in the best
-        round. That is the round with the best validation score of the clients' own models.
-        mean: the workers' reports on the mean of all replicas.
+        The mean of the parameters of all replicas is a model, too: the mean model. The columns
+        contain the scores of single replicas, and the score of the mean model. If clients have
+        validation samples, the columns also contain the mean model's score in the best round. The
+        best round is the round with the best validation score of the clients' own models.
+        mean: the workers' reports on the mean model.
         scoring: the scoring that has started the calls for single replicas (`Scoring.replicas`).
         own: the columns with the scores of the clients' own models, with the validation score.
         """
@@ -625,8 +626,10 @@ class Evaluator:
         return row
 
     def _common_columns(self, reports: Sequence[ScoringReport], scoring: Scoring) -> Row:
-        """Return columns with the mean scores of clients' own models on the central test set.
+        """Return columns such as `accuracy_common`, the mean score of clients' own models.
 
+        All these models are scored on the same samples, the central test set. Unseen clients have
+        separate columns, such as `accuracy_unseen_common`.
         reports: one report for each client.
         scoring: the scoring, which says which of the clients are unseen.
         """

@@ -45,8 +45,8 @@ class JobQueue:
 
         At most `MAX_PASSED_JOBS` jobs are passed over.
 
-        accepts: function that returns True if the worker accepts a job. Its arguments are the job,
-        and True if no other job was accepted before it.
+        accepts: function that returns True if the worker accepts a job. The first argument is the
+        job. The second argument is a bool, which is True until a job is accepted.
         max_jobs: the largest number of jobs to return.
         max_work: a number of samples. No more jobs are added once the accepted jobs have this many
         samples in total.

@@ -123,7 +123,7 @@ class Loads:
     counts: int64 [clients], the number of training samples of each client.
     sent_floats: function that returns the present size, in floats, of a tensor that the server
     sends to a client. Its arguments are the client and the tensor's full name, "method.name". None
-    means that every tensor has its size of version 0.
+    means that in all versions every tensor has the same size as in version 0.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class StepMessages:
         self.received = np.full(clients, -1, np.int32)
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats smaller a client's next download is because of messages.
+        """Return the number of floats that messages save in a client's next download.
 
         The client receives messages instead of the parameters. The messages contain the changes of
         all versions since the base version of the client's last job. The result is 0 if the client

@@ -235,7 +235,7 @@ def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tupl
 
 
 def _set_clients(spec: RunSpec, replica_of: np.ndarray, server: Server) -> None:
-    """Pass the clients that a replica now serves to the server of this replica.
+    """Tell the server of a replica which clients the replica serves from now on.
 
     replica_of: int [clients], the replica that serves each client.
     server: the server of the replica.

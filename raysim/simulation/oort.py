@@ -103,9 +103,9 @@ class Oort(Selection):
           `preferred`, which change from round to round.
         - "chosen_in" [clients]: the number of the latest round that chose the client; 0 for none.
         - "exploited": the clients with a known loss that the latest round chose.
-        - "utilities": a value for each round that the pacer has yet to compare; fewer than 2 *
-          `pacer_step` values. A value is the mean of samples times loss over the clients with a
-          known loss that the round chose.
+        - "utilities": the utilities of the rounds that the pacer has yet to compare; fewer than
+          2 * `pacer_step` values. A client's utility is its number of samples times its loss. A
+          round's utility is the mean over the clients that were in "exploited" after this round.
         - "picks": the clients that the latest round chose and `select` has not returned yet.
 
         clients: the number of clients.
@@ -125,9 +125,10 @@ class Oort(Selection):
 
         A round of Oort chooses `view.concurrency` clients and stores them as "picks". `select`
         returns the next `view.count` idle clients from "picks", and drops busy ones. If "picks" has
-        fewer, a new round begins, and its clients complete the result.
-        In two cases `select` begins a new round of `view.count` clients each time. These are a
-        `view.count` of at least `view.concurrency`, and a choice from one pool (`view.pool`).
+        fewer idle clients, a new round begins, and its clients complete the result.
+        "picks" is not used if `view.count` is at least `view.concurrency`, or if the clients are
+        chosen from one pool (`view.pool`). Then each decision is a new round, which chooses
+        `view.count` clients.
         view: the number of clients to return, the idle clients, the clients' losses and durations,
         and the arrays of `state`.
         """

@@ -74,18 +74,18 @@ class Messages(Protocol):
     """The compressed messages that clients receive in place of the whole parameters.
 
     A message contains the change of the parameters from one version to the next.
-    received: int32 [clients], the base version of each client's last job; -1 for a client without a
-    job.
+    received: int32 [clients], the newest version that each client has received. This is the base
+    version of the client's last job; -1 for a client without a job.
     """
 
     received: np.ndarray
 
     def saved(self, client: int, version: int) -> int:
-        """Return how many floats less a client downloads because it receives compressed messages.
+        """Return the number of floats that messages save in a client's next download.
 
-        A message has the change from one version to the next. The client receives the messages of
-        all versions since its last job, in place of all parameters. If the messages would be
-        larger, it receives the parameters, and the result is 0.
+        The client receives the messages of all versions since the base version of its last job, in
+        place of all parameters. If the messages would be larger, it receives the parameters, and
+        the result is 0.
         Use this function once for each job, because it also records that the client now has the
         version.
         client: the number of the client.
@@ -152,7 +152,7 @@ class PlannedAggregation:
 def _draw_positions(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
     """Yield random positions in an array of clients; a position may be repeated.
 
-    The positions end when it is faster to list the idle clients than to draw more positions.
+    The iterator stops when further draws would take longer than a list of all idle clients.
     clients: the length of the array; all positions are below this number.
     count: the number of different, idle clients that the caller needs.
     """
@@ -172,10 +172,11 @@ class Site:
 
     If each replica has a schedule, the run has a site for each replica, with the clients of that
     replica. Otherwise the run has one site with all clients.
-    pool: the index of the site's replica. It is -1 for the site with all clients.
+    pool: the number of the pool from which the schedule draws clients by default. It is the index
+    of the site's replica, or -1 for the site with all clients.
     members: the number of clients of this site that have samples.
-    pools: the number of groups with clients of similar speed, from which the schedule draws
-    separately. 0 means that the schedule makes no such groups.
+    pools: the number of pools if the schedule makes pools of clients with similar speed. 0 if the
+    schedule does not make pools.
     """
 
     def __init__(self, pool: int, members: int, pools: int):
@@ -322,7 +323,7 @@ class Planner:
         return [np.sort(part) for part in np.array_split(order, self.schedule.pools)]
 
     def count_contributions(self, floats: int) -> None:
-        """Add the arrays that clients sent before round 0 to the traffic of the first aggregation.
+        """Count arrays that clients sent before round 0 as traffic of the first aggregation.
 
         floats: the number of floats that all clients together sent.
         """
@@ -377,12 +378,12 @@ class Planner:
             self._advance(until)
 
     def _decide(self, site: Site) -> PlannedAggregation | float:
-        """Execute the schedule's actions for the clients of a site until it aggregates or waits.
+        """Execute a schedule's actions for its clients until the schedule aggregates or waits.
 
         If the schedule aggregates, return the planned aggregation. If it waits, return the virtual
         time at which the wait ends at the latest. Infinity means that it waits until a job ends or
         a client becomes available.
-        site: the clients for which one schedule decides, and the jobs of these clients.
+        site: the clients for which the schedule decides, and the jobs of these clients.
         """
         decide, in_pool, short = self.schedule.decide, site.in_pool, self._short
         while True:
@@ -827,9 +828,10 @@ class Planner:
     def _next_arrival(self) -> float:
         """Return the virtual time at which another client becomes available for a dispatch.
 
-        Call this if a dispatch has got too few clients. The client must be in the pool of this
-        dispatch. Return infinity if no such client becomes available, but jobs are in flight.
-        Raises NoClientsLeftError if no such client becomes available and no job is in flight.
+        Only clients of pools that had too few clients for a dispatch are considered. If none of
+        them becomes available, but jobs are in flight, return infinity. Also return infinity if the
+        fleet's clients are always available.
+        Raises NoClientsLeftError if none of them becomes available and no job is in flight.
         Raises ValueError if no job was dispatched yet and no client is available in the first
         `patience` seconds of the run.
         """
@@ -869,7 +871,10 @@ class Planner:
         return None if self._messages is None else self._messages.received
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the planner as JSON values; arrays over the clients are left out."""
+        """Return the state of the planner as JSON values.
+
+        Arrays with a value for each client are left out.
+        """
         return {
             "now": self.now,
             "version": self.version,

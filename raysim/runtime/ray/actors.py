@@ -98,10 +98,11 @@ def store_dataset(spec: RunSpec, group: PlacementGroup | None) -> list[ray.Objec
 
 
 def with_local_dataset(spec: RunSpec, content: Sequence[ray.ObjectRef[Any]]) -> RunSpec:
-    """Return the run with the path of a data set that this node can read.
+    """Return the run; its data set's path is changed to a path that exists on this node.
 
-    If the file is missing on this node, the first process of the node that calls this function
-    writes the file. The other processes of the node use this file.
+    If the present path exists on this node, or `content` is [], the run is returned unchanged.
+    Otherwise the first process of the node that calls this function writes the file. All processes
+    of the node use this file.
     content: a list with a reference to the content of the file, as `store_dataset` returned it; []
     if all processes of the run are on one node.
     """
@@ -305,9 +306,10 @@ class RayRuntime:
     actors: the running actors of the workers; if it is empty, `start` starts them.
     participants: the identities of the run's processes, with which a new worker is compared. None
     compares nothing.
-    identify: function that starts another process in a worker's bundle, given the worker's number.
-    It returns a reference to the identity of this process, which has the same node and software. It
-    is used for a worker that died before it reported its identity.
+    identify: function that starts a substitute process in a worker's bundle, given the worker's
+    number. It returns a reference to the substitute's identity. The worker and the substitute have
+    the same node and software. The function is used if a worker died before it reported its
+    identity. None leaves this identity unknown.
     growth: the facts that decide which workers are started during the run; None starts none.
     """
 
@@ -674,7 +676,7 @@ class RayRuntime:
         self._meet_replacement(worker, ready)
 
     def _wait_in_place(self, worker: int, ref: ray.ObjectRef[Any]) -> bool:
-        """Wait for a result that a process in a worker's bundle computes; True if it exists.
+        """Wait for the result of a process in a worker's bundle; return True if the result exists.
 
         Return False after `REPLACEMENT_TIMEOUT_S` seconds without a result. Return False earlier if
         Ray says that the node of any bundle of this run is dead.

@@ -239,9 +239,10 @@ def _choose_gpu_share(
 ) -> float:
     """Return the share of a GPU that each worker reserves.
 
-    If `runtime.gpus` is set, this is the share. Otherwise the share is as small as the memory
-    allows, so that many workers share a GPU. The share is larger if `runtime.workers`, the number
-    of clients in flight or the CPUs limit the number of workers.
+    If `runtime.gpus` is set, this is the share. Otherwise the share is 1 / n, so that n workers use
+    a GPU together. n is the number of workers for which the GPU has memory. n is smaller if the run
+    needs fewer workers for each GPU. The run needs `runtime.workers` workers if this is set.
+    Otherwise it needs at most `concurrency` workers, and at most as many as the CPUs allow.
     concurrency: the number of clients in flight.
     cluster: the resources of each node.
     need: the memory of a job.
