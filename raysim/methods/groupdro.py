@@ -124,9 +124,9 @@ class GroupDRO(Method):
         """Update each participant's q, and multiply the weight of the participant's update by q.
 
         The server stores a number q for each client. First, a participant's q is multiplied by
-        exp(step_size * l), where l is the loss that the participant uploaded. For the weights, each
-        q is then divided by the largest q of the participants, because only ratios count. If all q
-        are equal, the weights of the updates do not change.
+        exp(step_size * l), where l is the loss that the participant uploaded. Then the weight of
+        the participant's update is multiplied by q / q_max, where q_max is the largest q of the
+        participants. If all q are equal, the weights of the updates do not change.
         """
         clients = torch.tensor(aggregation.clients)
         losses = torch.cat(aggregation.uploads("loss"))

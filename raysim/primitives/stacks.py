@@ -141,7 +141,7 @@ def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
 
     If the program already handles the signal SIGUSR1, nothing is changed. When the block ends, the
     file is removed if it is empty.
-    folder: the run's folder, in which `stack_file` says where the file is.
+    folder: the run's folder, in which the file is; `stack_file` returns the path of the file.
     name: the name of this process, such as "worker-3".
     """
     if _SIGNAL is None or signal.getsignal(_SIGNAL) != signal.SIG_DFL:

@@ -227,9 +227,10 @@ def summarise(
     """Return the content of `summary.json`.
 
     The summary has the last value of each column, scores over several rounds such as "best5_mean",
-    and `facts`. The scores over several rounds are computed from the main metric, such as accuracy:
-    - Scores without a suffix come from the column `accuracy`, the metric on the clients' test sets.
-    - Scores with the suffix `_global` come from the column `accuracy_global`, the metric on the
+    and `facts`. The scores over several rounds are computed from the main metric. If this is
+    accuracy:
+    - Scores without a suffix come from the column `accuracy`, measured on the clients' test sets.
+    - Scores with the suffix `_global` come from the column `accuracy_global`, measured on the
       central test set.
     - If `accuracy` has no values, the scores of `accuracy_global` have no suffix.
 
