@@ -164,11 +164,18 @@ class CountingRuntime:
         return value
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
-        """Forward the call; see `Runtime`."""
+        """Wait until one of several values exists or is lost; return its index in `refs`.
+
+        The counted runtime waits. Return None if nothing happens within `seconds` seconds.
+        refs: references to the values.
+        """
         return self._inner.ready(refs, seconds)  # type: ignore[no-any-return]
 
     def revive(self, worker: int) -> None:
-        """Forward the call; see `Runtime`."""
+        """Start a worker that replaces a dead one, on the same node.
+
+        worker: the number of the dead worker.
+        """
         self._inner.revive(worker)
 
 

@@ -206,11 +206,19 @@ class ManyWorkers:
         return self._inner.call(worker % self._inner.workers, method, *args, returns=returns)
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
-        """Forward the call; see `Runtime`."""
+        """Wait until one of several values exists or is lost; return its index in `refs`.
+
+        The runtime of the real workers waits. Return None if nothing happens within `seconds`
+        seconds.
+        refs: references to the values.
+        """
         return self._inner.ready(refs, seconds)
 
     def get(self, ref: Any) -> Any:
-        """Forward the call, and count the received arrays; see `Runtime`."""
+        """Wait for a value and return it; count the arrays that it contains.
+
+        ref: the reference to the value. The runtime of the real workers waits.
+        """
         value = self._inner.get(ref)
         if isinstance(value, TrainingResult):
             updates = [update for update in value.updates if isinstance(update, Update)]

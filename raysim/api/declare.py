@@ -78,7 +78,7 @@ class Declarations:
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the method that sets an attribute of its declaration; None if no method does.
+        """Return the method that sets an attribute of `MethodDeclaration`; None if no method does.
 
         fact: the name of the attribute of `MethodDeclaration`, such as "stages" or "train". At most
         one method of a run may set this attribute.

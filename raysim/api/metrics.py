@@ -260,8 +260,8 @@ class ScoresOfRows:
 
         There is one array for each entry of the list that `row_functions` returns for the metrics.
         Row i of an array belongs to sample i. If the entry is a function, the row has the score
-        that this function computed for the sample. If the entry is None, the row has the sample's
-        outputs and labels.
+        that this function computed for the sample. If the entry is None, the array is a structured
+        NumPy array [n]. Each of its rows has two fields, "outputs" and "labels".
         """
         return tuple(
             parts.array() if isinstance(parts, SetRows) else torch.cat(parts).cpu().numpy()

@@ -105,7 +105,7 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
     labels: [B, ...]. A label with the value `IGNORED` is ignored.
     values: the losses, [B, ...]. If `values` has the shape of `labels`, it has one loss for each
     label. If it has another shape, all losses of a sample are averaged first. The result is then
-    the mean over the samples that have a label that is not ignored.
+    the mean of these averages. Samples whose labels are all ignored do not count in it.
     """
     is_counted = labels != IGNORED
     if values.shape != labels.shape:
@@ -130,12 +130,13 @@ def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_parts(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of each sample's losses and the number of its labels, float64 [B, 2].
+    """Return two numbers for each sample: the sum of its losses, and the number of its labels.
 
+    The result is float64 [B, 2]. The sum is in the first column, the number in the second one.
     labels: [B, ...]. A label with the value `IGNORED` is not counted.
     values: the losses, [B, ...]. If `values` has the shape of `labels`, it has one loss for each
-    label. If it has another shape, all losses of a sample are averaged. The first column of the
-    result is then this average, multiplied by the sample's number of labels.
+    label. If `values` has another shape, the losses of each sample are averaged. The average times
+    the sample's number of labels is then used as the sum.
     """
     counts = (labels != IGNORED).flatten(1).sum(1, dtype=torch.float64)
     return torch.stack([_counted_means(values, labels).double() * counts, counts], 1)
@@ -162,8 +163,9 @@ def counted_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return each sample's sum of the tokens' cross-entropies, and its number of tokens: [B, 2].
+    """Return each sample's cross-entropy, summed over its tokens, and its number of tokens.
 
+    The result is float64 [B, 2]. The sum is in the first column, the number in the second one.
     outputs: [B, C, T], for each of T positions the logits of C tokens.
     labels: [B, T], the token at each position. Ignored tokens count neither in the sum nor in the
     number.

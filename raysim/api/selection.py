@@ -2,7 +2,7 @@
 
 A rule must not remember anything outside the arrays in `SelectionView.state`, which checkpoints
 contain. Its choice must depend only on its argument. Then the bits of a run do not depend on the
-number of workers. They do not change either if the run is stopped and resumed.
+number of workers. A run that is stopped and resumed ends with the same bits, too.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ClientFacts:
     `reports` of the selection rule does not contain "loss".
     norm: the Euclidean norm of the client's last aggregated update. It is nan if the attribute
     `reports` of the selection rule does not contain "norm".
-    seconds: the virtual seconds from dispatch to finish of the client's last finished job that was
-    not lost.
-    staleness: the staleness of the last aggregated job.
-    last_finish: the virtual second in which the job of `seconds` finished.
+    seconds: the virtual seconds from dispatch to finish of the client's last finished job. Lost
+    jobs do not count.
+    staleness: the staleness of the client's last aggregated job.
+    last_finish: the virtual second in which the client's last job finished. Lost jobs do not count.
     """
 
     samples: Ints

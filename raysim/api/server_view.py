@@ -167,7 +167,8 @@ class ServerView:
     def population(self) -> int:
         """The number of clients that this replica serves, except unseen ones; papers call it N.
 
-        If each client stores its own replica, as with gossip, all clients are counted.
+        If each client stores its own replica, as with gossip, this is the number of all clients of
+        the run. Such a run has no unseen clients.
         """
         return self._server.population  # type: ignore[no-any-return]
 

@@ -121,7 +121,8 @@ class MethodDeclaration:
     load: the function that was passed to `Setup.load_model`.
     correction: the argument of `Setup.corrects`.
     late_private_parameters: the functions that were passed to `Setup.private_parameters`. They
-    return names of private parameters, and are called when all networks are known.
+    return the names of personal parameters, which stay on the client. raysim calls these functions
+    when all networks of the run are known.
     pools: the method's attribute `Method.pools`. It is True if the method trains one model on the
     data of all clients. It does not concern pools of clients.
     """
@@ -403,7 +404,8 @@ class Setup:
     def _check_new(self, name: str, kind: str, declared: Mapping[str, object]) -> None:
         """Raise ValueError if the method has already declared a state of this name.
 
-        kind: the function of this class that declares the state, for the error.
+        kind: the name of the `Setup` function that declares the state, such as "server_state". The
+        error contains it.
         declared: the states that the method has declared so far with this function, by name.
         """
         if name in declared:
@@ -421,9 +423,11 @@ class Setup:
 
     # --- server state and messages ------------------------------------------------------------
     def server_state(self, name: str, initial: Callable[[ServerView], Tensor]) -> None:
-        """Keep a tensor on the server, which hooks see as `server.state[name]`.
+        """Declare a tensor that the server keeps; hooks see the tensor as `server.state[name]`.
 
-        Checkpoints contain it. initial(server) returns its value before round 0.
+        Checkpoints contain the tensor.
+        initial: a function that gets the server, as the hooks see it. It returns the tensor's value
+        before round 0.
         """
         self._check_new(name, "server_state", self.declared.server_state)
         self.declared.server_state[name] = initial
@@ -507,10 +511,10 @@ class Setup:
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
         planned: None if the size is always `floats`. Otherwise a function that estimates the size
-        of the uploaded tensor in floats, before training. The function gets one number: how many
-        floats the client receives in all tensors that this method sends with `Setup.send(...,
-        varies=True)`. Virtual time uses `floats` for jobs that start from version 0, and the
-        estimate for later jobs. Traffic counts the real size.
+        of the uploaded tensor in floats, before training. The argument of this function is the
+        total size, in floats, of certain tensors that the client receives: those that this method
+        declares with `Setup.send(..., varies=True)`. Virtual time uses `floats` for jobs that start
+        from version 0, and the estimate for later jobs. Traffic counts the real size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:

@@ -1,4 +1,7 @@
-"""Unpack structured targets from rows of floats for the user's loss and metrics."""
+"""Unpack structured targets, which raysim stores as rows of floats.
+
+The user's loss and metrics get the unpacked targets: for each sample, a dictionary of arrays.
+"""
 
 from __future__ import annotations
 

@@ -166,9 +166,9 @@ def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
     each of the n positions. The size depends only on `length` and n.
 
     The result has two strings of bits, one after another. The first string has the l lowest bits of
-    each position; `_low_bits` returns l. The second string has n bits that are 1, one for each
-    position. For positions[i], the bit with the number i + floor(positions[i] / 2^l) of this string
-    is 1. All other bits of this string are 0.
+    each position; `_low_bits` returns l. The second string has n + floor((length - 1) / 2^l) bits,
+    and n of them are 1. For each i, bit i + floor(positions[i] / 2^l) of the second string is 1;
+    bits are counted from 0. All other bits of this string are 0.
     """
     count, low = len(positions), _low_bits(len(positions), length)
     lowest = pack(positions & ((1 << low) - 1), low)
@@ -178,12 +178,12 @@ def pack_positions(positions: np.ndarray, length: int) -> np.ndarray:
 
 
 def _find_set_bits(words: np.ndarray, positions: np.ndarray) -> None:
-    """Write the positions of the bits that are 1 into the array `positions`, ascending.
+    """Fill the array `positions` with the positions of all bits that are 1, in ascending order.
 
-    Bits are numbered from the lowest bit of the first word.
-    words: uint32, the words that are searched.
-    positions: the array to fill. If more bits are 1 than it has entries, only the positions of the
-    lowest bits are written.
+    Position 0 is the lowest bit of the first word.
+    words: uint32, the words to search.
+    positions: the array to fill. If the array is too short for all positions, only the lowest
+    positions are written.
     """
     count, room = 0, len(positions)
     for word in range(len(words)):

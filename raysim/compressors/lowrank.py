@@ -88,7 +88,10 @@ class _Piece(NamedTuple):
         return split_range(0, self.rows, max(1, PART // max(1, self.columns)))
 
     def positions(self, rows: slice) -> slice:
-        """Return where the entries of some rows of the matrix are in the vector."""
+        """Return the range of the vector that contains some rows of this piece's matrix.
+
+        rows: the range of row numbers.
+        """
         return slice(self.start + rows.start * self.columns, self.start + rows.stop * self.columns)
 
 
@@ -154,14 +157,14 @@ class PowerSGD(Compressor):
     def _encode(
         self, values: Tensor, layout: Layout, kept: Tensor, read: Callable[[slice], Tensor]
     ) -> np.ndarray:
-        """Return the message for `values`, whose entries `read` may compute while it is called.
+        """Return the message for a vector whose entries may be computed range by range.
 
-        values: float32 [layout.trained], the vector to send. Its entries may be missing before
-        `read` is called for them.
+        values: float32 [layout.trained], the vector to send. Its entries may still be missing: the
+        function `read` then computes and fills in one range of entries per call.
         layout: the position of each tensor in the vector.
         kept: the matrices Q from the sender's last message.
         read: a function that takes a range of positions, and returns the entries of `values` in
-        this range. It is called once for each range, before anything else uses these entries. If it
+        this range. `read` is called once for each range, before these entries are used. If `read`
         computes the entries, it must also write them into `values`.
         """
         parts: list[Tensor] = []

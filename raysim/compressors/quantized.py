@@ -6,7 +6,8 @@ Pedarsani, "FedPAQ: A Communication-Efficient Federated Learning Method with Per
 Quantization" (AISTATS 2020), Example 1; Wen et al., "TernGrad: Ternary Gradients to Reduce
 Communication in Distributed Deep Learning" (NeurIPS 2017), Algorithm 1 and Section 3.3.
 
-A value v_i becomes C(v)_i, with a random number u that is uniform in [0, 1), and s levels:
+The entries of the vector v are divided into buckets: ranges of consecutive entries. A value v_i
+becomes C(v)_i, with a random number u that is uniform in [0, 1), and s levels above 0:
 
     qsgd      C(v)_i = |v| sign(v_i) floor(s |v_i| / |v| + u) / s
     fedpaq    the same as qsgd, with one bucket for all parameters
@@ -17,8 +18,8 @@ value in the tensor that contains v_i, and [...] is 1 if the condition is true, 
 
 Departures from the papers
 - QSGD uses fewer bits for frequent levels (Elias coding). Here each level has the same number of
-  bits, so that the size is known before the training. An entry and its sign take 2 bits for
-  s = 1, 3 bits for s = 3, and 4 bits for s = 7.
+  bits, so that the size is known before the training. The level and the sign of an entry together
+  take 2 bits for s = 1, 3 bits for s = 3, and 4 bits for s = 7.
 - FedPAQ averages uniformly. To do the same, set weighting=uniform.
 - v is a client's update, and not a gradient.
 """
@@ -71,9 +72,13 @@ def _round_randomly(
     key: the low and the high word of the message's random number, uint32 [2].
     steps: i times the constant `GOLDEN` for i = 0, 1, ..., CHUNK - 1, modulo 2^32, uint32 [CHUNK].
     digits: [entries], the array to fill.
-    received: for ef14, the array to fill with the decoded values, float32 [entries]. For ef21, an
-    array for intermediate values, float32 [CHUNK]. Without error feedback, an empty array.
-    memory: for ef21, the sender's old memory, float32 [entries]; otherwise an empty array.
+    received, memory: float32. The error feedback decides what they are:
+
+        feedback   received                                       memory
+        "none"     an empty array                                 an empty array
+        "ef14"     [entries], to fill with the decoded values     an empty array
+        "ef21"     [CHUNK], for intermediate values               [entries], the sender's old memory
+
     contraction: float32, the number by which decoded values are multiplied under error feedback.
     """
     # All variables of the hash have 32 bits, so that the CPU computes several entries with one
@@ -288,11 +293,14 @@ class _Quantizer(Compressor):
         overwritten with the sender's next memory.
         layout: the position of each tensor in the vector.
         key: the number from which the random rounding is computed.
-        received: for ef14, the tensor to fill with the decoded values, float32 [layout.trained].
-        For ef21, a tensor for intermediate values, float32 [CHUNK]. Without error feedback, an
-        empty tensor.
-        memory: for ef21, the sender's old memory, float32 [layout.trained]. Otherwise an empty
-        tensor.
+        received, memory: float32. The error feedback of this compressor decides what they are:
+
+            feedback   received                                    memory
+            "none"     an empty tensor                             an empty tensor
+            "ef14"     [layout.trained], to fill with the          an empty tensor
+                       decoded values
+            "ef21"     [CHUNK], for intermediate values            [layout.trained], the sender's
+                                                                   old memory
         """
         starts, array = self.starts(layout), values.numpy()
         scales = self.scales(array, starts)

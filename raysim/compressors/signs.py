@@ -115,9 +115,10 @@ class SignSGD(Compressor):
         return words_of_bits(layout.trained) + (self.size is None)
 
     def encode(self, values: Tensor, layout: Layout, key: int, kept: Tensor) -> np.ndarray:
-        """Return the message: the signs of the entries.
+        """Return a message with the sign of each entry, in one bit per entry.
 
-        If `size` is None, the mean of the absolute values stands in front of the signs.
+        If the attribute `size` of this compressor is None, the message begins with the mean of the
+        absolute values. Otherwise it has only the signs.
         values: float32 [layout.trained], the vector to send.
         key, kept: not used, because this compressor is not random and remembers nothing.
         """

@@ -222,8 +222,9 @@ class _Sparse(Compressor):
         """Encode `values` with error feedback; return all results in an `Exchange`.
 
         The results are the message, the vector that the receiver gets, and the sender's next
-        memory. They are equal to those of `Compressor.exchange`. This function is faster, because
-        it decodes only the k sent entries, and adds or subtracts only these entries.
+        memory. They are equal to the results of `Compressor.exchange`. This function is faster,
+        because it decodes only the k sent entries. It then changes only these k entries of the
+        memory: it subtracts the decoded entries for ef14, and adds them for ef21.
         values: [layout.trained], the vector to send, which may be overwritten.
         memory: [layout.trained], the sender's memory for error feedback; an empty tensor means that
         the memory is 0.

@@ -1,4 +1,7 @@
-"""Checks of the messages of a compressor, in addition to those that every method must pass."""
+"""Check the messages that a compressor encodes: their size, decoding and error feedback.
+
+A compressor is a method, so it must also pass the checks in `raysim.conformance.methods`.
+"""
 
 from __future__ import annotations
 

@@ -211,8 +211,8 @@ def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
 def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
     """Return the name of the field that contains one of the secrets, such as "`report`".
 
-    Only the fields of the updates and the field `sums` are searched. Return "a part" if none of
-    them contains a whole secret, so that the secret is elsewhere in the message.
+    The fields of each update are searched, and the field `sums` of the message. Return "a part" if
+    no searched field contains a whole secret. The secret is then elsewhere in the message.
     result: a worker's message with the updates of several jobs.
     secrets: the bytes of client states that must not be sent, but that the message contains.
     """
@@ -287,11 +287,11 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return an object that computes by how many floats compression shortens downloads.
+    """Return an object that computes how many floats of a job's download compression saves.
 
-    The server of some methods sends compressed changes from version to version in place of the
-    whole model. The object computes the difference in size for the download of one job. Return None
-    if no method compresses these changes.
+    With some methods, the server sends compressed changes of the parameters from version to version
+    instead of all parameters. For each job, the object computes how many floats smaller the changes
+    are than all parameters. Return None if no method of the run compresses changes.
     coordinator: the coordinator of the run to check.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout

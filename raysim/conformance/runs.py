@@ -159,10 +159,10 @@ class FinishedRun:
 
     @property
     def in_flight(self) -> set[int]:
-        """The numbers of the jobs that were still in flight, or arrived too late, at the run's end.
+        """The numbers of the dispatched jobs that had no outcome yet at the run's end.
 
-        These jobs were dispatched, but not aggregated, lost, discarded or failed. The updates of
-        some of them may have arrived after the last aggregation.
+        An outcome is: aggregated, lost, discarded or failed. Some of the jobs without an outcome
+        are still in flight. All others have finished too late for the last aggregation.
         """
         planner = self.coordinator.planner
         return {*planner.running, *(job.number for job in planner.arrived)}

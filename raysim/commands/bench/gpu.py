@@ -87,7 +87,8 @@ ResultRow: TypeAlias = dict[str, Any]
 class ExecutionMode:
     """A way to execute the steps of clients.
 
-    name: the name of the mode in tables, such as "graph of lanes 10".
+    name: the name of the mode in tables. For example, "graph of lanes 10" stands for a CUDA graph
+    of a step that trains 10 clients at once.
     lanes: the number of clients that are trained at once.
     graph: True records a step as a CUDA graph and replays it.
     precision: the number format of matrix products, "float32", "tf32" or "bfloat16".

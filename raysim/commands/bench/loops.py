@@ -340,8 +340,8 @@ def _write_profile(
 ) -> None:
     """Train a workload once more with profiled workers; write the profile and print a summary.
 
-    The training has as many rounds as a measurement of the workload, and the untimed rounds before
-    it.
+    The number of rounds is `workload.rounds` plus `WARM_UP_ROUNDS`, as in a measurement of the
+    workload. A measurement does not time the first `WARM_UP_ROUNDS` rounds.
     name: the workload's name, for the files and their titles.
     spec: the run of the workload.
     workload: gives the number of rounds and the number of clients per round.

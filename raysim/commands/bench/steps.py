@@ -139,8 +139,8 @@ def fedbss_and_its_parts() -> tuple[float, float]:
     """Return the seconds of FedBSS's jobs, and the seconds of FedAvg doing the same work.
 
     A job of FedBSS makes a forward pass over all samples of a client, and trains on some of them.
-    The second result is the time of these forward passes, plus the time of FedAvg's steps on as
-    many samples.
+    Let n be the number of samples that all jobs of FedBSS train on. The second result is the time
+    of the forward passes, plus the time that FedAvg's steps take for n samples.
     """
     settings = _settings(Local(lr=0.01, batch=BATCH, epochs=3))
     fedbss = _run_spec(replace(step_spec(FedBSS(0)), settings=settings))

@@ -222,8 +222,9 @@ def label(study: StudyPlan, run: StudyRun, keys: Sequence[str]) -> str:
 def compare_settings(
     study: StudyPlan, scores: Sequence[RunScores], metric: str
 ) -> list[Comparison]:
-    """Compare settings in pairs of runs that have the same seed; return all comparisons.
+    """Compare settings of a study with a reference setting; return all comparisons.
 
+    Two settings are compared in pairs: a pair has one run of each setting, with the same seed.
     A setting is a combination of values of the keys that `compared_keys` returns. The study may
     vary further keys, for example the partition. Runs are grouped by the values of these further
     keys. In each group, the first setting is the reference: all other settings of the group are

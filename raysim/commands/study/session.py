@@ -47,10 +47,11 @@ class StudyResult:
     def differences(self) -> pd.DataFrame:
         """Return a table of differences between settings, with intervals and p-values.
 
-        Each row compares a setting with a reference. A setting is a combination of values of the
-        compared keys: the varied keys of `method`, or else the first key with several values. The
-        reference is the first setting of the study. If the study varies further keys, only runs
-        with equal values of these keys are compared.
+        Each row compares a setting with a reference, the first setting of the study. A setting has
+        one value for each compared key. If `method`, or keys that begin with "method.", have
+        several values in the study, these keys are compared. Otherwise only the first key with
+        several values is compared. If further keys have several values, only runs with equal values
+        of these further keys are compared.
 
         The table is empty if nothing can be compared. Raise FileNotFoundError if no run has
         finished.

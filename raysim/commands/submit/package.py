@@ -204,12 +204,13 @@ class JobCommand:
 def with_plugins(
     command: JobCommand, extra: Sequence[str | Path]
 ) -> tuple[JobCommand, list[str | Path]]:
-    """Add flags --allow and files of --with for the plugins that a command uses.
+    """Let a submitted command send and use the plugins that it needs.
 
     A plugin is an installed package with classes for raysim, such as methods. The nodes of a
-    cluster may not have it installed, so its files are sent with the command.
-    Return the command with the added flags --allow. Also return `extra` with the added files and
-    folders.
+    cluster may not have the plugin installed, so its folder is sent with the command. The flag
+    --allow lets the command use it.
+    Return the command with a flag --allow for each plugin. Also return the list of files and
+    folders to send: `extra` and the folders of the plugins.
     extra: the files and folders that the user gave with --with.
     """
     packed = list(extra)

@@ -74,9 +74,10 @@ class SweepOptions:
     better ones (population-based training).
     trials: the number of settings to try. null tries all combinations with search="grid", and 16
     settings otherwise.
-    metric: the column of the history whose last value compares trials. null takes the main metric,
-    usually accuracy. If all trials have validation samples, it is measured on these. Otherwise it
-    is measured on the central test set or, without this set, on the clients' test sets.
+    metric: a column of the history. Trials are compared by the last value in this column. null
+    takes the main metric, usually accuracy. If all trials have validation samples, the main metric
+    is measured on these samples. Otherwise it is measured on the central test set or, without this
+    set, on the clients' test sets.
     mode: "max" if a higher metric is better, "min" if a lower metric is better. null takes "min"
     for losses and for metrics for which a lower score is better, else "max".
     seeds: the number of runs of each setting. Trials are compared by the means of their runs.
@@ -374,8 +375,8 @@ def _continue_sweep(folder: Path, overrides: Sequence[str], conf: tuple[str, ...
     overrides: settings from the command line. They may, for example, give the sweep more trials or
     more time.
     conf: the user's own folders of options; () takes the folders that the sweep has stored.
-    Raise `RefusedError` for an override that may not change, or if a configuration file or raysim
-    has changed.
+    Raise `RefusedError` if an override changes a value that must stay the same during a sweep. Also
+    raise it if a configuration file or raysim has changed since the sweep began.
     """
     stored = run_table.load_plan(folder, "sweep")
     merged = {override.partition("=")[0]: override for override in stored["overrides"]}

@@ -216,7 +216,8 @@ class SweepSession:
 
     plan: the sweep.
     folder: the sweep's folder.
-    experiments: runs that `_build_samples` built to check the searched values before the search.
+    experiments: a few runs of the sweep, which `_build_samples` built before the search. Building
+    them showed that the searched values are possible.
     resources: the resources that a worker reserves; with sweep.workers=0, those that a trial
     reserves.
     capacity: the number of trials that fit on the cluster at once.

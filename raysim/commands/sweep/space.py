@@ -151,7 +151,8 @@ def grid_points(space: Space) -> list[Point]:
 def corner_points(space: Space) -> list[Point]:
     """Return a few points that together have all listed values, and both ends of all intervals.
 
-    Their number is the length of the longest list, and at least 2 if a key has an interval.
+    The number of points is the length of the longest list. If a key has an interval, there are at
+    least 2 points.
     """
     corners = {key: values.corners() for key, values in space.items()}
     count = max((len(values) for values in corners.values()), default=0)

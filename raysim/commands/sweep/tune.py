@@ -126,9 +126,9 @@ class SweepTrial(tune.Trainable):
         "done" is True if the trial has ended. A failed trial reports its error and the worst
         possible metric.
 
-        A continued sweep also starts the trials again that had ended before the continuation. They
-        train nothing: each call returns the next stored measurement, with the keys round, metric
-        and "done".
+        In a continued sweep, trials that had ended before the continuation are started again, too.
+        Such a trial trains nothing: each call of `step` returns the trial's next stored
+        measurement, with the keys round, metric and "done".
         Raise `RunFailedError` if a process of the run is lost, so that Tune starts the trial again.
         """
         metric = self._task.metric
@@ -262,9 +262,9 @@ def _print_nothing(text: str) -> None:
 class Listener(tune.Callback):
     """A Tune callback that passes Tune's reports on trials to the records.
 
-    Tune calls the functions on_trial_... of this class. They use only the arguments `trial`, Tune's
-    object for the trial, and `result`.
-    records: the trials of the sweep.
+    Tune calls the functions on_trial_... of this class. They use only two of their arguments:
+    `trial` is Tune's object for the trial, and `result` is the trial's report.
+    records: the records of the sweep's trials.
     status: the line on the terminal that shows the state of the trials.
     ray_messages: the path of the file with Ray's messages; None if there is no such file. The path
     is printed if a trial loses a process.

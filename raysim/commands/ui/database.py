@@ -121,10 +121,11 @@ class RunDatabase:
         return count
 
     def _send(self, folder: Path, record: Record) -> bool:
-        """Send new rows and files of a run to the database; return False if that failed.
+        """Send new rows and files of a run to the MLflow database; return False if that failed.
 
         folder: the run's folder.
-        record: the run's record, which says what MLflow already has of the run.
+        record: the run's record. It says which rows and files of the run are already in the
+        database.
         """
         try:
             server = self._servers.get(folder)

@@ -77,8 +77,8 @@ def update_database(path: str) -> int:
     """Send the runs in a folder and their models to this folder's MLflow database; return 0.
 
     path: a folder that contains runs.
-    Raise `RefusedError` for the address of a server. Also raise it if no run in the folder has
-    stored data for MLflow; runs with tracking=none store none.
+    Raise `RefusedError` if `path` is the address of an MLflow server. Also raise it if no run in
+    the folder has stored data for MLflow; runs with tracking=none store no such data.
     """
     if path.startswith(("http://", "https://")):
         raise RefusedError(
