@@ -130,14 +130,25 @@ class CountingRuntime:
         self._homes: dict[int, int] = {}
 
     def put(self, value: object) -> Any:
-        """Count and forward the call; see `Runtime`."""
+        """Store a value for all workers, and return a reference to it.
+
+        If the value is a large version, which each node receives once, count its bytes.
+        """
         ref = self._inner.put(value)
         if isinstance(value, PublishedVersion) and ref is not value:
             self.counts["down"] += value.nbytes * len(set(self.nodes) - {0})
         return ref
 
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Count and forward the call; see `Runtime`."""
+        """Call a method of a worker, and return references to the values that it returns.
+
+        Count the call. If the worker is on another node than the coordinator, count the bytes of
+        small versions, which are sent with the call.
+        worker: the number of the worker.
+        method: the name of the worker's Python method.
+        args: the arguments of the method.
+        returns: the number of values that the method returns.
+        """
         self.counts["calls"] += 1
         home = self.nodes[worker]
         if home:
@@ -148,14 +159,22 @@ class CountingRuntime:
         return refs
 
     def add_up(self, node: int, parts: Sequence[range], refs: Sequence[Any]) -> Any:
-        """Count and forward the call; see `Runtime`."""
+        """Let a node add up sums of updates, and return a reference to the total; count the call.
+
+        node: the number of the node.
+        parts: for each sum, the positions of its updates in the order of aggregation.
+        refs: references to the sums, in the same order.
+        """
         self.counts["calls"] += 1
         ref = self._inner.add_up(node, parts, refs)
         self._homes[hash(ref)] = node
         return ref
 
     def get(self, ref: Any) -> Any:
-        """Count and forward the call; see `Runtime`."""
+        """Wait for a value and return it; count its arrays, and their bytes from other nodes.
+
+        ref: the reference to the value.
+        """
         value = self._inner.get(ref)
         if isinstance(value, (TrainingResult, np.ndarray)):
             arrays = _arrays(value)
@@ -166,7 +185,7 @@ class CountingRuntime:
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
         """Wait until one of several values exists or is lost; return its index in `refs`.
 
-        The counted runtime waits. Return None if nothing happens within `seconds` seconds.
+        Return None if nothing happens within `seconds` seconds.
         refs: references to the values.
         """
         return self._inner.ready(refs, seconds)  # type: ignore[no-any-return]
@@ -230,9 +249,9 @@ class Stopwatch:
         owner: the object that has the method.
         name: the name of the method.
         part: the phase of a round that is timed, such as "add up".
-        outer: the phase of a second timed method, inside which this method runs. The seconds of
-        this method are then subtracted from `seconds[outer]`, so that they count once. "" means
-        that the method does not run inside a timed method.
+        outer: "" if the method never runs inside another timed method. Otherwise the phase of that
+        other method. The seconds of this method are then subtracted from `seconds[outer]`, so that
+        they count once.
         """
         inner = getattr(owner, name)
 

@@ -208,8 +208,7 @@ class ManyWorkers:
     def ready(self, refs: Sequence[Any], seconds: float) -> int | None:
         """Wait until one of several values exists or is lost; return its index in `refs`.
 
-        The runtime of the real workers waits. Return None if nothing happens within `seconds`
-        seconds.
+        Return None if nothing happens within `seconds` seconds.
         refs: references to the values.
         """
         return self._inner.ready(refs, seconds)
@@ -217,7 +216,7 @@ class ManyWorkers:
     def get(self, ref: Any) -> Any:
         """Wait for a value and return it; count the arrays that it contains.
 
-        ref: the reference to the value. The runtime of the real workers waits.
+        ref: the reference to the value.
         """
         value = self._inner.get(ref)
         if isinstance(value, TrainingResult):

@@ -167,8 +167,8 @@ def token_losses(outputs: Tensor, labels: Tensor) -> Tensor:
 
     The result is float64 [B, 2]. The sum is in the first column, the number in the second one.
     outputs: [B, C, T], for each of T positions the logits of C tokens.
-    labels: [B, T], the token at each position. Ignored tokens count neither in the sum nor in the
-    number.
+    labels: [B, T], the token at each position. Tokens with the value `IGNORED` count neither in the
+    sum nor in the number.
     """
     sums = label_losses(outputs, labels).sum(1, dtype=torch.float64)
     return torch.stack([sums, (labels != IGNORED).sum(1, dtype=torch.float64)], 1)

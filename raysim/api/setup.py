@@ -122,7 +122,7 @@ class MethodDeclaration:
     correction: the argument of `Setup.corrects`.
     late_private_parameters: the functions that were passed to `Setup.private_parameters`. They
     return the names of personal parameters, which stay on the client. raysim calls these functions
-    when all networks of the run are known.
+    when all neural networks of the run are known.
     pools: the method's attribute `Method.pools`. It is True if the method trains one model on the
     data of all clients. It does not concern pools of clients.
     """
