@@ -325,7 +325,8 @@ def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     - Each list has one value.
     - All values are integers, and all lists have the same length.
 
-    If `kind` is "multilabel", and if a value other than 0 and 1 occurs, only the first case counts.
+    With `kind` = "multilabel", a value other than 0 and 1 shows that the lists contain labels. Then
+    the result is None only if a list contains a value that is neither an integer nor text.
     column: the labels that were passed from Python.
     kind: `data.kind`; None if the user of raysim did not set it. With "positions", the result is
     always None.

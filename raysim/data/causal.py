@@ -50,7 +50,8 @@ class Vocabulary:
     tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or a folder or name of a Hugging Face tokenizer.
     tokens: the number of different tokens, and the token that fills up short rows.
     names: the text of each token.
-    end: the token that stands in front of each document, and after the last document of a stream.
+    end: the number of the token that separates documents. It comes before each document, and after
+    the last document of a stream.
     encode: function from a text to its token numbers, a vector of type int64.
     decode: function from token numbers to their text.
     """
@@ -186,8 +187,8 @@ def text_vocabulary(tokenizer: str | None, texts: Iterable[str]) -> Vocabulary:
 def stored_vocabulary(tokenizer: str, names: Sequence[str]) -> Vocabulary:
     """Return the vocabulary of a stored data set.
 
-    tokenizer: the tokenizer that the data set names: `BYTES`, `CHARACTERS`, `NUMBERS`, or a Hugging
-    Face tokenizer.
+    tokenizer: the stored name of the tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or the folder or
+    name of a Hugging Face tokenizer.
     names: the text of each token.
     """
     if tokenizer == BYTES:

@@ -97,10 +97,10 @@ class Partition:
         return self.train if self.with_unseen is None else self.with_unseen
 
     def parts_of_clients(self) -> list[CSR]:
-        """Return the clients' training rows, their test rows and their validation rows.
+        """Return all clients' training samples, test samples and validation samples, in a list.
 
-        The training rows include those of unseen clients. Without validation rows, the list has
-        only two entries.
+        Each entry of the list is a `CSR`. The training samples include those of unseen clients.
+        Without validation samples, the list has only two entries.
         """
         parts = (self.all_train, self.test, self.validation)
         return [part for part in parts if part is not None]

@@ -113,7 +113,7 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
-        """Return the number of the model's outputs, including classes without samples."""
+        """Return the number of classes, including classes without samples."""
         return len(self.class_names)
 
     @property

@@ -44,9 +44,9 @@ class HuggingFace(TableSource):
     column, a column with another usual name such as "y" is used.
     user: the name of the column of users, which must exist; each user is a domain. None uses
     `domain_column`.
-    domain_column: the column of users if `user` is None. If it is "domain" and there is no such
-    column, a column with a usual name such as "client" is used. If there is no such column either,
-    there are no users.
+    domain_column: if `user` is None, the name of the column of users. If the data set has no column
+    "domain", the default "domain" selects a column with a usual name, such as "client". If no
+    column has a usual name, the samples have no users.
     test_fraction: the share of samples that is for testing if there is no split `test`. It is taken
     from each class of each user.
     """

@@ -72,8 +72,9 @@ class Parquet(TableSource):
     column, a column with another usual name such as "y" is used.
     user: the name of the column of users, which must exist; each user is a domain. None uses
     `domain_column`.
-    domain_column: the column of users if `user` is None. If there is no such column, a column with
-    a usual name such as "client" is used. If there is no such column either, there are no users.
+    domain_column: if `user` is None, the name of the column of users. If this column is missing, a
+    column with a usual name, such as "client", is used. If no column has a usual name, the samples
+    have no users.
     test_fraction: the share of samples that is for testing, in folders without test.parquet. It is
     taken from each class of each domain. None means that every folder must have test.parquet.
     """
@@ -264,8 +265,8 @@ class Parquet(TableSource):
         """Return the domain of each row of a file, as integers or text.
 
         Each user is a domain: the result is the column of users. If the setting `data.user` is not
-        set, the column `columns.user` may be missing. The domain of all rows is then the folder's
-        name.
+        set, the column `columns.user` may be missing. Then the domain of all rows is the name of
+        the folder that contains the file.
         path: the file.
         columns: the names of the columns that the source reads.
         Raise ValueError if the file lacks the column of the labels, a column of the input, or the
@@ -406,10 +407,10 @@ def _prefix_folders(
     """Return the domain of each row as text, and the sorted names of all domains or None.
 
     The domain of a row is "FOLDER/USER", or "FOLDER" if the file has no column of users. If all
-    users are integers, the names are ordered by folder and then by the users' numbers. If not, the
-    second result is None, and the caller sorts the names as texts.
-    parts: an array for each file, with the user of each row. If a file has no column of users, its
-    array repeats the folder's name.
+    users are integers, the names are sorted by folder and then by the user's number. If some users
+    are texts, None is returned in place of the names, and the caller sorts the names as texts.
+    parts: an array for each file, with the user of each row. For a file without a column of users,
+    every entry of the array is the name of the file's folder.
     paths: the files, in the order of `parts`.
     user: the name of the column of users.
     """

@@ -54,9 +54,9 @@ def number_labels(
     different texts are numbered in alphabetical order.
     names: the class names. None means that integer labels are the classes 0 to the largest label.
     place: the name of the source in errors.
-    samples: the number of samples. It is needed if samples have several labels; None means one
-    label for each sample. Without `names`, integer labels must be below this number, because larger
-    ones are probably values of a regression.
+    samples: the number of samples; None means the length of `values`, one label for each sample.
+    Without `names`, an integer label must be smaller than the number of samples. Larger integers
+    are probably values of a regression.
     Raise ValueError for labels that are neither integers nor text, or not one of the classes. Also
     raise it for integers that are too large for `samples`.
     """

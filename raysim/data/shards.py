@@ -75,8 +75,9 @@ class WebDataset(Source):
     root: a folder of tar files, in which names of test files start with "test"; or a folder with
     the subfolders train and, optionally, test.
     columns: the endings of the input files, such as "jpg". None uses all endings except for those
-    of the label and the user. With several endings, the model gets one argument for each of them:
-    the argument `jpg` for the ending jpg, and `image` for the ending image.png.
+    of the label and the user. With several endings, the model gets an argument for each ending. The
+    argument's name is the ending up to its last dot, such as `image` for "image.png". An ending
+    without a dot is itself the name, such as `jpg`.
     label, user: the ending of the label's file and of the user's file. None finds a usual ending,
     such as "cls" or "user". A label is an integer, text, an array, a picture whose pixels are
     classes, or JSON.
@@ -170,7 +171,7 @@ class WebDataset(Source):
         """Choose the file name endings of the inputs, the label and the user.
 
         Return a list of the inputs' endings, the ending of the label, and the ending of the user.
-        The ending of the user is None if no file has the name of a user.
+        The ending of the user is None if no file of a sample says which user it belongs to.
         sample: the files of the first sample, by file name ending.
         place: the value of `data.root`, with which error messages begin.
         Raise ValueError if `label` is None and no file has a usual ending of labels, such as "cls".
@@ -242,7 +243,7 @@ def _tar_files(folder: Path) -> list[Path]:
 
 
 def _field_name(ending: str) -> str:
-    """Return the name of the model's argument for all input files with the same ending.
+    """Return the name of the model's argument that gets the input files with this ending.
 
     The name is the ending up to its last dot: `image` for the ending "image.png". An ending without
     a dot is itself the name, such as `jpg`.

@@ -151,8 +151,8 @@ def dirichlet_client_split(
 
     There are T draws, each for one client. A class is drawn from this client's distribution, and
     the client gets the next sample of the class. Only classes with remaining samples are drawn. If
-    none of the client's classes has remaining samples, a class is drawn in proportion to all
-    remaining samples.
+    none of the client's classes has remaining samples, any class may be drawn. Its probability is
+    then the share of this class in all remaining samples.
     Return the rows of each client.
 
     labels: the class of each of the n rows, [n].
@@ -172,13 +172,13 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
     """Draw T classes one after another, each for one client; return the drawn classes, [T].
 
     A draw uses the class distribution of its client, limited to classes with remaining samples. If
-    none of the client's classes has remaining samples, a class is drawn in proportion to all
-    remaining samples.
+    none of the client's classes has remaining samples, any class may be drawn. Its probability is
+    then the share of this class in all remaining samples.
     proportions: the class distribution of each client, [N, C].
-    turns: the number of the client of each draw, [T].
+    turns: the client (0 to N - 1) of each draw, [T].
     uniforms: a random number in [0, 1) for each draw, which decides the class, [T].
-    pools: the number of remaining samples of each class, [C]. Each draw decreases the number of the
-    drawn class by 1, in place.
+    pools: the number of remaining samples of each class, [C]. Each draw subtracts 1 from the
+    entry of the drawn class, in place.
     """
     shares = np.where(pools > 0, proportions, 0.0)
     classes = np.empty(len(turns), dtype=np.int64)
@@ -198,7 +198,9 @@ def draw_classes(proportions: Floats, turns: Ints, uniforms: Floats, pools: Ints
 
 
 def hand_out_classes(labels: Ints, turns: Ints, classes: Ints, order: Ints, clients: int) -> CSR:
-    """Give out T samples, each of a given class to a given client; return the rows of each client.
+    """Give T samples to clients; return the row numbers of each client's samples.
+
+    Sample t has the class `classes[t]` and goes to the client `turns[t]`.
 
     labels: the class of each row, [n].
     turns: the number of the client that gets each of the T samples, [T].
@@ -306,12 +308,12 @@ def subsample(*, indices: ArrayLike, offsets: ArrayLike, fraction: float, order:
 
 
 def leading_places(csr: CSR, counts: Ints, order: Ints) -> Ints:
-    """Choose rows of each client by a permutation; return their positions in `csr.indices`.
+    """Choose samples of each client; return the positions of these samples in `csr.indices`.
 
-    csr: the rows of each client.
-    counts: the number of rows to choose from each client, [N].
-    order: the numbers of all rows in permuted order. The rows of a client that come first in
-    `order` are chosen.
+    csr: the row numbers of each client's samples.
+    counts: the number of samples to choose from each client, [N].
+    order: the row numbers of all samples in permuted order. The samples of a client that come first
+    in `order` are chosen.
     """
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))

@@ -279,10 +279,11 @@ def _read_targets(arrays: Mapping[str, NDArray[Any]], place: str) -> list[dict[s
 def _concatenate(
     archives: Sequence[Mapping[str, NDArray[Any]]], names: Sequence[str], place: str
 ) -> dict[str, NDArray[Any]]:
-    """Join each array of the first archive with the arrays of this name in all other archives.
+    """Concatenate the arrays that have the same name in all archives; return them by name.
 
-    Raise ValueError if an archive has no array of this name. Raise it also if two arrays of this
-    name differ in their type or in the shape of a row.
+    The names of the arrays are those of the first archive. Raise ValueError if an archive lacks one
+    of these arrays. Raise it also if arrays of the same name differ in type or in the shape of a
+    row.
     archives: the arrays of each archive, by name.
     names: the archives' file names, for errors.
     place: the file or the argument that has the data, for errors.

@@ -206,7 +206,7 @@ class Leaf(Source):
 
 
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
-    """Restore texts from windows of characters, each of which is shifted by one character.
+    """Restore texts from windows that start one character after the window before.
 
     A window continues a text if the text ends with all characters of the window except the last
     one. Only this last character is then added. Any other window starts a new text. For example,
@@ -407,8 +407,8 @@ class Markov(Source):
     def _draw_chains(self, rng: np.random.Generator, users: Ints) -> tuple[Floats, Ints]:
         """Draw the transition probabilities of all chains, and the chain of each sequence.
 
-        Return float [chains, V, V] for V = `vocabulary` tokens, and the number of the chain of each
-        sequence, [n].
+        Return float [chains, V, V] for V = `vocabulary` tokens, and the index of each sequence's
+        chain, [n].
         rng: the random generator.
         users: [n], the number of the user of each sequence.
         """

@@ -108,9 +108,9 @@ def _draft_config(
     overrides: the user's overrides, as texts "key=value".
     groups: all groups with the files of their options.
     roots: the user's folders of options.
-    stored: the configuration to start from. With None, it is the configuration in the folder of the
-    run that the override of `resume` names. If there is no such file, or if an override chooses a
-    preset, there is none.
+    stored: the configuration to start from. None reads it from the folder of the run that the
+    override of `resume` names. With None, there is no configuration to start from if this file
+    does not exist, or if an override chooses a preset.
     settings: more overrides, as Python values by key; None if there are none.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)

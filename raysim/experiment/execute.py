@@ -95,10 +95,10 @@ def run(
 
     methods: a list of methods, each as an object or as the name of an option.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object, the name of an option, or (but not for `data`) values by key in a dictionary.
+    object or the name of an option. Except for `data`, also a dictionary of values by key.
     `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or a tuple
-    of arrays or tensors: (inputs, labels) or (inputs, labels, users). A pair of two data sets,
-    tables or such tuples gives the training samples and the central test samples.
+    of arrays or tensors: (inputs, labels) or (inputs, labels, users). A pair of such
+    objects gives first the training samples and then the central test samples.
     `partition` may also be the rows of each client, in a list of lists or a dictionary.
     `loss` may also be a function of outputs and labels that returns a loss for each sample.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The main metric

@@ -55,8 +55,8 @@ class Groups:
 def find_groups(folders: Sequence[Path] = ()) -> Groups:
     """Find all options of `conf`, of the installed packages and of the user's own folders.
 
-    A file in one of the user's folders replaces a file of the same name in any folder before it:
-    `conf`, a package, or another folder of the user.
+    The folders are searched in this order: `conf`, the packages, and then `folders`. A file in one
+    of the user's folders replaces files of the same name in earlier folders.
     folders: the user's own folders of options.
     Raise `RefusedError` for a missing folder, a broken link, and a package's file that has the name
     of another option.

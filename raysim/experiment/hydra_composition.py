@@ -111,7 +111,7 @@ class ConfigFiles(ConfigSource):
 
 
 class SearchConfigFiles(SearchPathPlugin):
-    """A Hydra plugin that lets Hydra search `ConfigFiles` first while raysim composes."""
+    """A Hydra plugin that lets Hydra search `ConfigFiles` first for raysim's configurations."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add `ConfigFiles` to the search path.

@@ -148,9 +148,9 @@ def separate_objects(
 def separate_metrics(metrics: Sequence[object] | None) -> tuple[list[str], dict[str, Metric]]:
     """Return the names of all metrics, and a dictionary of the metrics that are Python objects.
 
-    The names are the value of `evaluate.metrics`. The dictionary maps the name of each function and
-    of each `raysim.Metric` to a `raysim.Metric`. A function that another process can import has its
-    full path as its name, such as "mine.metrics.brier".
+    The list of names becomes the value of `evaluate.metrics`. The dictionary maps the name of each
+    function and of each `raysim.Metric` to a `raysim.Metric`. A function that another process can
+    import has its full path as its name, such as "mine.metrics.brier".
     metrics: names, functions and objects `raysim.Metric`; None for none.
     Raise `RefusedError` for anything else.
     """
@@ -285,8 +285,8 @@ def _wrapper_settings(
 ) -> dict[str, Any]:
     """Return the checked arguments of a class that wraps the user's data or partition.
 
-    The values come from the overrides, or else from the stored configuration. The argument whose
-    name is in `computed` is left out, because the caller computes its value from the user's object.
+    The values come from the overrides, or else from the stored configuration. The argument
+    `computed` is left out, because the caller computes its value from the user's object.
     cls: the class that wraps the object, such as `Arrays`.
     place: the group of the object, "data" or "partition", for errors.
     overrides: the user's values, by the name of the argument.

@@ -112,8 +112,8 @@ def read_override(
 def _check_text(text: str) -> None:
     """Raise `RefusedError` if an override has one of three mistakes.
 
-    The text is not UTF-8, the value is a function call of Ray Tune, or the text has several
-    overrides, such as "a=1 b=2". Hydra's error messages do not explain these mistakes.
+    The mistakes are: text that is not UTF-8, a value that is a function call of Ray Tune, and
+    several overrides in one text ("a=1 b=2"). Hydra's error messages do not explain them.
     text: an override, which is one argument of the command line.
     """
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -178,7 +178,7 @@ def _expand_counts(text: str) -> str:
 class _Letters:
     """A reversible encoding of an override, because Hydra's grammar refuses some characters.
 
-    `hide` replaces each such character by letters and digits, and `restore` returns the characters.
+    `hide` replaces each such character by letters and digits, and `restore` undoes this.
     text: the override. The replacements start with letters that do not occur in it.
     """
 

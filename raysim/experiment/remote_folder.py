@@ -81,10 +81,10 @@ class FolderCopy(Observer):
 def local_copy(
     experiment: Experiment, console: Console
 ) -> Iterator[tuple[Experiment, list[Observer]]]:
-    """Yield the run with a folder on this machine, and the observers that send its files to `out`.
+    """Yield a copy of the run that writes to a local folder, and observers that upload its files.
 
-    If `out` is not a URL, yield the unchanged run, and no observers. After the `with` block, all
-    files are sent once more.
+    The observers send the files to the URL `out`. If `out` is not a URL, yield the unchanged run,
+    and no observers. After the `with` block, all files are sent once more.
     experiment: the run, whose folder `out` may be a URL.
     console: prints a warning if files cannot be sent during the run.
     Raise `RefusedError` if the URL cannot be used, and `RunStoppedError` if the files cannot be

@@ -166,7 +166,7 @@ def flatten_settings(settings: Mapping[str, object]) -> dict[str, Any]:
 def extract_overrides(
     overrides: Sequence[str], settings: Mapping[str, object], places: Iterable[str]
 ) -> ExtractedOverrides:
-    """Separate the overrides of the user's Python objects from all other overrides.
+    """Separate the overrides that set arguments of the user's objects from all other overrides.
 
     If the user gave the data as an object, "data.padding=1" is an override of this object.
     overrides: the user's overrides that are text, such as "local.lr=0.1".

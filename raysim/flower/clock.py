@@ -57,7 +57,7 @@ class VirtualClock:
         is_training: True if the message lets the client train. For other messages the client
         processes no samples.
         array_bytes: the size of the arrays in the message. The reply to a training message is
-        assumed to have arrays of the same size, any other reply none.
+        assumed to have arrays of the same size. All other replies are assumed to have no arrays.
         ttl: the virtual seconds after which the message expires.
         """
         floats = array_bytes // FLOAT_BYTES

@@ -289,8 +289,8 @@ class VirtualGrid(SimpleGrid):
 
         The messages of all these threads are a batch: they have the same virtual time. The clock
         advances to the arrival of the batch's last reply.
-        Return a pair for each node that got messages of the batch, by node id: the virtual time of
-        the node's last reply, in seconds, and the number of the client.
+        Return a pair for each client that got messages of the batch, by Flower's node id. The pair
+        has the virtual time of the client's last reply, in seconds, and the client's number.
         Raises ReplayError if the run continues a stored run, but sends different messages. The n-th
         message to a client must equal the n-th message to this client in the stored run.
         Raises WorkerDiedError if several workers died, one after another, while they answered the

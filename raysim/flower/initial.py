@@ -138,9 +138,9 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
     """Return the parameters and the config in a ServerApp's first message for training.
 
     reference: "module:object" of the ServerApp.
-    runner: the ClientApp, which answers the messages before this one.
+    runner: the ClientApp, which answers all messages before the first message for training.
     folder: the project's folder.
-    Raises `RefusedError` if the app ends or fails before this message.
+    Raises `RefusedError` if the app ends or fails before its first message for training.
     """
     key = f"learner.app: its ServerApp {reference}"
     app = load_object(reference, folder, key)

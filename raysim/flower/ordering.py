@@ -23,7 +23,8 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
     """Yield a copy of a ServerApp whose strategy aggregates results in the order of virtual time.
 
     Flower's older API gives a ServerApp a strategy. If the app has none, the copy behaves like the
-    app. At the end of the `with` block, servers get their original strategies back.
+    app. If the app has a `Server`, the strategy of this server is replaced, too. At the end of the
+    `with` block, the server gets its original strategy back.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(app)
@@ -37,9 +38,9 @@ def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
                 setattr(self, name, value)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute; replace a strategy by a copy that sorts clients' results.
+            """Set an attribute; if the value is a strategy, set a copy that sorts results.
 
-            If the value is a `Server`, its strategy is replaced.
+            If the value is a `Server`, replace the strategy of this server by such a copy.
             """
             if isinstance(value, Strategy):
                 value = order_results(value, grid)

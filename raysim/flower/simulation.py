@@ -96,7 +96,7 @@ def start_simulation(
     kind: Any = type(server)
 
     class RecordingServer(kind):
-        """A server that works like `server`, with the same attributes, and stores the history."""
+        """A copy of the user's server that also stores the history of its rounds."""
 
         def __init__(self) -> None:
             self.__dict__ = server.__dict__

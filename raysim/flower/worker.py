@@ -100,7 +100,7 @@ class AppWorker:
         self.runner = spec.runner()
 
     def ready(self) -> bool:
-        """Return True; a call waits until the app is loaded."""
+        """Return True. With Ray, the answer comes only after the worker has loaded the app."""
         return True
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
@@ -129,7 +129,7 @@ class AppWorker:
 
 
 def copy_records(content: RecordDict) -> RecordDict:
-    """Return a copy of records; the copied arrays share their data with the original arrays.
+    """Return a copy of records whose arrays use the same memory as the original arrays.
 
     An app gets such a copy, because it may add, replace or remove entries of the records.
     """
