@@ -128,8 +128,8 @@ class Composition(NamedTuple):
     values: the complete configuration. It has all values of the preset, even those for options that
     the run does not use.
     chosen_values: by group, the values of the options in `choices` without the preset's changes.
-    Only groups are included that the preset mentions and for which the user chose an option. For
-    the groups "method" and "observer", it is enough that the preset mentions them.
+    A group is included if the preset mentions it and the user chose an option of it. The groups
+    "method" and "observer" are included if the preset mentions them.
     choices: the option of each group; a list of options for "method" and "observer".
     """
 

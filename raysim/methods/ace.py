@@ -184,8 +184,8 @@ class ACE(Method):
     def setup(self, run: Setup) -> None:
         """Declare the server state: each client's last update, and the sum of the active updates.
 
-        An update is active if it counts in the server's step. The state also has each update's base
-        version, and which updates were active in the last step.
+        An update is active if it counts in the server's step. The state also has the base version
+        of each update. A Boolean for each update is True if it was active in the last step.
         """
         refuse_sample_weights(run)
         run.warn_of_second_correction("scaffold")

@@ -13,8 +13,8 @@ model, eta the server's learning rate:
     h_i <- Delta_i                         for the clients in the buffer
 
 Departures from the paper
-- A client may have two updates in a buffer. Then h_i in both differences Delta_i - h_i is the one
-  before this aggregation. Afterwards h_i is the later update.
+- A client may have two updates in a buffer. Both differences Delta_i - h_i then use the h_i
+  from before this aggregation. Afterwards h_i is the later update.
 - h is the mean over all N clients with samples (average="all"), as in the paper. A client without
   an update so far counts as 0, which makes early steps short. With average="seen", h is the mean
   over the clients that have sent an update.

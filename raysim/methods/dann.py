@@ -14,7 +14,7 @@ lam a setting:
 
 Departures from the paper
 - The domain of a sample is the number of its client, as in FedBR's text.
-- With r the setting `discriminator_steps`, step k = 1, 2, ... of a job trains the discriminator if
+- r is the setting `discriminator_steps`. Step k = 1, 2, ... of a job trains the discriminator if
   k mod (1 + r) < r. So with r = 1, only half of the local steps train the classifier. FedBR's code
   does the same.
 - mode="grl" is the original form: a single step with a gradient-reversal layer.
@@ -47,7 +47,7 @@ DISCRIMINATOR = "dann.discriminator"
 
 
 def discriminator_loss(domain_logits: Tensor, domain: int | Tensor) -> Tensor:
-    """Return the mean cross-entropy of the discriminator's outputs with the client's number.
+    """Return the discriminator's mean cross-entropy, with the client's number as the label.
 
     domain_logits: [B, N] for N clients.
     domain: the number of the client, as an int or a scalar tensor.
@@ -76,7 +76,9 @@ def generator_loss(
 
 
 def adversary(domain_logits: Tensor, domain: int | Tensor, weight: float) -> Tensor:
-    """Return -`weight` times the `discriminator_loss`, which is added to the classifier's loss.
+    """Return minus `weight` times the `discriminator_loss`.
+
+    DANN adds the result to the classifier's loss.
 
     domain_logits: [B, N], the discriminator's outputs for N clients.
     domain: the number of the client.

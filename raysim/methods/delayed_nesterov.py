@@ -131,7 +131,7 @@ def _delayed_nesterov(
 
 
 class DelayedNesterov(Method):
-    """A server rule with Nesterov's momentum, which changes only with every N-th update.
+    """A server rule whose Nesterov momentum changes only once in N updates.
 
     Every update D makes one step of the server. m is the momentum.
     server_lr: the server's learning rate eta.

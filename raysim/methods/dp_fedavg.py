@@ -258,7 +258,8 @@ class DPFedAvg(Method):
 
         Epsilon is the privacy loss of all rounds so far.
         bound: the clipping bound of this round.
-        within: the share of updates that the bound did not clip, with noise if the bound adapts.
+        within: the share of updates that the bound did not clip. If the bound adapts, this share
+        contains the noise that protects it.
         """
         releases = int(server.state["releases"].add_(1))
         server.report |= {"bound": bound, "within": within}

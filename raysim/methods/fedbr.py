@@ -157,17 +157,17 @@ class FedBR(Method):
 
     lam: weight of Component 1 (uniform outputs for pseudo-data); 0 switches it off.
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
-    tau1, tau2: the temperatures of two similarities in the contrastive loss. tau1 is for the
-    similarity of the trained and the received model's features of a pseudo-sample. tau2 is for the
-    similarity of the trained model's features of a pseudo-sample and of a real sample.
+    tau1, tau2: the temperatures of two similarities in the contrastive loss. tau1 is for a
+    pseudo-sample: the features from the trained model against those from the received model. tau2
+    is for the trained model: the features of a pseudo-sample against those of a real sample.
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
     F) for F features, and "none" leaves the projector out.
     pseudo: how pseudo-data are made. With "rsm" (the paper's random sample mean), each client sends
     means of its samples before round 0. With "mixture", the server sends means of samples of a
-    public set. In each step, a pseudo-sample is the average of such a mean and of samples of the
-    client's batch.
+    public set. In each step of "mixture", a pseudo-sample is the average of such a mean and of
+    samples of the client's batch.
     pseudo_refresh: "round" draws new pseudo-samples in every round; "once" draws them before the
     first round only.
     pseudo_batch: the number of pseudo-samples in a step.
@@ -263,9 +263,10 @@ class FedBR(Method):
         self._pseudo_data.declare(run)
 
     def cost(self, job: Participation) -> float:
-        """Return the cost of passes over pseudo-data by the trained and the received model.
+        """Return the cost of the pseudo-data, as a number of trained samples.
 
-        A forward pass of a sample costs a third of a trained sample.
+        Training on pseudo-data costs as much as training on the batches. If the received model
+        computes features of new pseudo-data in every step, this forward pass costs a third more.
         """
         if self.lam == 0 and self.mu == 0:
             return 0.0

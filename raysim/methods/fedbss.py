@@ -211,7 +211,8 @@ class FedBSS(Method):
         """Return the cost of ranking the client's samples, as a number of trained samples.
 
         Ranking needs a forward pass over all samples, which costs a third of training on them. The
-        cost of training is not reduced, because the number of selected samples is not known.
+        cost of training stays that of all samples, because the number of selected samples is not
+        known when the cost is computed.
         """
         return FORWARD * job.samples if self._selects(job.version) else 0.0
 

@@ -439,8 +439,8 @@ class FedCDA(Method):
         """Choose a model for each participant; return the step to the mean of all chosen models.
 
         The step is the mean minus the current version: float64, for all shared tensors.
-        participants: the cache rows of the clients that choose a model now. All other clients keep
-        their chosen models.
+        participants: the clients that choose a model now, as row numbers in the server's cache of
+        models. All other clients keep the models that they chose before.
         """
         state = server.state
         models, losses, selected = state["models"], state["losses"], state["selected"]

@@ -26,9 +26,9 @@ Departures from the paper
   formula if <g_j, G_i> is negative.
 - Lengths are not restored: updates become shorter. All trainable parameters of a client form one
   vector, unless granularity="tensor".
-- In "fedgh_hierarchical", the second formula for the last two updates a and b uses the changed a,
-  because FedLD's code does so. Let s = <a, b> for the original a and b; s does not change. First
-  a <- a - s / (|b|^2 + eps) b. Then b <- b - s / (|a|^2 + eps) a, with the changed a.
+- In "fedgh_hierarchical", the last two updates a and b are an exception, as in FedLD's code. Let
+  s = <a, b> for the original a and b; s does not change. First a <- a - s / (|b|^2 + eps) b. Then
+  b <- b - s / (|a|^2 + eps) a, with the changed a.
 - In "fedgh_hierarchical", all updates have the same weight by default. If the run sets weights, the
   server multiplies each update by its weight, divided by the mean weight, before it forms pairs.
 """
@@ -93,7 +93,7 @@ def _harmonize(
     pairs: the pairs (i, j) of updates to test for conflicts, in order; None takes all pairs.
     conflict_test: "original" changes g_i and g_j if <G_i, G_j> is negative. "current" changes g_i
     if <g_i, G_j> is negative, and g_j if <g_j, G_i> is negative.
-    counts: the function adds its conflicts and projections to these numbers.
+    counts: gets the numbers of conflicts and projections added.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
     if pairs is None:
@@ -215,9 +215,9 @@ def _harmonize_in_tree(
     float64 [m].
 
     products: the inner products of m + 1 vectors, [m + 1, m + 1]. The first m vectors are the
-    updates. The last vector is the running mean r of past aggregates. The vectors are sorted by
-    their inner product with r. Then the first is paired with the last, the second with the last but
-    one, and so on.
+    updates. The last vector is the running mean r of past aggregates. The function sorts the
+    vectors by their inner product with r before it forms pairs. The first vector is paired with the
+    last, the second with the last but one, and so on.
     factors: [m], the factor by which each update is multiplied at first.
     eps: a small number that is added to squared norms, so that no division is by 0.
     counts: the function adds its conflicts and projections to these numbers.
@@ -230,8 +230,8 @@ def _harmonize_in_tree(
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
         """Return the vector a - overlap / (|direction|^2 + eps) direction.
 
-        Each vector is a weighted sum of the m updates, and is given by its m weights.
-        overlap: the inner product of the pair, before one of its vectors changed.
+        Each vector is a weighted sum of the m updates, and is given by these m weights.
+        overlap: the inner product of `a` and `direction`, before either vector was changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
@@ -240,8 +240,8 @@ def _harmonize_in_tree(
     def join_pair(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
         """Return the vector a + b; if <a, b> is negative, first change `a` and `b`.
 
-        Each vector is a weighted sum of the m updates, and is given by its m weights. The change
-        subtracts from `a` its projection on `b`, and from `b` its projection on `a`.
+        Each vector is a weighted sum of the m updates, and is given by these m weights. The change
+        removes from `a` the projection of `a` on `b`, and from `b` the projection of `b` on `a`.
         is_last_pair: True if only `a` and `b` are left. Then `b` is projected on the changed `a`,
         not on the original `a`.
         """
@@ -319,9 +319,9 @@ class HierarchicalFedGH(Method):
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the mean update, from which conflicts between clients' updates are removed.
 
-        The updates of each tensor are added up in pairs. A conflict in a pair is first removed. In
-        the first round, the result is the plain mean. The server stores a running mean of the
-        results, which decides in later rounds which updates form a pair.
+        In the first round, the result is the plain mean. In later rounds, the updates of each
+        tensor are added up in pairs. If the two updates of a pair conflict, the conflict is removed
+        before they are added. A running mean of past results decides which updates form a pair.
         """
         counts = _ConflictCounts()
         reference = server.state.get("reference")

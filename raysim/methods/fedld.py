@@ -190,6 +190,7 @@ class MarginControl(Method):
 class DampedMargin(Method):
     """A cross-entropy whose logits are multiplied by a factor that falls as their margin grows.
 
+    The margin of a sample is its label's logit minus the largest other logit.
     temperature: a smaller value makes the factor fall faster.
     """
 

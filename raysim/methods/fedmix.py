@@ -252,9 +252,9 @@ class FedMix(Method):
 
     # --- the step ------------------------------------------------------------------------------
     def draw_pairs(self, job: LocalJob, _: np.random.Generator) -> Sequence[Tensor]:
-        """Draw R of the received pairs (mean input, mean label) for each step of a job.
+        """Draw some of the received pairs (mean input, mean label) for each step of a job.
 
-        Return for each step the row numbers of its pairs, int64 [R]. Each pair has the same row
+        Return the row numbers of R pairs for each step, int64 [R]. Each pair has the same row
         number in the tables of mean inputs and of mean labels. In a step, no pair is drawn twice.
         With pairs="each", R is the size of the largest batch. With pairs="one", R is 1.
         """
@@ -310,8 +310,8 @@ class FedMix(Method):
     def _fresh_pair(self, job: LocalJob, batch: Batch) -> dict[str, Tensor]:
         """Return means of raw inputs and of their one-hot labels, as "inputs" and "targets".
 
-        With pairs="each" there is a row for each sample of the batch, with "one" a single row. Each
-        row is a mean over samples of a randomly drawn client.
+        With pairs="each", the result has a row for each sample of the batch. With pairs="one", it
+        has a single row. Each row is a mean over samples of a randomly drawn client.
         """
         if job.step == 0:  # draws the samples of all steps
             size = job.plan.steps, self._most_pairs(job), self.samples_per_mean

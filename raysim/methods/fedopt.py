@@ -313,7 +313,7 @@ class FedAdagrad(_Adaptive):
 
 
 class _Decaying(_Adaptive):
-    """The base class of FedAdam and FedYogi, whose second moment has the factor beta2.
+    """The base class of FedAdam and FedYogi, which decay the second moment by beta2.
 
     server_lr: the server's learning rate eta.
     beta1: the factor on the old first moment.

@@ -121,7 +121,7 @@ def _statistics(batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> S
 def _sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return each class's sum of features [C, D] and number of rows [C], and a sum of squares.
 
-    The sum of squares is a scalar: the sum over all entries of `features`.
+    The sum of squares is a scalar: the sum of all squared entries of `features`.
     features: [B, D].
     labels: the class of each row, int64 [B].
     num_classes: the number C of classes.
@@ -426,7 +426,7 @@ class FedPAC(Method):
         job.upload["class_means"] = self._measure(job)["class_means"].to(job.params)
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load the mixture of heads, if it exists."""
+        """Copy the received mixture of heads into the client's model, if there is one."""
         if "head" in client.received:
             _load_head(client.vector, client.received["head"])
 

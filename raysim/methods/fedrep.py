@@ -86,9 +86,8 @@ class FedRep(Method):
         The key is the setting that the run uses. In mode joint the result is empty.
 
         - local.epochs becomes head_epochs + body_epochs.
-        - local.steps becomes the smallest number with which at least one step trains the head,
-          unless it is already larger. The fraction head_epochs / (head_epochs + body_epochs) of all
-          steps trains the head, rounded down.
+        - local.steps is raised, if necessary, so that at least one step trains the head. The number
+          of such steps is local.steps * head_epochs / (head_epochs + body_epochs), rounded down.
 
         local: the run's settings of local training.
         """

@@ -1,6 +1,7 @@
 """FedSpeed: pull local models to the received one, and correct the bias of this pull.
 
-Each local step also computes the gradient at a nearby point with a higher loss, the point uphill. A
+Each local step also computes the gradient at a nearby point with a higher loss. This point is
+called the point uphill. A
 mixture of this gradient with the gradient at the model leads to flat minima.
 
 Source: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round,

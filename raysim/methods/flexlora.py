@@ -10,8 +10,8 @@ of P:
     B <- the first r columns of U S,    A <- the first r rows of V'
 
 B A is the nearest matrix of rank r to P, and equal to it if P has no higher rank. Clients may have
-different ranks. Client i of rank r_i receives the first r_i columns of B and rows of A. Their
-product is the nearest matrix of rank r_i.
+different ranks. Client i of rank r_i receives the first r_i columns of B and rows of A. The
+product of these columns and rows is the matrix of rank r_i that is nearest to P.
 
 Departures from the paper
 - With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0). B A is the server's current
@@ -59,9 +59,9 @@ ROUNDING = 1e-12
 def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
     """Return B [m, r] and A [r, n]; B A is the matrix of rank r that is nearest to left @ right.
 
-    r is the number of rows of `old_a`. Each row of A has the norm 1, and row i belongs to the i-th
-    largest singular value. left @ right may have a rank k below r. Then rows k + 1 to r of A are
-    those of `old_a`, and columns k + 1 to r of B are 0.
+    r is the number of rows of `old_a`. Row i of A belongs to the i-th largest singular value, and
+    has the norm 1. The only exception is a left @ right whose rank k is below r. Then rows k + 1 to
+    r of A are those of `old_a`, and columns k + 1 to r of B are 0.
 
     left: [m, R], with R >= r.
     right: [R, n].
@@ -140,9 +140,10 @@ class FlexLoRA(Method):
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
     """Return the models from which P, the mean of products B A, is computed for each layer.
 
-    Each entry of the result is a model's vector and a coefficient. With the model's factors B and A
-    in the layer, P is the sum of coefficient * B A. The models are those that clients trained. With
-    stale updates, the list also has the models that clients received, and the server's current
+    Each entry of the result is a model's vector and a coefficient. B and A are the factors of a
+    layer in this model. P is the sum of coefficient * B A over all entries. The models are those
+    that clients trained. With stale updates, the list also has the models that clients received,
+    and the current
     model.
     """
     # With p_i the weight of client i, divided by the sum of weights, the coefficients are p_i for
@@ -172,8 +173,10 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
 def _split_mean(
     factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Split the mean product P of one layer into new factors B [m, r] and A [r, n], in float64.
+    """Split the mean P of one layer's products into new factors B [m, r] and A [r, n], in float64.
 
+    P is the sum of coefficient * B A over `models`. If P has a rank below r, rows of `old_a` fill
+    up A.
     factors: where a model's vector holds the factors of this layer.
     models: the models with their coefficients, from `_shares_of_models`.
     old_a: [r, n], the factor A of the current model.
