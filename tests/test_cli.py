@@ -244,7 +244,7 @@ class TestRefusals:
         ("words", "missing"),
         [(["out=a", "resume=latest"], "resume="), (["rounds=1"], "out=DIR")],
     )
-    def test_auto_resume_is_refused_without_folder_or_with_key_resume(
+    def test_auto_resume_is_refused_without_out_folder_or_if_resume_is_set(
         self, words: list[str], missing: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         error = printed(["run", "--auto-resume", *words], capsys, status=2)
@@ -287,7 +287,9 @@ class TestRefusals:
         run("out=a", "resume=latest")
         assert Path("a/summary.json").is_file() and not list(Path("a").glob(".config*"))
 
-    def test_run_folder_below_a_file_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_run_folder_is_refused_if_its_parent_is_a_file(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         Path("a").write_text("file")
         run("out=a/b", status=2)
         assert "out=a/b" in one_sentence(capsys.readouterr().err)
@@ -419,7 +421,7 @@ class TestResume:
         run("out=a", "resume=latest", "rounds=6", "runtime.lanes=2", status=2)
         run("out=a", "resume=latest", "rounds=5", "checkpoint.every=1", "faults.tolerate=0.5")
 
-    def test_resume_of_a_run_that_lacks_a_key_mentions_key_and_raysim_version(
+    def test_error_contains_key_and_raysim_version_if_resumed_run_lacks_the_key(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run("out=a")
@@ -705,7 +707,7 @@ class TestMethods:
         assert [entry["name"] for entry in entries] == ["fedprox"]
         assert "did you mean fedbr?" in printed(["methods", "fedbrr"], capsys, status=2)
 
-    def test_methods_command_lists_user_methods_and_refuses_wrong_ones(
+    def test_methods_command_lists_user_methods_and_refuses_faulty_methods(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "own/conf/method").mkdir(parents=True)
@@ -781,7 +783,7 @@ class TestReport:
         Path("many/runs").rename("many/others")
         assert "many " in printed(["report", "many"], capsys, status=2)
 
-    def test_report_refuses_flag_csv_together_with_flag_out(
+    def test_report_command_refuses_the_flags_csv_and_out_together(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         words = ["report", "a", "--csv", "--out", "page"]
@@ -962,7 +964,7 @@ cli.main(["completion", "bash"])
 
 
 @pytest.mark.parametrize("function", ["interrupt_a_callback", "answer_with_another_error"])
-def test_interrupt_swallowed_by_a_library_stops_the_run(function: str) -> None:
+def test_run_stops_although_a_library_suppresses_the_interrupt(function: str) -> None:
     program = INTERRUPTED_COMMAND.replace("= COMMAND", f"= {function}")
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -354,7 +354,7 @@ raysim() {
 
 
 @pytest.mark.slow
-def test_quick_documented_commands_succeed(
+def test_documented_commands_succeed_if_they_are_quick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -70,7 +70,7 @@ def test_method_page_shows_costs_and_settings_and_cites_the_paper(from_docs: Any
     assert "`uv run python -m jobs.papers.report fedbr/table1`" in reference.method_page("fedbr")
 
 
-def test_title_of_a_list_becomes_a_heading_of_the_method_page(from_docs: Any) -> None:
+def test_titled_list_in_a_docstring_gets_a_heading_on_the_method_page(from_docs: Any) -> None:
     reference: ModuleType = from_docs("reference")
     for method, title in {
         "centralized": "How the run works",
@@ -127,7 +127,7 @@ def test_meaning_of_an_option_is_shown_whole_if_it_contains_a_colon(from_docs: A
     assert described(Trimming, "size") == "the number of all numbers"
 
 
-def test_tables_on_the_page_many_nodes_equal_computed_tables(from_docs: Any) -> None:
+def test_tables_of_many_nodes_page_equal_computed_tables(from_docs: Any) -> None:
     many: ModuleType = from_docs("many_nodes")
     text = many.PAGE.read_text(encoding="utf-8")
     assert many.fill_tables(text) == text, "uv run python docs/many_nodes.py"
@@ -148,7 +148,7 @@ def test_every_panel_of_the_asynchrony_pictures_contains_data(from_docs: Any) ->
     assert all(panel.has_data() for panel in pictures.staleness().axes)
 
 
-def test_functions_on_the_page_extending_exist_with_the_listed_arguments() -> None:
+def test_functions_in_the_table_of_extending_md_have_the_listed_arguments() -> None:
     table = re.findall(
         r"^\| `(\w+)\((.*?)\)` \|", (DOCS / "extending.md").read_text(), re.MULTILINE
     )

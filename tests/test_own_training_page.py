@@ -20,7 +20,7 @@ NAMES = [re.findall(r'out="runs/(\w+)"', program)[0] for program in PROGRAMS]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=NAMES)
-def test_program_of_own_training_page_runs(
+def test_program_on_the_page_own_training_md_succeeds(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -359,7 +359,7 @@ def violations(text: str, allowed: Set[str] = frozenset()) -> Iterator[str]:
         "import sys\nsys._getframe(1)",
     ],
 )
-def test_name_checker_finds_private_names_and_changed_attributes(text: str) -> None:
+def test_checker_finds_private_names_and_assignments_to_foreign_attributes(text: str) -> None:
     assert list(violations(text))
 
 
@@ -392,7 +392,7 @@ def test_package_uses_only_public_names_of_libraries() -> None:
     assert problems == []
 
 
-def test_package_assigns_no_attributes_of_ray_objects() -> None:
+def test_package_does_not_change_attributes_of_objects_from_ray() -> None:
     on_ray = 0
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()

@@ -68,7 +68,7 @@ def every_case() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "case"), every_case())
-def test_raysim_function_returns_the_expected_value_of_a_stored_case(
+def test_function_of_raysim_returns_the_result_that_the_stored_case_lists(
     name: str, case: dict[str, Any]
 ) -> None:
     assert RULES is not None

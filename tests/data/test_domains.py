@@ -38,7 +38,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_joined_domains_have_training_rows_of_all_domains_before_test_rows(
+def test_joined_domains_store_all_training_rows_before_all_test_rows(
     root: Path,
 ) -> None:
     names = ["usps", "mnist", "street", "mnist_m", "digits"]
@@ -102,7 +102,7 @@ def test_error_mentions_two_domains_with_different_classes_or_shapes(root: Path)
         Domains(domains=["usps", "mnist"], **settings).build()
 
 
-def test_missing_domain_gets_a_suggestion(root: Path) -> None:
+def test_error_of_an_unknown_domain_suggests_a_similar_domain_name(root: Path) -> None:
     with pytest.raises(ValueError, match=r"SVHN: train_32x32.mat .*data\.domains"):
         Domains(root=str(root), download=False).build()
     with pytest.raises(

@@ -84,7 +84,7 @@ def test_strips_error_mentions_the_missing_or_wrong_file(tmp_path: Path) -> None
         Strips(root=str(tmp_path)).build()
 
 
-def test_error_mentions_a_strip_whose_images_have_another_size(tmp_path: Path) -> None:
+def test_error_of_a_faulty_strip_or_label_file_contains_the_file_name(tmp_path: Path) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").unlink()
     write_picture(tmp_path / "train-001.png", picture(9, 4))
@@ -135,7 +135,9 @@ def test_wrong_content_of_the_description_file_of_strips_is_refused(
 @pytest.mark.parametrize(
     "make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.mkdir()]
 )
-def test_strips_description_must_be_a_regular_file(make: Any, tmp_path: Path) -> None:
+def test_strips_source_refuses_a_description_that_is_not_a_regular_file(
+    make: Any, tmp_path: Path
+) -> None:
     write_strips(tmp_path)
     (tmp_path / "meta.json").unlink()
     make(tmp_path / "meta.json")

@@ -114,7 +114,9 @@ def test_structured_targets_are_trained_with_a_custom_loss(data: Any, tmp_path: 
     assert 0 <= rows[-1]["miscounted_global"] <= 1 and rows[-1]["loss_global"] > 0
 
 
-def test_custom_loss_gets_the_batch_that_its_collate_function_returns(tmp_path: Path) -> None:
+def test_custom_loss_receives_the_batch_from_the_collate_function_of_the_loss(
+    tmp_path: Path,
+) -> None:
     data = (INPUTS, TARGETS)
     both = [
         raysim.run(**FAST, model=outputs_of, loss=loss, data=data, out=tmp_path / name, quiet=True)

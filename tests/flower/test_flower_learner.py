@@ -165,7 +165,7 @@ def test_app_that_cannot_be_used_is_refused(project, settings, key):
         FlowerLearner(folder=str(project), **settings)
 
 
-def test_app_that_is_loaded_again_has_the_same_functions(project):
+def test_flower_app_loaded_twice_equals_the_app_loaded_once(project):
     loaded = load_client_app("tiny_flower_app.broken:no_train", project, "first")
     assert (loaded.can_train, loaded.can_evaluate) == (False, True)
     assert load_client_app("tiny_flower_app.broken:no_train", project, "second") == loaded

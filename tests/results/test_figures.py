@@ -68,7 +68,7 @@ def test_features_figure_shows_at_most_150_rows_of_10_classes() -> None:
     assert np.bincount(labels[rows]).tolist() == [15] * 10
 
 
-def test_features_figure_explains_values_that_are_not_finite(
+def test_features_figure_contains_a_note_if_features_are_not_finite(
     tmp_path: Path,
 ) -> None:
     probe = make()

@@ -77,7 +77,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any], draining: set
     return NodeWatch(9.0)
 
 
-def test_node_watch_reports_lost_silent_and_leaving_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_watch_finds_nodes_that_are_lost_silent_or_leaving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     dead = entry(1, "dead", alive=False)
     nodes = [dead, entry(1, "silent"), entry(2, "leaving"), entry(3, "good"), entry(1, "own")]
     watched = watch(monkeypatch, *nodes, draining={"leaving"})

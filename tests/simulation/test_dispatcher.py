@@ -114,13 +114,13 @@ def test_worker_has_two_or_three_calls_in_flight() -> None:
     assert 2 <= result.most <= 3
 
 
-def test_immediate_schedule_gives_two_workers_over_40_percent_of_jobs_each() -> None:
+def test_each_of_two_workers_gets_more_than_40_percent_of_immediate_jobs() -> None:
     result = calls(Immediate(10), Lognormal(), 0.01, 80)
     jobs = [sum(size for worker, size in result.calls if worker == own) for own in range(2)]
     assert min(jobs) > 0.4 * sum(jobs)
 
 
-def test_each_worker_gets_one_call_per_round_of_equal_clients() -> None:
+def test_each_worker_gets_one_call_per_round_if_clients_are_equal() -> None:
     result = calls(Synchronous(10), Ideal(), 0.001, 5)
     assert sorted(result.calls) == [(0, 5)] * 5 + [(1, 5)] * 5
 

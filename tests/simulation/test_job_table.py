@@ -92,7 +92,7 @@ def test_job_states_change_in_the_allowed_order_only(name: str, seed: int, dropo
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_job_is_queued_or_sent_to_workers_twice(name: str) -> None:
+def test_every_job_is_queued_at_most_once_and_sent_at_most_once(name: str) -> None:
     coordinator, _, runtime = untrained_run([2] * 9, SCHEDULES[name], Lognormal(), rounds=12)
     queued: list[int] = []
     enqueue = coordinator.dispatcher.enqueue

@@ -287,7 +287,7 @@ def test_invalid_decision_of_a_schedule_is_refused(action: Any, value: str) -> N
         planner(Script(action), Ideal(), 0, [5] * 4).next_aggregation()
 
 
-def test_schedule_that_waits_although_no_job_is_in_flight_is_refused() -> None:
+def test_schedule_is_refused_if_the_schedule_waits_without_a_job_in_flight() -> None:
     @dataclass(frozen=True)
     class Idle(Script):
         def decide(self, view: View) -> Action:
@@ -389,7 +389,7 @@ def operations(plan: Planner, count: int) -> float:
     [Immediate, lambda most: Buffered(most, 10), lambda most: Buffered(most, 10, 3)],
     ids=["immediate", "buffered", "at most three stale"],
 )
-def test_operations_of_planning_do_not_grow_with_jobs_in_flight(make: Any) -> None:
+def test_number_of_planner_operations_does_not_grow_with_jobs_in_flight(make: Any) -> None:
     def cost(most: int) -> float:
         plan = planner(make(most), Lognormal(dropout=0.1), 0, [1] * 20_000)
         plan.next_aggregation()
@@ -488,7 +488,7 @@ def test_plan_starts_when_the_first_client_of_any_tier_is_available() -> None:
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_schedule_can_try_a_tier_without_clients_again_after_an_aggregation() -> None:
+def test_empty_tier_can_be_tried_again_after_each_aggregation() -> None:
     first_view: dict[int, list[int]] = {}  # by version: the tiers without clients
 
     class Watched(Tiered):

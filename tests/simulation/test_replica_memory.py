@@ -135,7 +135,7 @@ def test_server_state_of_idle_replicas_is_on_disk() -> None:
 
 
 # --- the file -------------------------------------------------------------------------------------
-def test_array_moved_to_a_mapped_file_has_its_values_and_can_be_changed() -> None:
+def test_array_in_a_memory_mapped_file_keeps_its_values_and_is_writable() -> None:
     file = MappedFile("", "arrays", resident=0)
     originals = [
         np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -152,7 +152,7 @@ def test_array_moved_to_a_mapped_file_has_its_values_and_can_be_changed() -> Non
         assert np.array_equal(array, original)
 
 
-def test_mapped_file_reuses_space_of_deleted_arrays() -> None:
+def test_memory_mapped_file_reuses_the_space_of_deleted_arrays() -> None:
     file = MappedFile("", "arrays", resident=0)
     first, second = file.move(np.full(1000, 1.0)), file.move(np.full(1000, 2.0))
     view = first[10:20]

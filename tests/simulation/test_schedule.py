@@ -121,7 +121,7 @@ def test_schedules_declare_if_updates_can_be_stale() -> None:
     assert [schedule.stale for schedule in (*fresh, *stale)] == [False] * 3 + [True] * 4
 
 
-def test_view_that_a_schedule_receives_is_zero_or_empty_by_default() -> None:
+def test_schedule_view_has_zero_or_empty_fields_by_default() -> None:
     assert View() == View(0.0, 0, {}, (), 0, 0, 0.0, (), ())
 
 
@@ -163,7 +163,7 @@ def test_schedule_values_out_of_range_are_refused(make: Callable[[], object], va
         (Buffered(2, 3), "size=3", "size=2"),
     ],
 )
-def test_error_of_a_schedule_with_too_many_clients_contains_the_limit(
+def test_schedule_that_needs_too_many_clients_is_refused_with_the_largest_value(
     schedule: Schedule, value: str, largest: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"schedule\.{value} .* schedule\.{largest} "):
@@ -335,7 +335,7 @@ def test_buffered_updates_are_aggregated_exactly_once() -> None:
     assert times == sorted(times)  # type: ignore[type-var]
 
 
-def test_buffered_schedule_with_full_cohort_equals_synchronous() -> None:
+def test_buffered_schedule_equals_synchronous_if_the_buffer_holds_all_clients() -> None:
     settings = {"rounds": 4, "weighting": "uniform"}
     rounds = run(run_spec(data=equal_clients()), Synchronous(3), Ideal(), **settings)
     buffered = run(

@@ -276,7 +276,7 @@ def test_round_robin_chooses_clients_in_turn() -> None:
     assert chosen == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [0, 3, 4, 5, 6]]
 
 
-def test_selecting_clients_with_fewest_jobs_chooses_all_equally_often() -> None:
+def test_fewest_jobs_selection_chooses_all_clients_equally_often() -> None:
     plan = planner(FewestJobs(), Synchronous(5), Lognormal(), counts=[5] * 12)
     for _ in range(9):
         step(plan)
@@ -367,21 +367,21 @@ WRONG: dict[str, tuple[Callable[[SelectionView], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_choice_of_a_selection_raises_selection_error(name: str) -> None:
+def test_selection_rule_that_returns_wrong_clients_raises_selection_error(name: str) -> None:
     choose, text = WRONG[name]
     plan = planner(Scripted(choose), Buffered(3, 2), Ideal())
     with pytest.raises(SelectionError, match=f"^selection Scripted: .*{text}"):
         steps(plan, 5)
 
 
-def test_selection_of_unavailable_client_is_refused() -> None:
+def test_selection_rule_that_chooses_an_unavailable_client_is_refused() -> None:
     fleet = Ideal(availability="markov", on=20.0, off=20.0)
     plan = planner(Scripted(lambda view: np.flatnonzero(~view.is_idle)[:1]), Synchronous(3), fleet)
     with pytest.raises(SelectionError, match=r"^selection Scripted: .*is not available"):
         plan.next_aggregation()
 
 
-def test_selection_of_client_without_samples_is_refused() -> None:
+def test_selection_rule_that_chooses_a_client_without_samples_is_refused() -> None:
     plan = planner(Scripted(lambda view: [1]), Synchronous(1), Ideal(), counts=[5, 0, 5])
     with pytest.raises(SelectionError, match=r"^selection Scripted: .*has no samples"):
         plan.next_aggregation()

@@ -170,7 +170,7 @@ def test_round_whose_jobs_all_fail_does_not_change_the_vector() -> None:
     assert result.version == 1
 
 
-def test_step_of_equal_updates_does_not_depend_on_weights() -> None:
+def test_server_step_does_not_depend_on_weights_if_updates_are_equal() -> None:
     same = np.ones(SHARED, np.float32)
     for weighting in ("samples", "uniform"):
         result = step(server(weighting=weighting), [update(client, delta=same) for client in ALL])
@@ -193,7 +193,7 @@ class Doubling(Method):
 @pytest.mark.parametrize(
     "method", [Doubling(), FedAvgM(server_lr=7.0)], ids=lambda method: method.name
 )
-def test_server_rate_and_divisor_do_not_scale_batchnorm_statistics(method: Method) -> None:
+def test_server_learning_rate_does_not_scale_batchnorm_statistics(method: Method) -> None:
     result = step(server(method), [update(client) for client in ALL])
     plain = step(server(), [update(client) for client in ALL])
     assert torch.equal(result.vector[TRAINED:], plain.vector[TRAINED:])

@@ -111,7 +111,7 @@ def test_memory_budget_limits_client_states_except_those_of_jobs_in_flight(sched
     assert spilled is not None and spilled >= each, "and the others are somewhere"
 
 
-def test_client_moved_to_other_worker_leaves_no_state_behind() -> None:
+def test_state_of_each_client_is_on_only_one_worker() -> None:
     runtime = several_workers(study("fedbn"), 3)
     run_to_end(coordinate(study("fedbn"), SCHEDULES["buffer"], runtime=runtime, rounds=20))
     resident = [client for worker in runtime.members for client in worker.states.resident]

@@ -102,7 +102,7 @@ class TestMixing:
         with pytest.raises(ValueError, match=match):
             mixing_matrix(weights, "key")
 
-    def test_mixing_row_is_stored_once_for_replicas_with_equal_weights(self) -> None:
+    def test_replicas_with_equal_weights_have_one_row_of_the_mixing_matrix(self) -> None:
         rows = mixing_rows(mixing_matrix([{0: 0.25, 1: 0.75}] * 2, "key"), range(2))
         assert rows == [((0, 1), (0, 1), (0.25, 0.75))]
 
@@ -332,7 +332,7 @@ class TestGossip:
             np.testing.assert_allclose(vector, expected, atol=2e-6)
         assert result.rows[-1]["consensus_distance"] == 0
 
-    def test_gossip_on_complete_graph_scores_personal_models_like_fedavg(self) -> None:
+    def test_personal_models_have_equal_scores_in_complete_gossip_and_fedavg(self) -> None:
         common: dict[str, Any] = {"model": NORMED, "data": tiny_data(clients=CLIENTS)}
         settings: dict[str, Any] = {
             "rounds": 3,
@@ -506,13 +506,13 @@ class TestGraphs:
         for one, other in np.argwhere(np.triu(matrix, 1)).tolist():
             assert matrix[one, other] == pytest.approx(1 / (1 + max(found[one], found[other])))
 
-    def test_uniform_gossip_weight_is_one_divided_by_neighbours_plus_one(self) -> None:
+    def test_uniform_gossip_gives_a_client_and_its_neighbours_equal_weights(self) -> None:
         star = Gossip("edges", edges=[[0, 1], [0, 2]], weights="uniform")
         third, half = 1 / 3, 1 / 2
         expected = [[third, third, third], [half, half, 0], [half, 0, half]]
         np.testing.assert_allclose(dense(network(star, 3)), expected)
 
-    def test_gossip_weights_of_a_client_sum_to_1_including_its_own(self) -> None:
+    def test_client_keeps_the_gossip_weight_that_its_neighbours_do_not_get(self) -> None:
         line = Gossip("edges", edges=[[0, 1, 0.25], [1, 2, 0.5]])
         expected = [[0.75, 0.25, 0], [0.25, 0.25, 0.5], [0, 0.5, 0.5]]
         np.testing.assert_allclose(dense(network(line, 3)), expected)

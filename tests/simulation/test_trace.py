@@ -110,7 +110,7 @@ def test_trace_can_have_device_speeds_in_flops(tmp_path: Path) -> None:
     assert devices.seconds(np.array([100.0]), 0, 0) == 4.0  # 200 GFLOP at 50 GFLOP a second
 
 
-def test_trace_accepts_float32_int32_and_names_of_clients(tmp_path: Path) -> None:
+def test_trace_file_can_have_client_names_and_columns_of_32_bits(tmp_path: Path) -> None:
     rows = [row(f"phone {each}", start=[10, 300], end=[200, 900], period=1000) for each in range(2)]  # type: ignore[arg-type]
     result = read(
         write_unchecked(tmp_path, rows, speed=pa.float32(), start=pa.large_list(pa.int32()))
@@ -393,7 +393,7 @@ def test_fedscale_files_are_converted_to_a_trace(
     assert capsys.readouterr().out.startswith(f"{out}: 2 clients in 9 intervals, ")
 
 
-def test_fedscale_clients_with_errors_are_counted(
+def test_fedscale_conversion_prints_the_number_of_clients_with_faulty_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = {"inactive": [5, 9], "finish_time": 10, "active": [0, 4]}

@@ -253,7 +253,7 @@ def test_methods_see_a_population_without_the_unseen_clients(method: Any) -> Non
         (["method=fedmix", "method.fedmix.means=4", "local.batch=30"], "method.fedmix.means"),
     ],
 )
-def test_batch_larger_than_the_means_of_all_trained_clients_is_refused(
+def test_batch_of_sample_means_is_refused_if_trained_clients_send_too_few(
     words: list[str], key: str
 ) -> None:
     words = [*COMMON, *words]
@@ -299,7 +299,7 @@ def test_summary_and_table_of_clients_include_unseen_clients(tmp_path: Path) -> 
     }
 
 
-def test_resume_refuses_another_unseen_share(tmp_path: Path) -> None:
+def test_resume_is_refused_if_the_share_of_unseen_clients_has_changed(tmp_path: Path) -> None:
     words = [*COMMON, "evaluate.unseen=0.3", f"out={tmp_path / 'run'}"]
     raysim.run(words, quiet=True)
     other = [*COMMON, "evaluate.unseen=0.2", f"out={tmp_path / 'run'}", "resume=latest"]

@@ -115,7 +115,7 @@ class TestTopK:
         assert (positions == np.sort(order[:count])).all()
         assert (entries == values[positions]).all()
 
-    def test_topk_of_1_percent_sends_below_1_3_percent_of_the_floats(self) -> None:
+    def test_topk_with_ratio_1_percent_sends_few_more_floats_than_1_percent(self) -> None:
         layout = layout_of(nn.Linear(1000, 300))
         assert TopK(0.01).words(layout) / layout.trained < 0.013
 
@@ -182,7 +182,7 @@ class TestQSGD:
 
 
 class TestTernGrad:
-    def test_terngrad_entries_are_zero_or_the_tensors_scale(self) -> None:
+    def test_terngrad_entries_are_zero_or_the_largest_value_of_the_tensor(self) -> None:
         values = values_of(LAYOUT)
         decoded = coded(TernGrad(clip=0.0), values)
         for entry in LAYOUT.entries:
@@ -233,7 +233,7 @@ class TestRounded:
         assert Float16().words(LAYOUT) == math.ceil(len(values) / 2)
 
     @pytest.mark.parametrize("block", [1, 50, 256, 10_000])
-    def test_int8_rounds_to_127ths_of_the_block_maximum(self, block: int) -> None:
+    def test_int8_rounds_to_multiples_of_the_block_maximum_divided_by_127(self, block: int) -> None:
         values = values_of(LAYOUT)
         expected = np.empty_like(values)
         for start in range(0, len(values), block):
@@ -283,7 +283,7 @@ class TestRounded:
 
 
 class TestPowerSGD:
-    def test_powersgd_projects_each_matrix_on_the_columns_of_its_product_with_q(self) -> None:
+    def test_powersgd_projects_matrix_m_onto_the_columns_of_m_times_q(self) -> None:
         compressor = PowerSGD(rank=2)
         values = values_of(LAYOUT)
         decoded = coded(compressor, values)
@@ -395,7 +395,7 @@ class TestFeedback:
 
     @pytest.mark.parametrize("compressor", FAST, ids=str)
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_fast_error_feedback_equals_that_of_the_base_class_bit_for_bit(
+    def test_optimized_error_feedback_has_the_bits_of_the_base_class_code(
         self, compressor: Compressor, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(compressor, "feedback", kind)

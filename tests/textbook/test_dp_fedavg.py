@@ -74,7 +74,7 @@ def test_epsilons_equal_the_papers_formulas(clients: int, cohort: int, rounds: i
     assert by_hand < epsilon(2.2, clients, cohort, rounds, 1e-5) <= everybody * (1 + 1e-9)
 
 
-def test_dp_fedavg_adds_more_noise_if_it_also_counts_unclipped_updates() -> None:
+def test_dp_fedavg_adds_more_noise_if_the_unclipped_count_is_private_too() -> None:
     assert noise_of_sum(1.0, 1.0) == pytest.approx((4 / 3) ** 0.5) and noise_of_sum(0.0, 1.0) == 0.0
 
 

@@ -158,5 +158,5 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_local_loss_method_equals_its_textbook_computation(name: str) -> None:
+def test_method_with_a_local_loss_term_equals_its_textbook(name: str) -> None:
     check(ROWS[name])

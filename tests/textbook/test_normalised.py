@@ -85,7 +85,7 @@ def test_fednova_qfedavg_afl_fedbabu_apfl_equal_textbook_computations(name: str)
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @pytest.mark.parametrize("pull", [0.0, 0.3])
-def test_effective_steps_of_fednova_equal_the_distance_that_sgd_moves(
+def test_fednova_effective_steps_equal_sgd_distance_over_learning_rate(
     momentum: float, nesterov: bool, pull: float
 ) -> None:
     position = torch.zeros((), dtype=torch.float64, requires_grad=True)

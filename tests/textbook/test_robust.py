@@ -114,7 +114,7 @@ def test_geometric_median_is_near_honest_updates(attack: float) -> None:
     assert geometric_median(updates, 50).norm() < 2 * honest.norm()
 
 
-def test_results_of_robust_rules_for_five_numbers_equal_a_computation_by_hand() -> None:
+def test_robust_rules_return_the_results_that_were_computed_by_hand() -> None:
     values = torch.tensor([[1.0], [2.0], [4.0], [8.0], [100.0]], dtype=torch.float64)
     assert coordinate_median(values).item() == 4.0
     assert coordinate_median(values[:4]).item() == 3.0

@@ -205,5 +205,5 @@ print(time.monotonic() - start)
         server.wait()
 
 
-def test_command_line_argument_of_a_link_is_parsed() -> None:
+def test_network_link_is_parsed_from_a_command_line_argument() -> None:
     assert parse_link("2:rate=2,delay=100,loss=0.01") == (2, Link(2, 100, 0.01))

@@ -177,7 +177,7 @@ def test_lightning_training_equals_raysims_step_on_all_samples() -> None:
         assert own_row["train_loss"] == pytest.approx(usual_row["train_loss"], rel=1e-4)
 
 
-def test_hf_trainer_equals_raysims_steps_without_shuffling() -> None:
+def test_hf_trainer_equals_steps_of_raysim_if_all_samples_are_one_batch() -> None:
     spec = run_spec()
     local = replace(spec.settings.local, batch=10_000, epochs=1, steps=None, momentum=0.0)
     local = replace(local, weight_decay=0.0)  # the Trainer decays no biases

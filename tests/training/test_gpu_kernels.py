@@ -79,7 +79,7 @@ def test_convolutions_of_many_channels_use_the_channels_last_format() -> None:
         assert nn.Conv2d(8, 4, 3).double()(x).is_contiguous()
 
 
-def test_unaligned_cpu_tensor_is_not_copied() -> None:
+def test_align_function_returns_an_unaligned_cpu_tensor_without_a_copy() -> None:
     unaligned = torch.zeros(5)[1:]
     assert align(unaligned) is unaligned
 
@@ -98,13 +98,13 @@ def test_step_in_graph_capture_can_read_shapes_but_no_values() -> None:
                 read()
 
 
-def test_graph_on_a_cpu_computes_instead_of_replaying() -> None:
+def test_recorder_on_a_cpu_computes_again_instead_of_replaying() -> None:
     numbers = iter(range(2))
     replay = recorder(torch.device("cpu"))(lambda: [torch.tensor(next(numbers))])
     assert [int(replay()[0]) for _ in range(2)] == [0, 1]
 
 
-def test_graph_branches_on_a_cpu_run_one_after_another() -> None:
+def test_branches_of_a_recorded_graph_are_sequential_on_a_cpu() -> None:
     branches, order = Branches(torch.device("cpu")), list[int]()
     for place in range(3):
         with branches.branch(place):
@@ -157,7 +157,7 @@ class SeesAddresses(TorchFunctionMode):
 @pytest.mark.parametrize(
     ("function", "updates"), [(F.batch_norm, "training"), (F.instance_norm, "use_input_stats")]
 )
-def test_batchnorm_updates_statistics_that_were_copied_for_alignment(
+def test_batchnorm_updates_original_statistics_if_it_computes_on_aligned_copies(
     function: Any, updates: str, by_name: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

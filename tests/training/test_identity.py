@@ -141,7 +141,7 @@ def test_unequal_processes_can_be_allowed_and_are_listed_in_results() -> None:
     assert groups[1]["nodes"] == ["node-a", "node-c"] and groups[2]["CPU capability"] == "AVX2"
 
 
-def test_error_of_unequal_processes_counts_differences_it_does_not_list() -> None:
+def test_identity_error_contains_the_number_of_differences_it_omits() -> None:
     facts = {f"fact {number}": "a" for number in range(7)}
     other = Identity("worker-0", "node-b", dict.fromkeys(facts, "b"))
     with pytest.raises(UnequalWorkersError, match=r"fact 3 .*, 3 more"):
@@ -174,7 +174,7 @@ def test_checksum_changes_with_any_file_of_a_package(
     code_checksum.cache_clear()
 
 
-def test_used_packages_are_those_the_user_allows_and_those_of_configured_classes() -> None:
+def test_used_packages_include_allowed_packages_and_packages_of_targets() -> None:
     node = {
         "method": {
             "fedprox": {"_target_": "raysim.methods.fedprox.FedProx"},

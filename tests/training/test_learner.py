@@ -141,7 +141,7 @@ def test_output_printed_by_a_learner_is_shown(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("wrong", "text"), [("outputs", "predict of Centroids"), ("predict", "'centroids'.*SystemExit")]
 )
-def test_error_of_the_predict_function_contains_its_learner(
+def test_error_of_a_predict_function_contains_the_name_of_the_learner(
     wrong: str, text: str, tmp_path: Any
 ) -> None:
     words = "data=synthetic data.samples=100 partition.clients=4 schedule.cohort=2 rounds=1"
@@ -159,7 +159,7 @@ def test_error_of_the_predict_function_contains_its_learner(
     [(sys.exit, "SystemExit"), (lambda: {"a": "text"}, "'a'.*bytes"), (lambda: None, "bytes")],
     ids=["exit", "text", "none"],
 )
-def test_run_is_refused_if_function_initial_of_a_learner_is_faulty(
+def test_run_is_refused_if_the_learner_has_a_faulty_initial_function(
     initial: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Centroids, "initial", lambda self, task, rng: initial())

@@ -200,13 +200,13 @@ def test_learner_with_bytes_parameters_needs_aggregate_function(
         raysim.build(QUICK, learner=Means())
 
 
-def test_parameters_of_wrong_type_fail_only_their_client() -> None:
+def test_client_whose_learner_returns_parameters_of_wrong_type_fails() -> None:
     result = run(run_spec(Means("type")), rounds=1, tolerate=1.0)
     assert all("bytes" in failure.error for failure in result.failures)
     assert result.rows[0]["failures"] == len(result.failures) > 0
 
 
-def test_result_of_learner_with_bytes_parameters_has_no_module(tmp_path: Path) -> None:
+def test_run_result_refuses_to_return_a_model_if_parameters_are_bytes(tmp_path: Path) -> None:
     result = raysim.run(f"{QUICK} rounds=1", learner=Means(), out=str(tmp_path / "run"), quiet=True)
     with pytest.raises(RefusedError, match="parameters"):
         result.model()
@@ -265,7 +265,7 @@ def test_virtual_time_follows_size_of_a_learner_upload() -> None:
         assert (row["floats_down"], row["floats_up"]) == (down, up)
 
 
-def test_uploaded_floats_include_the_planned_size_of_discarded_uploads() -> None:
+def test_uploaded_floats_include_the_expected_size_of_discarded_uploads() -> None:
     fleet = Lognormal(100.0, 1.0, 1000.0, 500.0, 0.0)
     result = run(run_spec(Growing()), Oversample(2, 2.0), fleet, rounds=4)
     planned, now = 0, result.rows[-1]["virtual_seconds"] or 0.0
@@ -282,7 +282,7 @@ def test_learner_with_bytes_parameters_passes_conformance_checks(check: Check) -
 
 
 @pytest.mark.parametrize("wrong", [-1, "many"])
-def test_wrong_planned_size_of_a_learner_upload_is_refused(
+def test_learner_is_refused_if_upload_bytes_returns_no_valid_size(
     monkeypatch: pytest.MonkeyPatch, wrong: Any
 ) -> None:
     monkeypatch.setattr(Means, "upload_bytes", lambda self, task, received: wrong)
@@ -298,7 +298,7 @@ def test_printed_plan_of_a_run_says_that_message_sizes_change() -> None:
     assert lines["schedule"].endswith("if messages did not change in size")
 
 
-def test_declaration_of_a_message_with_both_once_and_varies_is_refused() -> None:
+def test_message_is_refused_if_the_options_once_and_varies_are_both_true() -> None:
     class Once(Means):
         name = "once"
 
@@ -341,6 +341,6 @@ def test_evaluate_function_of_a_learner_can_return_no_score(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("wrong", [3, {"accuracy": "high"}], ids=["number", "text"])
-def test_error_of_the_evaluate_function_contains_its_learner(wrong: Any) -> None:
+def test_error_of_an_evaluate_function_contains_the_name_of_the_learner(wrong: Any) -> None:
     with pytest.raises(Exception, match=r"scored.*evaluate"):
         run(run_spec(Scored(wrong)), rounds=1)

@@ -106,7 +106,7 @@ def test_learning_rates_of_modules_equal_parameter_groups_of_torch(kind: Any) ->
     assert same(ours, plain_loop(recorder, make_optimizers))
 
 
-def test_learning_rate_of_a_module_path_overrides_that_of_the_head() -> None:
+def test_rate_for_the_path_model_head_overrides_the_rate_for_head() -> None:
     recorder, ours = trained(Local(rates={"head": 0.5, "model.head": 0.0}, **LOCAL))
     start = [param.detach() for param in build_model(run_spec()).parameters()]
     assert torch.equal(ours[-1], start[-1]) and torch.equal(ours[-2], start[-2])
@@ -114,13 +114,13 @@ def test_learning_rate_of_a_module_path_overrides_that_of_the_head() -> None:
     assert {rate for _, _, rate in recorder.moves} == {0.1, 0.0}
 
 
-def test_equal_rates_of_all_modules_equal_a_larger_learning_rate() -> None:
+def test_doubling_the_rate_of_all_modules_equals_doubling_the_learning_rate() -> None:
     _, ours = trained(Local(rates={"head": 2.0, "body": 2.0}, **LOCAL))
     _, larger = trained(Local(**{**LOCAL, "lr": 0.2}))
     assert same(ours, larger)
 
 
-def test_muon_equals_torch_with_adamw_for_vectors() -> None:
+def test_muon_equals_muon_of_torch_for_matrices_and_adamw_for_other_tensors() -> None:
     recorder, ours = trained(Local(optimizer="muon", weight_decay=0.01, **LOCAL))
 
     def make_optimizers(model: Any) -> Any:
@@ -167,7 +167,7 @@ class TestSchedulesOverSteps:
             optimizer.step()
             scheduler.step()
 
-    def test_steps_use_the_rate_schedule_over_steps(self) -> None:
+    def test_optimizer_steps_use_learning_rates_that_change_at_every_step(self) -> None:
         local = Local(schedule="linear", schedule_over="steps", warmup_steps=1, **LOCAL)
         recorder, ours = trained(local)
         factors = local.step_factors(4)

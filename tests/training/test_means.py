@@ -145,6 +145,6 @@ def by_hand(
     return float(torch.cat(seen).mean())
 
 
-def test_sum_over_rows_multiplies_each_batch_mean_by_its_rows() -> None:
+def test_sum_over_rows_adds_batch_means_multiplied_by_batch_sizes() -> None:
     assert float(sum_over_rows(torch.tensor([1.0, 4.0]), [11, 1])) == 15
     assert float(sum_over_rows(torch.empty(0), [])) == 0

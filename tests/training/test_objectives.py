@@ -69,7 +69,7 @@ def test_loss_is_mean_over_samples(kind: Kind, labels: Tensor, losses: list[floa
     assert float(objective.loss(OUT, labels)) == pytest.approx(np.mean(losses))
 
 
-def test_top5_accuracy_counts_the_lowest_of_six_classes_as_wrong() -> None:
+def test_top5_prediction_is_wrong_if_the_true_class_has_the_sixth_score() -> None:
     out = torch.arange(6.0).repeat(2, 1)
     assert OBJECTIVES["classification"].metrics[1].rows(out, tensor([0, 1])).tolist() == [
         False,

@@ -206,7 +206,7 @@ class Forgetful(PlainSgd):
         run.client_state("jobs", lambda samples: None)
 
 
-def test_error_of_a_wrong_initial_client_state_contains_its_name() -> None:
+def test_error_of_a_wrong_initial_client_state_contains_the_name_of_the_state() -> None:
     with pytest.raises(UnstorableValueError, match=r"plain_sgd\.jobs"):
         run(run_spec(Forgetful()), rounds=1)
 

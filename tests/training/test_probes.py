@@ -98,7 +98,7 @@ def test_feature_distance_to_zero_features_is_nan() -> None:
 # ---------------------------------------------------------------- classifier
 
 
-def test_bias_towards_seen_classes_is_measured_on_samples_of_unseen_classes() -> None:
+def test_bias_towards_seen_classes_is_computed_from_samples_of_other_classes() -> None:
     assert diagnostics.unseen_probability(PROBABILITIES, LABELS, SEEN) == 0.125
     assert diagnostics.seen_share(PROBABILITIES, LABELS, SEEN) == 0.875
     output = diagnostics.output_distribution(PROBABILITIES, LABELS, SEEN)
@@ -113,7 +113,7 @@ def test_bias_towards_seen_classes_is_computed_for_a_client_with_one_class() -> 
 
 
 @pytest.mark.parametrize("measure", ["unseen_probability", "seen_share", "output_distribution"])
-def test_bias_towards_seen_classes_is_none_without_samples_of_unseen_classes(measure: str) -> None:
+def test_bias_towards_seen_classes_is_none_if_no_sample_has_an_unseen_class(measure: str) -> None:
     assert getattr(diagnostics, measure)(PROBABILITIES, LABELS, np.ones(3, bool)) is None
     # The one class which this client lacks has no test sample either.
     assert getattr(diagnostics, measure)(PROBABILITIES[:2], LABELS[:2], SEEN) is None
@@ -146,7 +146,7 @@ def test_probe_summary_averages_only_clients_that_have_a_value() -> None:
     }
 
 
-def test_probe_means_weigh_clients_by_samples_of_unseen_classes() -> None:
+def test_client_weight_in_probe_means_is_its_number_of_unseen_class_samples() -> None:
     """Check the weights of clients in probe means over classes that a client has not seen.
 
     The weight of a client is the number of probe samples of its unseen classes. Class 1 has one
@@ -184,7 +184,7 @@ def assert_same(one: Probe, other: Probe) -> None:
         )
 
 
-def test_probe_file_written_and_read_has_the_same_bits(tmp_path: Path) -> None:
+def test_probes_have_the_same_bits_after_writing_and_reading(tmp_path: Path) -> None:
     probes = [make(7, version=2), make(3, version=1, features=4), make(5, version=2)]
     probes[1].features[0, 0] = np.nan
     probes[2].features.T[:] = 1.5  # through a view
@@ -220,7 +220,7 @@ def test_probe_file_stores_features_of_a_received_version_once(tmp_path: Path) -
     assert length((3, 4)) - length((3, 3)) >= make(features=500).received.nbytes
 
 
-def test_probe_file_stores_received_features_that_differ_per_client(tmp_path: Path) -> None:
+def test_probe_file_stores_different_received_features_for_each_client(tmp_path: Path) -> None:
     probes = [make(0), make(1)]
     probes[1].received[0, 0] += 1
     save_probes(probes, tmp_path / "probes.safetensors")

@@ -77,7 +77,7 @@ def test_second_gradient_uses_shifted_values_of_shared_and_personal_parameters()
     assert torch.equal(there, torch.cat([grad.flatten() for grad in grads]))
 
 
-def test_gradient_corrections_are_applied_after_the_perturb_hook() -> None:
+def test_gradient_hook_decay_and_clipping_come_after_the_perturb_hook() -> None:
     class Ones(Method):
         name = "ones"
 
@@ -101,7 +101,7 @@ def test_gradient_corrections_are_applied_after_the_perturb_hook() -> None:
     assert torch.allclose((before - ctx.vector.shared).norm(), torch.tensor(0.1), atol=1e-6)
 
 
-def test_loss_term_of_a_method_is_in_both_gradients_of_a_step() -> None:
+def test_first_and_second_gradient_of_a_step_include_the_loss_term_of_a_method() -> None:
     class Pull(Method):
         name = "pull"
 
@@ -117,7 +117,7 @@ def test_loss_term_of_a_method_is_in_both_gradients_of_a_step() -> None:
     assert torch.allclose((there - there_free)[-2:], params[-2:] + 0.5, atol=1e-6)
 
 
-def test_ascending_stage_passes_the_negated_gradient_to_methods() -> None:
+def test_gradient_ascent_stage_passes_the_negated_gradient_to_methods() -> None:
     asking = ShiftedGradient()
     step, ctx = at_work([asking], OptimizerSettings())
     loss = nn.functional.cross_entropy(ctx.model.head(ctx.model.features(X)), Y)

@@ -143,7 +143,7 @@ def test_layer_that_cannot_train_on_one_sample_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_layer_that_trains_on_one_sample_is_accepted(name: str) -> None:
+def test_layer_is_accepted_if_it_can_train_on_a_batch_of_one_sample(name: str) -> None:
     assert refusing_layer(network(FINE[name]()), lambda rows: torch.randn(rows, 4)) == ""
 
 
@@ -152,7 +152,7 @@ def test_convolutions_with_batchnorm_train_on_one_sample() -> None:
     assert refusing_layer(model, lambda rows: torch.randn(rows, 1, 8, 8)) == ""
 
 
-def test_no_layer_is_found_if_the_network_fails_on_batches_of_all_sizes() -> None:
+def test_no_layer_is_blamed_if_the_network_fails_on_batches_of_any_size() -> None:
     assert refusing_layer(network(nn.Linear(7, 7)), lambda rows: torch.randn(rows, 4)) == ""
 
 

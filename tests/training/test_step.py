@@ -110,7 +110,7 @@ def test_muon_equals_pytorch_bit_for_bit() -> None:
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_orthogonalized_does_not_change_its_argument() -> None:
+def test_orthogonalized_function_does_not_change_its_argument() -> None:
     matrix = torch.randn((4, 3), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     before = matrix.clone()
     orthogonalized(matrix)
@@ -381,7 +381,7 @@ def test_features_are_computed_once_for_all_methods() -> None:
     assert len(asked) == 1
 
 
-def test_context_manager_keep_statistics_leaves_batchnorm_statistics_unchanged() -> None:
+def test_batchnorm_statistics_do_not_change_inside_keep_statistics_context() -> None:
     worker = Worker(run_spec(model=NORMED))
     inputs, _ = worker.trainer.gather(worker.trainer.partition.rows(0))
     ctx = Context(
@@ -414,7 +414,7 @@ def test_unused_parameter_has_zero_gradient() -> None:
     assert first.tolist() == [4.0, 6.0] and second.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_flattened_gradient_reuses_memory_of_an_earlier_gradient_of_its_size() -> None:
+def test_flattened_gradients_of_equal_size_use_the_same_memory() -> None:
     step, _ = at_work((), OptimizerSettings())
     sizes, places = (3, 5, 3), []
     for size in sizes:

@@ -75,7 +75,7 @@ def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestCopiesAndWaits:
     @pytest.mark.usefixtures("own_memory")
-    def test_only_the_sums_of_summed_jobs_are_copied_from_the_device(self) -> None:
+    def test_device_copies_sums_of_updates_instead_of_single_updates(self) -> None:
         assert count_calls()[0] == {"waits": 4, "copies": 2}
 
     @pytest.mark.usefixtures("own_memory")
@@ -88,7 +88,9 @@ class TestCopiesAndWaits:
         [(Scaffold(), 1), (Moon(out=8), 0), (Ditto(), 0)],
         ids=["scaffold", "moon", "ditto"],
     )
-    def test_client_state_is_copied_when_it_is_read(self, method: Method, uploads: int) -> None:
+    def test_client_state_is_copied_from_the_device_at_the_first_read_only(
+        self, method: Method, uploads: int
+    ) -> None:
         count, result = count_calls(method, is_summed=False)
         assert count == {"waits": 4, "copies": 4 * (1 + uploads)}
         handle = result[1]
@@ -102,7 +104,7 @@ class TestCopiesAndWaits:
     @pytest.mark.parametrize(
         "methods", [(), (Scaffold(),), (FedPAC(),)], ids=["fedavg", "scaffold", "fedpac"]
     )
-    def test_device_with_separate_memory_has_the_bits_of_a_cpu(
+    def test_training_has_the_same_bits_on_a_device_with_memory_and_on_a_cpu(
         self, methods: tuple[Method, ...], request: pytest.FixtureRequest
     ) -> None:
         local = replace(LOCAL, epochs=2)
@@ -133,7 +135,7 @@ class TestResidentStates:
         """Return a state of 108 bytes."""
         return ClientState(torch.full((25,), value), torch.zeros(1, dtype=torch.int64), {})
 
-    def test_unused_client_states_are_moved_off_the_device_and_back(self) -> None:
+    def test_client_state_is_on_the_device_only_if_it_was_used_recently(self) -> None:
         resident = ResidentStates(CPU, budget=2 * 108)
         handles = {
             client: resident.put(client, client, self.state(float(client))) for client in range(3)

@@ -52,7 +52,7 @@ def test_error_while_computing_a_block_is_raised_to_the_caller() -> None:
         in_blocks(100, work, 8)
 
 
-def test_run_limits_numpy_to_one_thread_and_restores_it() -> None:
+def test_run_limits_numpy_to_one_thread_and_restores_the_old_limit() -> None:
     def threads() -> set[int]:
         return {library["num_threads"] for library in openblas_threads().info()}
 

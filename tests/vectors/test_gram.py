@@ -139,7 +139,7 @@ def test_weighted_sum_computed_in_blocks_equals_a_pairwise_sum_exactly(
     assert torch.equal(got, ((a + b) + (c + d)) + ((e + f) + g))
 
 
-def test_recombined_update_is_weights_times_mixture_times_updates() -> None:
+def test_recombined_update_is_the_product_of_weights_mixture_and_updates() -> None:
     rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
     got = recombine(
         given(rows, [1.0, 2.0, 4.0], 8.0), view(server()), "model", lambda products: mixture
@@ -184,7 +184,9 @@ def test_float_buffers_are_averaged_if_a_method_combines_updates(
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_fedbuff_scales_the_step_of_a_combining_method(rule: Callable[[], Method]) -> None:
+def test_fedbuff_scales_the_step_of_a_method_that_combines_updates(
+    rule: Callable[[], Method],
+) -> None:
     rows = normal(5, LAYOUT.shared)
     plain, buffered = (
         server(rule(), *others, weighting="uniform") for others in ((), (FedBuff(),))

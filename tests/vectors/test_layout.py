@@ -135,7 +135,7 @@ def test_vector_supports_double_precision() -> None:
     assert vector.data.dtype == nets["extra"].weight.dtype == torch.float64
 
 
-def test_layout_leaves_out_frozen_parameters_declared_as_personal() -> None:
+def test_layout_has_no_frozen_parameter_even_if_it_is_declared_personal() -> None:
     model = nn.Linear(2, 3)
     model.bias.requires_grad_(False)
     layout = plan_layout({"model": model}, ["model.bias"])

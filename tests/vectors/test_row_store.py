@@ -55,12 +55,12 @@ def test_growing_a_row_cache_does_not_change_its_rows(place: cache.Place) -> Non
     assert more.data_ptr() == rows.data_ptr() and more.is_contiguous()
 
 
-def test_extending_a_row_cache_beyond_its_reserved_rows_is_refused() -> None:
+def test_row_cache_refuses_more_rows_than_it_has_reserved() -> None:
     with pytest.raises(RuntimeError, match="storage"):
         extend_rows(filled("disk"), 6)
 
 
-def test_row_cache_on_disk_uses_a_file_that_no_folder_lists(folder: Path) -> None:
+def test_row_cache_on_disk_uses_a_file_without_a_name_in_the_folder(folder: Path) -> None:
     rows = filled("disk")
     assert in_file(rows.data_ptr())
     assert not list(folder.iterdir())
@@ -77,7 +77,7 @@ def test_row_cache_is_copied_only_if_it_lacks_space_for_more_rows(place: cache.P
     assert in_file(found.data_ptr()) == (place == "disk")
 
 
-def test_row_cache_in_memory_is_moved_to_a_file_if_it_belongs_on_disk() -> None:
+def test_row_cache_in_memory_is_moved_to_a_file_if_the_place_is_disk() -> None:
     restored = filled("disk", 5).clone()
     assert in_file(rows_with_room(restored, 5, "disk").data_ptr())
 
@@ -100,7 +100,7 @@ def test_row_cache_refuses_disk_without_space(
         reserve((2, 2**27), torch.float32, "disk")
 
 
-def test_checkpoint_writes_and_restores_a_row_cache(tmp_path: Path) -> None:
+def test_checkpoint_restores_cached_rows_without_loading_them_into_memory(tmp_path: Path) -> None:
     rows = extend_rows(reserve((64, 2**14), torch.float32, "disk"), 60).normal_(
         generator=torch.manual_seed(0)
     )  # 4 MB

@@ -82,7 +82,7 @@ def test_tree_sum_has_same_bits_for_any_split_over_processes(
 
 
 @given(COUNTS, st.data())
-def test_leaf_positions_are_merged_into_the_fewest_parts_of_the_tree(
+def test_leaves_of_the_summation_tree_are_covered_by_the_fewest_subtrees(
     count: int, data: st.DataObject
 ) -> None:
     positions = data.draw(st.sets(st.integers(0, count - 1)))
@@ -100,7 +100,7 @@ def test_leaf_positions_are_merged_into_the_fewest_parts_of_the_tree(
     assert all(siblings.get(part) not in ranges for part in ranges)
 
 
-def test_merged_leaf_positions_equal_ranges_computed_by_hand() -> None:
+def test_ranges_that_cover_given_leaves_equal_ranges_computed_by_hand() -> None:
     assert covered_ranges(range(10), 10) == [range(10)]
     assert covered_ranges(range(8, 10), 10) == [range(8, 10)]
     assert covered_ranges([1, 2, 3, 4], 10) == [range(1, 2), range(2, 4), range(4, 5)]
