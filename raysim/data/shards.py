@@ -171,7 +171,7 @@ class WebDataset(Source):
         """Choose the file name endings of the inputs, the label and the user.
 
         Return a list of the inputs' endings, the ending of the label, and the ending of the user.
-        The ending of the user is None if no file of a sample says which user it belongs to.
+        The ending of the user is None if no file contains the user of a sample.
         sample: the files of the first sample, by file name ending.
         place: the value of `data.root`, with which error messages begin.
         Raise ValueError if `label` is None and no file has a usual ending of labels, such as "cls".

@@ -102,8 +102,8 @@ def conf_folders_of(packages: Sequence[str]) -> list[Path]:
     """Return the folder `conf` of each package that has one.
 
     packages: the names of the packages.
-    Raise `RefusedError` if Python would import mine/ in place of the package mine/mine/, because
-    both folders have the same name.
+    Raise `RefusedError` if the folder of a package is in another folder of the same name, such as
+    mine/mine/, and Python would import the outer folder.
     """
     folders = []
     for name in dict.fromkeys(package.partition(".")[0] for package in packages):

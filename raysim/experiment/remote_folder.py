@@ -84,7 +84,7 @@ def local_copy(
     """Yield a copy of the run that writes to a local folder, and observers that upload its files.
 
     The observers send the files to the URL `out`. If `out` is not a URL, yield the unchanged run,
-    and no observers. After the `with` block, all files are sent once more.
+    and no observers. After the `with` block, all files are uploaded once more.
     experiment: the run, whose folder `out` may be a URL.
     console: prints a warning if files cannot be sent during the run.
     Raise `RefusedError` if the URL cannot be used, and `RunStoppedError` if the files cannot be

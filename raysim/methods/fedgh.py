@@ -93,7 +93,7 @@ def _harmonize(
     pairs: the pairs (i, j) of updates to test for conflicts, in order; None takes all pairs.
     conflict_test: "original" changes g_i and g_j if <G_i, G_j> is negative. "current" changes g_i
     if <g_i, G_j> is negative, and g_j if <g_j, G_i> is negative.
-    counts: gets the numbers of conflicts and projections added.
+    counts: the conflicts and projections are added to these numbers.
     """
     one_of("method.fedgh.conflict_test", conflict_test, get_args(ConflictTest))
     if pairs is None:
@@ -178,7 +178,7 @@ class FedGH(Method):
         self.granularity = granularity
 
     def setup(self, run: Setup) -> None:
-        """Warn if every aggregation has only one update, so that no two updates can conflict."""
+        """Warn if every aggregation has only one update, which cannot conflict with another."""
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
@@ -220,7 +220,7 @@ def _harmonize_in_tree(
     last, the second with the last but one, and so on.
     factors: [m], the factor by which each update is multiplied at first.
     eps: a small number that is added to squared norms, so that no division is by 0.
-    counts: the function adds its conflicts and projections to these numbers.
+    counts: the conflicts and projections are added to these numbers.
     """
     inside, towards = products[:-1, :-1], products[:-1, -1]
 
@@ -278,9 +278,9 @@ def hierarchical_harmonized_gradient(
     Two vectors a and b of a pair conflict if their inner product is negative. Then the projection
     of a on b is removed from a, and the projection of b on a from b, before a and b are added.
     gradients: [m, d], the updates of one tensor of the model.
-    reference: [d], the running mean r of past aggregates. The vectors are sorted by their inner
-    product with r. Then the first is paired with the last, the second with the last but one, and so
-    on.
+    reference: [d], the running mean r of past aggregates. The function sorts the vectors by
+    their inner product with r. Then the first is paired with the last, the second with the last but
+    one, and so on.
     eps: a small number that is added to squared norms, so that no division is by 0.
     """
     products = gram_matrix([*gradients.unbind(), reference]).numpy()
@@ -313,7 +313,7 @@ class HierarchicalFedGH(Method):
         )
 
     def setup(self, run: Setup) -> None:
-        """Warn if every aggregation has only one update, so that no two updates can conflict."""
+        """Warn if every aggregation has only one update, which cannot conflict with another."""
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
@@ -349,7 +349,7 @@ class HierarchicalFedGH(Method):
         For each tensor of the model, `_harmonize_in_tree` adds up the updates of this tensor.
         reference: the running mean of earlier aggregates, [d] for d trainable parameters. It
         decides which two updates form a pair.
-        counts: the function adds its conflicts and projections to these numbers.
+        counts: the conflicts and projections are added to these numbers.
         """
         rows, weights = parameters_of(aggregation, server), aggregation.weights
         mean_weight = sum(weights) / len(weights)

@@ -1,8 +1,8 @@
 """FedSpeed: pull local models to the received one, and correct the bias of this pull.
 
 Each local step also computes the gradient at a nearby point with a higher loss. This point is
-called the point uphill. A
-mixture of this gradient with the gradient at the model leads to flat minima.
+called the point uphill. A mixture of this gradient with the gradient at the model leads to flat
+minima.
 
 Source: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round,
 and Higher Generalization Accuracy" (ICLR 2023), Algorithm 1. Client k receives x^t and makes K

@@ -143,8 +143,7 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
     Each entry of the result is a model's vector and a coefficient. B and A are the factors of a
     layer in this model. P is the sum of coefficient * B A over all entries. The models are those
     that clients trained. With stale updates, the list also has the models that clients received,
-    and the current
-    model.
+    and the server's current model.
     """
     # With p_i the weight of client i, divided by the sum of weights, the coefficients are p_i for
     # the model that client i trained, -p_i for the model that it received, and 1 for the current
