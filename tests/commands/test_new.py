@@ -47,7 +47,7 @@ def files_below(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in paths}
 
 
-def test_new_package_is_the_template_with_its_name(mine: Path) -> None:
+def test_new_package_equals_the_template_except_for_the_package_name(mine: Path) -> None:
     written = files_below(mine)
     expected = {}
     for name, text in files_below(TEMPLATE).items():

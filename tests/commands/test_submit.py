@@ -438,7 +438,7 @@ class TestJobServer:
     ) -> None:
         assert fetch.find_folder(entrypoint) == folder
 
-    def test_fetch_copies_a_folder_whose_path_starts_with_the_home_directory(
+    def test_command_fetch_copies_a_folder_whose_path_starts_with_a_tilde(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder = tmp_path / "home" / "runs"
@@ -693,7 +693,7 @@ def test_submit_shows_the_output_of_the_run(submitted: Submitted) -> None:
     assert lines[-1].startswith(f"bring {submitted.out} to this machine with: raysim fetch ")
 
 
-def test_a_run_with_a_new_package_has_equal_bits_on_cluster_and_locally(
+def test_submitted_run_with_a_user_package_is_bit_identical_to_a_local_run(
     submitted: Submitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(submitted.package)

@@ -110,7 +110,9 @@ def shipped(name: str) -> SweepPlan:
 
 
 class TestPlan:
-    def test_sweep_refuses_folder_below_a_file(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_sweep_refuses_an_output_folder_whose_parent_is_a_file(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         Path("letter").write_text("")
         assert cli.call(["sweep", *STUDY, "out=letter/a", LRS]) == 2
         assert "out=letter/a" in capsys.readouterr().err

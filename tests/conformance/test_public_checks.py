@@ -358,7 +358,7 @@ class Normalising(SklearnLinear):
         return super().predict(parameters, inputs - inputs.mean(axis=0))
 
 
-def test_check_finds_unseeded_learner_and_outputs_that_mix_samples() -> None:
+def test_checks_reject_an_unseeded_learner_whose_outputs_depend_on_other_samples() -> None:
     assert {
         "its initial parameters depend on the given generator only",
         "its outputs for a sample do not depend on the other samples",

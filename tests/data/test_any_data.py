@@ -425,7 +425,7 @@ def test_markov_label_is_the_next_token_in_the_markov_chain_of_its_user() -> Non
     assert np.abs(transitions[0] - transitions[1]).max() > 0.3  # every user has its own chain
 
 
-def test_label_is_the_number_of_the_markov_chain_if_data_label_is_chain() -> None:
+def test_markov_source_uses_the_number_of_the_chain_as_label_if_requested() -> None:
     dataset = Markov(users=4, label="chain", chains=2, skew=1.0).build()
     users = dataset.domains
     assert np.array_equal(

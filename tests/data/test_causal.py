@@ -126,7 +126,7 @@ def test_vocabulary_decodes_encoded_text(vocabulary: Vocabulary, text: str) -> N
     assert len(vocabulary.names) == vocabulary.tokens.size
 
 
-def test_unknown_character_is_refused_unless_a_token_for_others_exists() -> None:
+def test_unknown_character_is_refused_without_a_token_for_unknown_characters() -> None:
     vocabulary = character_vocabulary("ab", has_other=True)
     assert vocabulary.encode("axb").tolist() == [1, 3, 2]
     again = stored_vocabulary("characters", vocabulary.names)
@@ -219,7 +219,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         Text(root=str(tmp_path)).read()
 
 
-def test_option_python_topics_reads_many_documents_without_a_data_folder() -> None:
+def test_data_source_named_python_topics_reads_documents_without_a_folder() -> None:
     raw = PythonTopics(length=64).read()
     assert len(raw.domain_names) > 50 and "assert" in raw.domain_names
     assert 0 < raw.train_rows < len(raw.labels)

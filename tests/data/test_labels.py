@@ -234,7 +234,7 @@ def test_lists_of_one_label_can_be_classes() -> None:
 
 
 # ---- several labels, and labels per position -----------------------------------------------------
-def test_kind_multilabel_reads_lists_of_equal_length_as_several_labels() -> None:
+def test_label_lists_of_equal_length_mean_several_labels_if_kind_is_multilabel() -> None:
     lists = [[0, 3], [1, 2], [3, 1]] * 4
     dataset = store_arrays((INPUTS, lists), {"kind": "multilabel"}).build()
     assert dataset.kind == "multilabel" and dataset.labels[0].tolist() == [1, 0, 0, 1]

@@ -187,7 +187,7 @@ def test_dirichlet_client_draws_other_classes_if_its_classes_are_used_up() -> No
 
 
 @pytest.mark.parametrize(("shares", "label"), [([0.5, 0.5, 0.0], 1), ([0.0, 0.25, 0.75], 2)])
-def test_random_value_1_selects_the_last_class_with_a_positive_share(
+def test_random_value_equal_to_1_selects_last_class_with_a_positive_share(
     shares: list[float], label: int
 ) -> None:
     arguments = {"labels": [0, 1, 2], "turns": [0], "order": [0, 1, 2]}
@@ -421,7 +421,7 @@ def test_listed_partition_rejects_missing_file() -> None:
             partition.split(labels, labels, 1, 0)
 
 
-def test_draw_classes_never_draws_a_class_without_samples() -> None:
+def test_function_draw_classes_selects_no_class_without_samples() -> None:
     shares, turns, uniforms = (
         np.array([[0.5, 0.5]]),
         np.zeros(3, np.int64),
@@ -443,7 +443,7 @@ def test_central_test_samples_of_a_domain_are_divided_among_its_clients() -> Non
     assert rows == [[0, 3], [1], [2], [4, 7], [5, 8], [6]]
 
 
-def test_client_of_partition_domain_class_is_tested_on_its_domain_and_classes() -> None:
+def test_client_is_tested_on_its_domain_and_classes_if_partition_is_domain_class() -> None:
     labels, domains = np.array([0, 0, 1, 1, 0]), np.array([0, 2, 1, 0, 2])
     tests = DomainClass([[0], [1]]).tests(labels, domains, 2)
     assert [tests.rows(client).tolist() for client in range(len(tests))] == [[0], [3], [], [2]]

@@ -86,7 +86,7 @@ def test_shards_read_the_pixel_values_of_a_mask_picture_as_class_labels(shards: 
     assert set(np.unique(small.labels)) <= {0, 1}
 
 
-def test_shards_read_files_of_several_endings_as_inputs_of_one_sample(shards: str) -> None:
+def test_shard_files_with_different_suffixes_become_inputs_of_one_sample(shards: str) -> None:
     columns = ["image.png", "age.npy", "words.txt"]
     built = WebDataset(root=shards, columns=columns).build()
     assert isinstance(built.shape, PackedShape)

@@ -44,7 +44,7 @@ def test_parquet_source_reads_every_pixel_unchanged(struct: bool, tmp_path: Path
     assert built.domain_names == [tmp_path.name]
 
 
-def test_parquet_folders_become_domains_resized_to_one_image_size(
+def test_parquet_folders_become_domains_whose_images_are_resized_to_one_size(
     tmp_path: Path,
 ) -> None:
     for name, size, channels in (("usps", 4, 1), ("photo", 6, 3)):
@@ -416,7 +416,7 @@ def test_error_mentions_label_types_that_differ_between_files(
 @pytest.mark.parametrize(
     "other", [pa.list_(pa.int64(), 1), pa.large_list(pa.uint64()), pa.list_(pa.int8())]
 )
-def test_lists_of_labels_per_sample_may_have_any_arrow_list_type(
+def test_several_labels_per_sample_can_be_stored_in_any_arrow_list_type(
     other: pa.DataType, tmp_path: Path
 ) -> None:
     built = write_labels(tmp_path, [[0], [0, 2], []], pa.array([[2], [1]], other)).build()
@@ -471,7 +471,9 @@ def test_training_labels_can_be_signed_and_test_labels_unsigned(tmp_path: Path) 
         write_labels(tmp_path, SETS, pa.array([[2**63]], pa.list_(pa.uint64()))).build()
 
 
-def test_regression_labels_may_be_integers_in_one_of_two_files(tmp_path: Path) -> None:
+def test_regression_accepts_integer_labels_in_one_file_and_floats_in_another(
+    tmp_path: Path,
+) -> None:
     source = replace(write_labels(tmp_path, INTS, FLOATS), kind="regression")
     assert source.build().labels.tolist() == [[0.0], [1.0], [0.0], [1.0]]
     with pytest.raises(ValueError, match=r"text .*data\.kind=regression"):
@@ -546,7 +548,7 @@ def test_domains_of_an_image_folder_may_have_a_common_test_set(
     ]
 
 
-def test_image_folder_error_mentions_the_key_or_the_file(tmp_path: Path) -> None:
+def test_error_about_an_image_folder_mentions_the_wrong_setting_or_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data=image_folder needs data\.root"):
         ImageFolder().build()
     with pytest.raises(ValueError, match=rf"data.root={tmp_path} .*no pictures"):

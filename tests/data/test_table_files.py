@@ -173,7 +173,7 @@ def test_error_of_large_integer_labels_suggests_data_kind_regression(tmp_path: P
 @pytest.mark.parametrize(
     "column", [[b"png"] * ROWS, [{"bytes": b"png", "path": None}] * ROWS], ids=["bytes", "struct"]
 )
-def test_error_of_several_picture_columns_suggests_data_image_column(
+def test_error_about_several_picture_columns_mentions_key_data_image_column(
     column: list, tmp_path: Path
 ) -> None:
     columns = {"img": column, "age": COLUMNS["age"], "label": COLUMNS["label"]}
@@ -325,7 +325,7 @@ def test_table_needs_a_file_in_its_root(source: Any, tmp_path: Path) -> None:
         (Stored, "This data set"),
     ],
 )
-def test_error_of_source_without_root_mentions_its_option_and_data_root(
+def test_error_about_a_missing_root_mentions_the_source_and_key_data_root(
     source: Any, option: str
 ) -> None:
     for root in (None, ""):

@@ -167,7 +167,7 @@ def test_values_that_cannot_become_numbers_or_text_are_rejected(name: str) -> No
 
 
 @pytest.mark.parametrize("users", [{"first": INTEGERS}, [{"a": 1}] * 6], ids=["one", "list"])
-def test_users_given_as_dictionaries_are_rejected(users: object) -> None:
+def test_data_with_dictionaries_in_place_of_user_ids_is_refused(users: object) -> None:
     with pytest.raises(ValueError, match=r"^data: "):
         store_arrays((TABLE, INTEGERS, users))
 

@@ -240,7 +240,7 @@ def test_method_with_extra_networks_reads_only_the_model_from_a_fedavg_file(trai
 @pytest.mark.parametrize(
     "words", [["init.redraw=head"], ["init.only=extractor"], ["init.redraw=model.head"]]
 )
-def test_redrawn_weights_equal_those_of_a_run_without_init_file(
+def test_weights_not_taken_from_the_init_file_equal_those_of_a_run_without_it(
     words: list[str], trained: Path
 ) -> None:
     experiment = build([*MLP, "seed=5", f"init={trained / 'model.safetensors'}", *words])

@@ -142,7 +142,7 @@ def test_run_writes_its_summary_even_if_an_observer_fails_at_the_end() -> None:
     assert json.loads(Path("a/summary.json").read_text())["rounds"] == 1
 
 
-def test_keyboard_interrupt_in_a_function_passed_as_on_round_ends_the_run() -> None:
+def test_keyboard_interrupt_in_callback_on_round_stops_the_run() -> None:
     def stop(row: dict[str, Any]) -> None:
         raise KeyboardInterrupt
 
@@ -202,7 +202,7 @@ def test_job_files_of_twice_resumed_run_equal_those_of_uninterrupted_run() -> No
     assert jobs("a") == jobs("straight")
 
 
-def test_run_without_job_files_and_timeline_can_be_resumed() -> None:
+def test_run_can_be_resumed_after_its_job_files_and_timeline_are_deleted() -> None:
     raysim.run([*ASYNCHRONOUS, "out=a", "rounds=2"], quiet=True)
     shutil.rmtree("a/jobs.parquet")
     Path("a/timeline.png").unlink()
@@ -243,7 +243,7 @@ def test_observers_are_called_in_the_order_of_their_list(tmp_path: Path) -> None
     ]
 
 
-def test_event_follower_stops_after_the_row_of_the_requested_round(tmp_path: Path) -> None:
+def test_follower_of_the_events_of_a_run_stops_after_the_requested_round(tmp_path: Path) -> None:
     follower = Follower(CurrentRun(tmp_path, 9), played(9), [diary := Diary()])
     assert follower.follow_until(2) == {"round": 2}
     assert diary.pages == ["start at 0", "round 1", "round 2"]

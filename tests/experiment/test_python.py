@@ -568,7 +568,7 @@ def test_client_model_contains_the_personal_batchnorm_layers_of_the_client() -> 
         result.client_model(9)
 
 
-def test_client_model_needs_a_checkpoint() -> None:
+def test_result_refuses_to_return_a_client_model_without_a_checkpoint() -> None:
     plain = ran("plain", checkpoint={"every": 0})
     assert (plain.predictions().classes == plain.predictions().labels).mean() == plain.rows[-1][
         "accuracy_global"

@@ -62,7 +62,7 @@ def test_example_method_with_client_state_changes_the_model() -> None:
     assert (result.history["steady.moved"] > 0).all()
 
 
-def test_client_state_of_a_result_contains_tensors_of_methods_and_model() -> None:
+def test_result_returns_client_states_with_tensors_of_methods_and_model() -> None:
     result = ran(Steady(), Scaffold(), FedBN(), model=NormedMlp(), rounds=1)
     by_participation: dict[bool, list[dict[str, np.ndarray]]] = {True: [], False: []}
     for client in range(20):

@@ -72,7 +72,7 @@ class TestPartitions:
         sentence = refused("partition=natural", data=DATA)
         assert set(re.findall(r"\b(?:data|partition)\.\w+", sentence)) == {"partition.column"}
 
-    def test_error_of_users_with_few_samples_mentions_partition_minimum(self) -> None:
+    def test_error_about_users_with_few_samples_mentions_key_partition_minimum(self) -> None:
         users = np.arange(30)
         sentence = refused("partition=natural", data=(*DATA, users))
         assert "partition.minimum=2" in sentence

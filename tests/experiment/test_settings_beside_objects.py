@@ -155,11 +155,11 @@ class TestNetworks:
         assert experiment.spec.model.options == {"width": 7}  # type: ignore[attr-defined]
         assert experiment.config["model"]["width"] == 7
 
-    def test_override_of_a_functools_partial_argument_is_refused(self) -> None:
+    def test_override_of_an_argument_set_by_functools_partial_is_refused(self) -> None:
         with pytest.raises(RefusedError, match=r"^model\.width:"):
             built("model.width=7", model=functools.partial(Wide, width=6))
 
-    def test_value_of_model_head_applies_to_a_passed_network(self) -> None:
+    def test_setting_model_head_applies_to_a_network_passed_as_object(self) -> None:
         recipe = built("model.head=fc", model=Wide()).spec.model
         assert recipe.head == "fc"  # type: ignore[attr-defined]
         with pytest.raises(RefusedError, match=r"model\.head=body\.1"):

@@ -160,7 +160,7 @@ class LateRuntime(InProcess):
         self.revived.append(worker)
 
 
-def test_flower_grid_repeats_all_messages_of_a_dead_worker():
+def test_flower_grid_resends_all_messages_that_a_dead_worker_received():
     grid = make_grid(clients=20, workers=2)
     grid.runtime = LateRuntime(*grid.runtime.members)
     assert clients_of(grid.send_and_receive(messages(grid.get_node_ids()))) == list(range(20))

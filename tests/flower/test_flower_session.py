@@ -88,7 +88,7 @@ def first_strategy():
     return older.FedAvg(fraction_fit=0.8, initial_parameters=initial)
 
 
-def test_older_app_is_bit_identical_on_one_and_three_workers(run, monkeypatch):
+def test_app_with_the_older_flower_interface_has_equal_bits_on_1_and_3_workers(run, monkeypatch):
     older_run = numpy_run(replace(run, clients=20), first_strategy)
     one = run_app(older_run, no_text)
     use_workers(monkeypatch, 3)

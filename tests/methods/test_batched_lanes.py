@@ -267,7 +267,7 @@ class TestQualification:
         ],
         ids=["fedprox", "scaffold", "batch norm", "dropout", "convolutions"],
     )
-    def test_error_of_run_that_lanes_cannot_train_mentions_runtime_lanes(
+    def test_error_mentions_key_runtime_lanes_if_a_run_cannot_use_several_lanes(
         self, spec: RunSpec
     ) -> None:
         with pytest.raises(RefusedError, match=r"^runtime\.lanes=3: .*runtime\.lanes=1"):

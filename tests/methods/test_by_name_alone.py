@@ -123,7 +123,9 @@ PYTHON: list[dict[str, Any]] = [{"local": {"epochs": 2}}, {"local.epochs": 2}]
 
 
 @pytest.mark.parametrize("settings", PYTHON)
-def test_argument_that_contradicts_the_method_is_refused(settings: dict[str, Any]) -> None:
+def test_argument_local_epochs_is_refused_if_it_contradicts_the_method(
+    settings: dict[str, Any],
+) -> None:
     with pytest.raises(RefusedError, match=r"local\.epochs"):
         build(IN_PROCESS, methods=[FedRep()], **settings)
 

@@ -167,7 +167,7 @@ class TestTraffic:
         assert finished.rows[-1]["floats_up"] == 3 * 4 * words
         assert finished.rows[-1]["floats_down"] == 3 * 4 * layout.shared
 
-    def test_download_of_a_client_has_all_server_steps_since_its_last_job(self) -> None:
+    def test_client_downloads_all_server_steps_made_since_its_last_job(self) -> None:
         compressor = TopK(0.05, "down")
         finished = run(run_spec(compressor), Synchronous(4), rounds=6)
         layout = finished.coordinator.layout

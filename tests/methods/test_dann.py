@@ -134,7 +134,7 @@ def test_error_of_dann_setting_out_of_range_mentions_its_key(settings: dict[str,
     ("mode", "steps", "expected"),
     [("alternate", 1, {"local.steps": 4}), ("alternate", 9, {"local.steps": 9}), ("grl", 1, {})],
 )
-def test_dann_raises_local_steps_until_a_job_trains_both_networks(
+def test_dann_increases_local_steps_so_that_a_job_trains_both_networks(
     mode: Any, steps: int, expected: dict[str, int]
 ) -> None:
     steps_of_both = 1 if mode == "grl" else 3

@@ -93,7 +93,7 @@ def test_fedbn_makes_every_normalisation_layer_personal_if_setting_layers_is_all
     assert more == wanted
 
 
-def test_fedbn_name_rule_makes_tensors_with_bn_in_their_names_personal() -> None:
+def test_fedbn_makes_tensors_personal_if_their_names_contain_the_name_rule() -> None:
     model, method = Trap(), FedBN(name_rule="bn")
     in_order = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     assert private_names(method, model) == [name for name in in_order if "bn" in name]
@@ -216,7 +216,7 @@ def test_fedbn_computes_batchnorm_statistics_for_an_untrained_client(scope: Any)
     assert changed == {f"model.extractor.2.{entry}" for entry in SCOPES["statistics"]}
 
 
-def test_fedbn_recomputed_statistics_weigh_batches_by_their_samples() -> None:
+def test_fedbn_recomputes_statistics_with_each_batch_weighted_by_its_size() -> None:
     norm = nn.BatchNorm1d(3, momentum=0.07)
     drop = nn.Dropout(0.5)
     model = nn.Sequential(drop, norm).eval()

@@ -328,7 +328,7 @@ def test_fedcda_error_suggests_more_batches_of_clients_if_the_search_is_too_larg
     )
 
 
-def test_fedcda_accepts_search_of_exactly_the_limit() -> None:
+def test_fedcda_accepts_as_many_combinations_as_the_limit_but_not_more() -> None:
     data = clients_of_sizes((3,) * 6)
     assert MAX_COMBINATIONS == 10**6
     coordinate(run_spec(FedCDA(memory=10, batches=1), data=data), Synchronous(6))

@@ -72,7 +72,8 @@ def tree(gradients: Tensor, reference: Tensor, eps: float = 1e-7) -> Tensor:
     return fedgh.hierarchical_harmonized_gradient(gradients=gradients, reference=reference, eps=eps)
 
 
-def test_hierarchical_fedgh_does_not_sort_the_last_two_sums_of_updates() -> None:
+def test_hierarchical_fedgh_does_not_sort_the_last_two_sums_by_their_scores() -> None:
+    """The score of an update or a sum of updates is its inner product with `reference`."""
     rows, reference = random(7, 3, seed=29), random(3, seed=129)
 
     def off(a: Tensor, b: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def test_fedlc_without_margins_equals_fedavg_exactly() -> None:
     )
 
 
-def test_fedlc_margins_are_zero_for_outputs_of_virtual_classes_of_vhl() -> None:
+def test_fedlc_margins_are_zero_for_the_virtual_classes_that_vhl_adds() -> None:
     class Watched(FedLC):
         def begin(self, job: LocalJob) -> None:
             super().begin(job)
@@ -201,6 +201,6 @@ def test_fedlc_settings_out_of_range_are_refused(settings: dict[str, Any]) -> No
         FedLC(**settings)
 
 
-def test_fedlc_margin_with_a_tiny_minimum_sample_count_is_large_but_finite() -> None:
+def test_fedlc_margin_is_large_but_finite_if_count_floor_is_tiny() -> None:
     margins = fedlc.calibration_margins(class_counts=torch.tensor([0]), tau=1.0, count_floor=1e-299)
     assert margins.item() == pytest.approx(10**74.75)

@@ -162,7 +162,7 @@ def test_fedmix_averages_only_samples_of_the_same_client() -> None:
     assert set(rows.ravel().tolist()) == set(owner)
 
 
-def test_fedmix_refuses_batch_with_more_samples_than_there_are_means() -> None:
+def test_fedmix_refuses_a_batch_if_all_clients_together_send_too_few_means() -> None:
     local = Local(batch=32)
     with pytest.raises(ValueError, match=r"^method\.fedmix\.means=5: .*means=6 "):
         declare_run(run_spec(FedMix(means=5), local=local))

@@ -185,7 +185,7 @@ def test_fedpac_client_with_distant_class_means_has_no_weight() -> None:
 
 
 @pytest.mark.parametrize("variances", [(0.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0)], ids=str)
-def test_fedpac_client_without_variance_gives_weight_one_to_its_own_head(
+def test_fedpac_client_uses_only_its_own_head_if_its_feature_variance_is_zero(
     variances: tuple[float, ...],
 ) -> None:
     zero = torch.zeros(4, 2, 3)
@@ -493,7 +493,7 @@ def test_fedpac_uses_only_the_later_of_two_buffered_updates_of_a_client() -> Non
     assert all(np.array_equal(twice[key], once[key]) for key in twice)
 
 
-def test_fedpac_personal_model_uses_the_head_sent_by_the_server_if_any() -> None:
+def test_fedpac_personal_model_has_the_head_from_the_server_if_one_was_sent() -> None:
     study = run_spec(FedPAC(), local=TWO)
     worker = Worker(study)
     before, head = worker.vector.data.clone(), random(65).float()

@@ -134,7 +134,7 @@ def test_fedsr_without_penalties_and_noise_equals_fedavg() -> None:
     assert sure.finished.model_sha256 != run(run_spec(FedSR(0.0, 0.0))).finished.model_sha256
 
 
-def test_fedsr_number_of_drawn_features_changes_scores_only() -> None:
+def test_fedsr_setting_samples_changes_the_scores_but_not_the_trained_model() -> None:
     few, many = (run(run_spec(FedSR(samples=count, share_reference=True))) for count in (1, 20))
     assert few.finished.model_sha256 == many.finished.model_sha256
     assert [row["loss_global"] for row in few.rows] != [row["loss_global"] for row in many.rows]

@@ -300,7 +300,7 @@ def test_fraug_multiplies_gamma_by_ramp_rounds_divided_by_rounds_if_ramp_rounds_
     assert strengths(3, 6, ramp_rounds=pace) == pytest.approx(expected)
 
 
-def test_fraug_ramps_are_constant_after_their_last_round() -> None:
+def test_fraug_strength_stays_at_1_after_the_rounds_in_which_it_grows() -> None:
     assert strengths(5, 2) == pytest.approx([math.exp(-0.02), math.exp(-0.01), 1.0])
 
 

@@ -45,7 +45,7 @@ class TestScaffold:
     @pytest.mark.parametrize(
         ("lr", "num_steps", "momentum"), [(0.1, 0, 0.0), (0.1, 3, 1.0), (0.0, 3, 0.0)]
     )
-    def test_scaffold_refuses_zero_steps_zero_rate_and_momentum_one(
+    def test_scaffold_refuses_zero_steps_or_zero_learning_rate_or_momentum_of_one(
         self, lr: float, num_steps: int, momentum: float
     ) -> None:
         with pytest.raises(ValueError, match="scaffold"):
@@ -132,7 +132,7 @@ class TestFedBR:
         assert z.grad is not None
         assert z.grad.isfinite().all()
 
-    def test_contrastive_loss_of_zeros_has_a_finite_gradient(self) -> None:
+    def test_contrastive_loss_has_a_finite_gradient_if_all_features_are_zero(self) -> None:
         z = torch.zeros(2, 3, requires_grad=True)
         fedbr.contrastive_loss(z, torch.ones(2, 3), torch.ones(2, 3), 2.0, 1.0).backward()
         assert z.grad is not None

@@ -88,7 +88,7 @@ def test_inco_halves_update_if_mixed_with_zero_and_doubles_it_if_mixed_with_itse
     assert torch.equal(mixed(zero, zero, granularity=granularity), zero)
 
 
-def test_inco_compiled_function_changes_only_the_rows_passed_to_it() -> None:
+def test_inco_compiles_a_function_that_changes_only_the_rows_it_receives() -> None:
     """Rows are mixed in blocks of 64, so 100 rows give a full block and a block of 36 rows."""
     rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
     before = rows.copy()

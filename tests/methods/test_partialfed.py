@@ -217,7 +217,7 @@ def test_partialfed_loads_all_layers_after_an_absence_above_max_staleness(
     assert torch.equal(watch.started[1][1], received) == loads
 
 
-def test_partialfed_always_uses_received_values_in_networks_of_other_methods() -> None:
+def test_partialfed_uses_received_values_for_networks_added_by_other_methods() -> None:
     watch = Watch()
     client = Client(PartialFed("none"), Dann(0.5, width=4), watch)
     client.train()

@@ -261,7 +261,7 @@ class TestInputs:
         ]
         assert not loop.reads.facts
 
-    def test_recording_copies_an_input_that_lanes_share_only_once(self) -> None:
+    def test_recording_copies_an_input_only_once_if_all_lanes_share_it(self) -> None:
         loop = loop_of(run(study("scaffold"), rounds=3))
         together = next(
             recording for recording in loop.recordings.values() if len(recording._lanes) == 3
@@ -281,7 +281,7 @@ class TestInputs:
     def test_recorded_step_can_use_the_client_number_of_each_lane(self) -> None:
         assert_as_in_loop(study(Numbered()), rounds=4)
 
-    def test_recorded_steps_can_reuse_a_tensor_stored_in_the_first_batch(self) -> None:
+    def test_recorded_steps_can_use_a_tensor_stored_by_the_first_step_of_a_job(self) -> None:
         assert_as_in_loop(study(Remembering()), rounds=3)
 
     def test_value_that_a_step_only_writes_is_not_an_input_of_its_recording(self) -> None:

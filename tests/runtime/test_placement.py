@@ -218,7 +218,7 @@ def test_wrong_runtime_settings_are_refused(override: str, key: str) -> None:
         build([override, "tracking=none"])
 
 
-def test_trial_has_one_worker_for_each_bundle_after_the_first() -> None:
+def test_first_bundle_of_a_trial_has_no_worker_and_each_other_bundle_has_one() -> None:
     bundles = [{"CPU": 1.0}, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0, "GPU": 0.5}]
     assert size_in_group(RayOptions(), bundles, "cuda") == Size(2, {"CPU": 2.0, "GPU": 0.5})
     assert size_in_group(RayOptions(workers=1, cpus=2), bundles, "cpu").workers == 1

@@ -83,7 +83,7 @@ def test_flower_and_raysim_run_an_app_with_equal_settings():
     assert {"clients=7", "seed=2", "num-server-rounds=9"} <= set(commands["raysim"])
 
 
-def test_flower_and_raysim_run_an_older_program_with_one_seed():
+def test_flower_and_raysim_get_the_same_seed_for_a_start_simulation_program():
     commands = older_commands(PROGRAMS["fedpara"], "python", 2)
     assert all("seed=2" in command for command in commands.values())
 

@@ -479,7 +479,7 @@ def test_paper_page_shows_the_splits_of_the_own_method_if_other_methods_have_as_
     assert "`method=fedbr` by split" in "\n".join(gains(runs, FEDBR))
 
 
-def test_paper_page_omits_rank_correlation_if_all_data_splits_are_equal() -> None:
+def test_paper_page_omits_rank_correlation_if_all_seeds_use_one_data_split() -> None:
     runs = [
         stored(method, seed, 0.5 + 0.1 * seed * seed)
         for method in ("fedavg", "fedbr")

@@ -309,7 +309,7 @@ def test_papers_command_prints_tables_as_json() -> None:
     assert len(json.loads(path.read_text())["tables"]) == 14
 
 
-def test_run_appears_only_in_the_table_with_the_columns_of_its_partition(tmp_path: Path) -> None:
+def test_run_appears_only_in_the_paper_table_for_its_partition(tmp_path: Path) -> None:
     words = ["experiment=fedbss/fashion_mnist", "method=[]", "partition=iid"]
     run = make(tmp_path / "a", [*words, "data.label_noise=0.3", "rounds=5"], rows([0.5]))
     text = compare("fedbss/table2", [run], WIDE)

@@ -204,7 +204,9 @@ LISTS = sorted({cell.methods for table in FEDBR.values() for cell in table.cells
 
 
 @pytest.mark.parametrize("methods", LISTS, ids="+".join)
-def test_methods_of_every_table_row_can_be_combined(methods: tuple[str, ...]) -> None:
+def test_every_method_combination_in_tables_of_the_fedbr_paper_is_valid(
+    methods: tuple[str, ...],
+) -> None:
     nodes = composed("experiment=fedbr/cifar10", f"method=[{','.join(methods)}]")["method"]
     parts = [
         build_object(resolve(node[TARGET], name), node, f"method.{name}")
@@ -288,7 +290,7 @@ def test_preset_sets_only_existing_methods_and_keys() -> None:
             assert set(values) <= set(composed(f"method=[{name}]")["method"][name]), path.name
 
 
-def test_vhl_method_in_fedbr_presets_has_the_virtual_images_of_the_paper() -> None:
+def test_fedbr_presets_give_vhl_the_number_of_virtual_images_in_the_paper() -> None:
     for name, images in (("cifar10", 2_000), ("cifar100", 20_000)):
         assert (
             composed(f"experiment=fedbr/{name}", "method=[vhl]")["method"]["vhl"]["virtual"]
