@@ -52,9 +52,9 @@ class WatchedRuntime:
     def ready(self, refs: Sequence[Ref], seconds: float) -> int | None:
         """Wait until the value of a reference exists or is lost; return the reference's index.
 
-        The time of the wait counts as "waiting".
+        The profile counts the waiting time under "waiting".
         refs: references to values. The first value that exists or is lost ends the wait.
-        seconds: the longest time to wait. If it ends first, the result is None.
+        seconds: the longest time to wait. If no value exists or is lost in this time, return None.
         """
         with self.spans.span("wait", "waiting"):
             return self.runtime.ready(refs, seconds)
@@ -76,9 +76,9 @@ class WatchedRuntime:
 class Profile:
     """The profile of a run: how long the coordinator and the workers take for each type of work.
 
-    runtime: the runtime that executes the run's calls of workers. The attribute `runtime` is not
-    this object but a `WatchedRuntime`, which passes every call on and measures it. The run must use
-    the attribute.
+    runtime: the runtime that executes functions on the run's workers. The profile wraps it in a
+    `WatchedRuntime`, which measures every call, and stores the wrapper as the attribute `runtime`.
+    The run must use this attribute instead of the argument.
     """
 
     def __init__(self, runtime: Runtime):

@@ -47,10 +47,9 @@ class ReplicaMemory:
     def note_read(self, replica: int) -> None:
         """Make room in memory for a replica whose tensors the caller reads next.
 
-        A replica on disk is loaded into memory when its tensors are read. Such replicas stay in
-        memory until all of them together would exceed a limit. In this case, this function removes
-        the loaded replicas from memory before the next one is read. It does nothing for a replica
-        that is not on disk.
+        A replica on disk is loaded into memory when its tensors are read, and then stays there. If
+        this replica and the loaded replicas would exceed a limit together, this function removes
+        the loaded replicas from memory. It does nothing for a replica that is not on disk.
         replica: the number of the replica.
         """
         if self._file is not None and replica not in self._in_memory:

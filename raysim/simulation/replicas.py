@@ -38,8 +38,8 @@ class Replicas:
     - report: columns for the history's row of the last aggregation.
     - numbers: for each replica the number of its current version. A replica that changes gets a
       number that no version had before. Replicas with the same values may have the same number.
-    - clients_of: int64 [clients], the replica that serves each client now. If clients choose their
-      replica, this is the replica that the client trained last.
+    - clients_of: int64 [clients]. Entry i is the number of the replica that serves client i now. If
+      clients choose their replica, entry i is the replica that client i trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.
 
     network: which clients each replica serves, and when replicas exchange.
@@ -106,8 +106,8 @@ class Replicas:
         """Return the server of a replica whose tensors the caller reads next.
 
         Tensors of some replicas may be on disk. They are loaded into memory when they are read, and
-        memory has room for only a few such replicas. This function makes room for the replica, so
-        read its tensors before the next replica is returned.
+        memory has room for only a few such replicas. This function makes room for the replica. Read
+        the replica's tensors before the next call of this function.
         replica: the number of the replica.
         """
         self._memory.note_read(replica)
@@ -383,9 +383,10 @@ class Replicas:
         return changed
 
     def _mean(self, row: MixingRow) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean of several replicas' vectors, and their largest integer buffers.
+        """Return the weighted mean of several replicas' vectors, and a maximum of integer buffers.
 
-        Each entry of the second tensor is the maximum of this entry over the replicas.
+        The second tensor has the shape of a replica's integer buffers. Each value in it is the
+        largest value at this position in the replicas.
         row: has the numbers of the replicas (`row.sources`) and the weight of each (`row.weights`).
         """
         sources = [self.read(source) for source in row.sources]
@@ -510,11 +511,11 @@ class Replicas:
 
 
 class _Bases(Mapping[int, PublishedVersion]):
-    """The versions of one replica from which jobs started, by number.
+    """The versions of one replica from which jobs started.
 
-    The number of a version counts the aggregations that the replica had made before this version.
-    versions: the published versions of all replicas, by a number that is unique in the run.
-    number_of: maps the number of a version to its unique number in `versions`.
+    A key is the number of aggregations that the replica had made before the version.
+    versions: the published versions of all replicas. Here a key is unique among all replicas.
+    number_of: maps a key of this object to the version's key in `versions`.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):

@@ -141,17 +141,17 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the scores of replicas on the central test set.
 
-        The mean of the parameters of all replicas is a model, too: the mean model. The best round
-        is the round with the best validation score of the clients' models. The columns are:
-        - the score of the mean model in this round, its worst score in a domain, and its score in
-          the best round,
+        The mean model has the mean of the parameters of all replicas. The best round is the round
+        with the best mean validation score of the clients' models. The columns are:
+        - the score of the mean model in this round,
+        - the worst score of the mean model in a domain,
         - the average and the worst of the replicas' scores,
-        - the number of the best round.
+        - the number of the best round, and the score of the mean model in that round.
 
         mean: the metric's value of the mean model for each sample of the central test set.
         replicas: for each replica, the metric's value for each sample of the central test set.
         scoring: the scored clients.
-        own: the columns with the scores of the clients' models.
+        own: columns with scores of the clients' models. Only the mean validation score is read.
         """
         name = self.metric.name
         values = np.array([self.metric.summarise(scores) for scores in replicas])
@@ -233,10 +233,12 @@ class ScoreColumns:
         """Return columns with validation scores, and columns with test scores of best rounds.
 
         The best round of a client is the round with the client's best validation score so far. The
-        test score of each client is the score from that round. The validation scores are two means
-        over the clients: in this round, and in the clients' best rounds.
+        test score of each client is the score from the client's best round. Two columns have mean
+        validation scores of the clients. The first is the mean of the scores in this round. The
+        second is the mean of each client's score in the client's best round.
         If the metric of this object is not the main metric, the only column is the mean validation
-        score in this round. Return {} if no client has such scores.
+        score in this round. Columns without validation samples are left out. Return {} if no client
+        is scored.
 
         scoring: the scored clients.
         tested: the metric's value for each test sample of these clients, one client after another.
@@ -258,11 +260,11 @@ class ScoreColumns:
         return row
 
     def _best_shared_columns(self, version: int, row: Row) -> Row:
-        """Return the number of the shared model's best round so far, and its score, as columns.
+        """Return columns about the shared model's best round so far: its number and a test score.
 
         The best round is the round with the best mean validation score. One column has the number
-        of this round. If there is a central test set, a second column has the shared model's score
-        on this set in the best round.
+        of the best round. If there is a central test set, a second column has the shared model's
+        score on this set in the best round.
         Return {} if the metric of this object is not the main metric, or if there are no validation
         samples.
 

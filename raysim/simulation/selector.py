@@ -73,7 +73,7 @@ class LossPass:
 
 
 class IdleMask:
-    """A bool mask [clients]: True for the clients with samples that are idle and available.
+    """A bool mask [clients]: True for each idle, available client that has samples.
 
     presence: the availability of the clients; None means that all are always available.
     eligible: the numbers of the clients that have samples.
@@ -176,7 +176,7 @@ class Selector:
 
     @property
     def name(self) -> str:
-        """The name of the rule in errors."""
+        """The name by which error messages call the selection rule."""
         return f"selection {type(self.rule).__name__}"
 
     # --- decisions --------------------------------------------------------------------------------
@@ -309,7 +309,8 @@ class Selector:
     def _measure(self, clients: Sequence[int], samples: int | None, version: int) -> Floats:
         """Return the loss of each of these clients, and record the cost in `loss_pass`.
 
-        All losses are nan if the run is only planned, so that no workers exist.
+        A run that is only planned has no workers; all losses are then nan.
+        clients: the numbers of the clients.
         samples: the largest number of a client's samples on which its loss is computed; None uses
         all.
         version: the number of the current version.

@@ -509,13 +509,13 @@ class Server:
 def _ranges_of_sums(
     sums: GroupSums, positions: Mapping[int, int]
 ) -> dict[range, np.ndarray | None]:
-    """Map ranges of positions to the sums that workers made; a position is a job's index.
+    """Map ranges of positions to the sums of updates that workers made.
 
-    The index counts the jobs of this aggregation from 0. The range of a sum has the positions of
-    all jobs whose updates are summed. A sum without any job in `positions` is left out.
-    sums: the sums by jobs. The key of a sum is the numbers of all jobs whose updates are summed.
-    positions: the position of each job that did not fail, by the number of the job.
-    The values are never None; the result has this type because `sum_in_tree` takes it.
+    The position of a job is its index among the jobs of this aggregation, from 0. A sum is stored
+    under the range of the positions of its jobs. Failed jobs have positions, too. A sum whose jobs
+    all failed is left out. No value is None; the type is the one that `sum_in_tree` accepts.
+    sums: each key is a tuple with the numbers of the jobs of a sum, each value the sum.
+    positions: maps the number of each job that did not fail to the job's position.
     """
     ranges: dict[range, np.ndarray | None] = {}
     for jobs, total in sums.items():

@@ -63,11 +63,12 @@ class SetScores:
         self.domains, self.domain_names = dataset.domains, dataset.domain_names
 
     def tasks(self, client_tasks: Sequence[ScoringTask]) -> list[ScoringTask]:
-        """Return the tasks with which workers score all sets of samples that the class describes.
+        """Return the tasks with which workers score all sets of samples.
 
-        Sets without samples are left out.
-        client_tasks: for each scored client the task that scores its test samples. The result
-        contains these tasks, too.
+        The sets are the test samples of each client, the validation samples of each client, the
+        central test set, and the domains of the test samples. Sets without samples are left out.
+        client_tasks: for each scored client, the task that scores the client's test samples. The
+        result contains these tasks, too.
         """
         tasks = [replace(task, name=CLIENT) for task in client_tasks if len(task.rows)]
         if self.validation is not None:
@@ -187,10 +188,11 @@ class SetScores:
 
 
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
-    """Map the name of each metric to the scores of all reports, by client.
+    """Map the name of each metric to a dictionary of scores, one score for each report.
 
-    reports: the scores of all metrics on one set of samples each. A set with the samples of several
-    clients, such as those of a domain, has a negative number as key.
+    The key of a score is the number of the client. A report on samples of several clients, such as
+    the samples of a domain, has the key -1 - its index in `reports`.
+    reports: each report has the scores of all metrics on one set of samples.
     """
     values: dict[str, dict[int, float]] = {}
     for index, report in enumerate(reports):

@@ -90,10 +90,10 @@ class SpillFile:
 class MappedFile:
     """A file whose arrays are used like arrays in memory, and may be changed in place.
 
-    The operating system loads a page of an array when it is used. It removes pages from memory if
-    memory is short. Call `note_read` to remove pages earlier. The space of an array is used again
-    when the array and all its views are deleted. The file is removed when the process ends in any
-    way.
+    The operating system loads a page of an array when the page is used. It removes pages from
+    memory if memory is short. Call `note_read` to remove pages earlier. When an array and all its
+    views are deleted, a later array can use the same bytes of the file. The file is removed when
+    the process ends in any way.
 
     folder: a folder on the disk to use; "" is the system's folder for temporary files.
     what: the kind of the arrays, for errors.
@@ -189,8 +189,8 @@ class _UnnamedFile:
     def write(self, start: int, array: np.ndarray, total: int) -> None:
         """Write an array into the file.
 
-        start: the position of its first byte in the file.
-        total: the bytes of the whole file with this array; only the error names them.
+        start: the position in the file, in bytes, at which the array begins.
+        total: the size of the whole file in bytes, with this array. Only the error message uses it.
         Raises OSError, which names the folder, if the file cannot be written.
         """
         try:

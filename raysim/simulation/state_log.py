@@ -64,7 +64,7 @@ class StateIndex:
 
     states: int64 [clients, 4], a row for each client that has a committed state. The columns are:
     the client, the job that made the state, the number of the file, the size of the state in bytes.
-    The rows are in the order in which clients had a first committed state.
+    The client whose first state was committed earliest has the first row, and so on.
     files: int64 [files, 2]. The columns are: the number of the file, the total size in bytes of the
     states that were written into it.
     """
@@ -84,11 +84,11 @@ class StateIndex:
         states in abandoned files. A file is abandoned if too few of its bytes belong to current
         states.
         Normally, `jobs` begins with the clients of this index, in the same order, and continues
-        with clients that have their first state. Otherwise all states must be written. This happens
-        if the run was resumed from a checkpoint before the one of this index.
+        with clients that have their first state. If the run was resumed from an earlier checkpoint
+        than that of this index, `jobs` can begin differently. Then all states must be written.
 
-        jobs: for every client with a committed state, the number of the job that made it. The
-        clients are in the order in which they had a first committed state.
+        jobs: maps every client with a committed state to the number of the job that made the
+        state. The client whose first state was committed earliest comes first, and so on.
         """
         states = np.zeros((len(jobs), 4), np.int64)
         states[:, CLIENT] = np.fromiter(jobs.keys(), np.int64, len(jobs))
@@ -107,10 +107,10 @@ class StateIndex:
     def _abandoned_files(self, states: np.ndarray) -> np.ndarray:
         """Return the numbers of the files to abandon: too few of their bytes are still needed.
 
-        A file is abandoned if less than half of its bytes belong to unchanged states. Also
-        abandoned are small files (less than `SMALL_FILE_BYTES` of unchanged states), if there are
-        more than `MAX_SMALL_FILES`. The caller must write the unchanged states of abandoned files
-        into new files.
+        A file is abandoned if less than half of its bytes belong to unchanged states. A file is
+        small if its unchanged states have less than `SMALL_FILE_BYTES` bytes. If there are more
+        than `MAX_SMALL_FILES` small files, all small files are abandoned, too. The caller must
+        write the unchanged states of abandoned files into new files.
         states: rows of `StateIndex.states`, for the clients whose state is unchanged since this
         index was made.
         """

@@ -165,8 +165,8 @@ class Clustered(Topology):
     mean_norm, max_norm: eps_1 and eps_2 in the paper. A cluster is split only if |mean of its
     updates| < mean_norm and the norm of its longest update > max_norm.
     gamma: gamma_max in the paper, 0 <= gamma < 1. A cluster is split only if sqrt((1 - s) / 2) >
-    gamma. Here s is the largest cosine between an update of one new cluster and an update of the
-    other new cluster. With 0, only the norms decide.
+    gamma. Here s is the largest cosine between an update of the first new cluster and an update of
+    the second new cluster. With gamma=0, only mean_norm and max_norm decide.
     start: the number of aggregations before the first split.
     min_size: clusters of this many clients, or fewer, are not split.
     """
@@ -230,8 +230,8 @@ class Gossip(Topology):
       2018). Set exchange="pairwise" and schedule=immediate.
     In both papers, a local training is one step. Set mix="before" for both.
 
-    An aggregation of the schedule says which clients exchange: those whose updates it contains. For
-    exchanges of all clients, set the schedule's cohort to the number of clients. With
+    In each aggregation, the clients whose updates are aggregated exchange. For exchanges of all
+    clients, set the schedule's cohort to the number of clients. With
     exchange="neighbours", the weight of an absent neighbour is added to the client's own weight.
     With exchange="pairwise", a client can also draw an absent neighbour. The time and traffic of
     the exchange are counted in the client's job.
@@ -244,9 +244,9 @@ class Gossip(Topology):
       neighbours in one of these rings are neighbours.
     - "complete": all clients are neighbours.
     - "edges": the pairs in `edges`.
-    edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, w]. In the mean
-    that client i computes, replica j has the weight w, and vice versa. Give a weight in all pairs
-    or in none. Without such weights, the option `weights` decides.
+    edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, w]. Replica j
+    has the weight w in the mean of client i, and replica i has the weight w in the mean of client
+    j. Give a weight in all pairs or in none. Without such weights, the option `weights` decides.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
     "pairwise", a client draws one of its neighbours, and the replicas of both become the mean of
     the two.
@@ -511,12 +511,11 @@ def k_means(
 ) -> np.ndarray:
     """Return the group of each point, int64 [n], by Lloyd's algorithm.
 
-    The first centers are drawn as in k-means++ (Arthur and Vassilvitskii 2007). If a group becomes
-    empty, a counted point of another group is moved into it. This is the point with the largest
-    distance to the center of its present group.
+    The first centers are drawn with k-means++ (Arthur and Vassilvitskii 2007). The center of a
+    group is the mean of the counted points in the group; `is_counted` marks them. If a group
+    becomes empty, the counted point that is farthest from the center of its group is moved there.
     points: float [n, features].
-    is_counted: bool [n], True for a counted point. The center of a group is the mean of its counted
-    points. At least `groups` points must be counted.
+    is_counted: bool [n], True for a counted point. At least `groups` points must be counted.
     groups: the number of groups.
     """
     counted = points[is_counted]

@@ -12,9 +12,9 @@
 | `flops`      | number            | floating-point operations in a second of training             |
 | `down`, `up` | number            | bytes that the device receives and sends in a second          |
 
-A file has the column `speed`, which holds for one model, or the column `flops`, which holds for all
-models. A client is available from each
-`start` to the `end` at the same position of the list. Other columns are ignored. `raysim fleet
+A file has the column `speed` or the column `flops`. The numbers of `speed` are valid for one model
+only, those of `flops` for all models. A client is available from each `start` to the `end` at the
+same position of the list. Other columns are ignored. `raysim fleet
 check FILE` checks a file. In memory, a trace occupies 28 bytes for each client of the run, 40 for
 each row and 16 for each interval.
 """
