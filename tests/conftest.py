@@ -125,7 +125,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Return the folder with real data sets and test vectors.
+    """Return the folder with real data sets and reference values for tests.
 
     The environment variable RAYSIM_SHARED names it. Skip the test if there is no such folder.
     """

@@ -284,8 +284,7 @@ class BatchedLanes(LaneLoop[Lane]):
         """Clip the gradient of each of the K lanes to the norm `local.clip`.
 
         If `local.clip` is 0, return `gradients` unchanged. Otherwise return a tensor [K, n] for
-        each range of n floats in the vector that belongs to trained parameters. In both cases the
-        gradients have the shapes of the tensors that the optimizer changes.
+        each contiguous range of n floats in the vector that belongs to trained parameters.
         gradients: one tensor [K, ...] for each trained parameter.
         """
         clip = self.trainer.step.clip

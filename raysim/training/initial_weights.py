@@ -149,8 +149,9 @@ class InitialWeights:
         The file may have the full names, or the names from the user's own model. It may also have
         names without the prefix "model.". Arrays that match no tensor of the run are left out.
         targets: the tensors of the run, with all names that a file may use for them.
-        Raises ValueError if only some arrays of the file match, unless `init.only` is set or
-        `init.redraw` names the other arrays. If no array matches, the result is {}.
+        If no array matches, the result is {}. Raises ValueError if some arrays match and some do
+        not. There is no error if `init.only` is set, or if `init.redraw` names all arrays that do
+        not match.
         """
 
         def known_names(scheme: dict[str, str]) -> int:
@@ -315,11 +316,10 @@ class _Targets:
 
 
 def _without_adapters(scheme: Mapping[str, str]) -> dict[str, str]:
-    """Return the names in a file that was written from the same model without adapters.
+    """Map names in a file written without adapters to full names of the run's tensors.
 
-    The result maps the names in such a file to the full names of the run's tensors.
-    scheme: maps the names in a file of the model with adapters to the full names of the run's
-    tensors.
+    The model of the run has adapters; the model that wrote the file has none.
+    scheme: the same map for a file written with adapters.
     """
     return {
         name.replace(ADAPTED, "."): full for name, full in scheme.items() if ADAPTER not in name
@@ -331,7 +331,7 @@ def _is_in(name: str, part: str) -> bool:
 
 
 def _format_names(names: Iterable[str]) -> str:
-    """Return the first names as text, with the number of further names."""
+    """Return a text with at most `MAX_NAMES` of the names, and the number of further names."""
     names = list(names)
     text = ", ".join(names[:MAX_NAMES])
     if len(names) > MAX_NAMES:
@@ -343,8 +343,10 @@ def _format_names(names: Iterable[str]) -> str:
 def read_initial_weights(init: Init) -> tuple[Init, InitialWeights | None]:
     """Read the file of the initial weights.
 
-    Returns the settings with the file's checksum, and the weights; None without a file. Raises
-    ValueError if the file cannot be read, contains no state dict, or has another checksum.
+    init: the settings of the initial weights. `init.file` is None if the run uses no file.
+    Returns `init` with the file's checksum, and the weights. Without a file, the weights are None.
+    Raises ValueError if the file cannot be read or contains no state dict, or if `init.sha256` is
+    set and differs from the file's checksum.
     """
     if init.file is None:
         return init, None

@@ -61,7 +61,7 @@ class OneByOne:
         self.trainer = trainer
 
     def order(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return the positions of jobs in `numbers`, in the order in which they will begin.
+        """Return the order in which jobs will begin, as indices into `numbers`.
 
         numbers: the numbers of the jobs.
         """

@@ -104,7 +104,10 @@ class RecordedLane(Lane):
     _start: Tensor | None = None
 
     def restart(self) -> None:
-        """Prepare the lane for its next job: forget the modes and start vector of the last job."""
+        """Prepare the lane for its next job.
+
+        Forget the start vector of the last job, and the train or eval modes of its modules.
+        """
         self.modes, self._start = {}, None
 
     @property
@@ -137,8 +140,8 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
     - "download": the tensors that methods on the server sent to the client.
     - "draws": the random tensors of the next step.
     - `VECTORS`: the vectors of the client before its first step:
-      - "received" and "received_counters": the model that the server sent, as parameters and
-        integer buffers.
+      - "received": the parameters of the model that the server sent.
+      - "received_counters": the integer buffers of the model that the server sent.
       - "base": the shared vector from which training starts. It differs from "received" if a method
         changes the model before training.
       - "start": "base" followed by the personal parameters; missing if there are none.
@@ -269,10 +272,11 @@ class RecordedContext(Context):
         return self._frozen[name]
 
     def changed(self) -> dict[Entry, Tensor]:
-        """Return the tensors that hooks have set in this step, in the client state or for the job.
+        """Return the tensors that hooks of methods have set in this step.
 
-        Each key is a pair. It starts with "state" for the client state, or with "kept" for tensors
-        that a method keeps until the job's end. Then follows the tensor's name, "method.name".
+        Each key is a pair. The first entry is "state" for a tensor of the client state, or "kept"
+        for a tensor that a method keeps until the job's end. The second entry is "method.name": the
+        names of the method and of the tensor.
         """
         changed: dict[Entry, Tensor] = {}
         for name in ("state", "kept"):

@@ -107,9 +107,10 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         lane.restart()
 
     def finish(self, lane: RecordedLane) -> None:
-        """Put the networks into the train or eval modes that the finished job's steps have set.
+        """Put the modules into the train or eval modes that unrecorded steps would have set.
 
-        A replayed step does not set these modes itself.
+        A replayed step does not change any mode, so `lane.modes` has the modes.
+        lane: the lane of the finished job.
         """
         if self.trainer.declarations.methods:
             self.set_modes(lane.modes)
@@ -288,12 +289,12 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
         """Return the tensors that the next steps of some lanes read.
 
-        A key is (position of the lane in `lanes`, table, key). The tables and keys are:
-        - "batch": the keys "inputs" and "targets".
-        - "rate": the key "", for the learning rate.
-        - those that `tables_of` describes, such as "state".
+        Each key of the result is (index of the lane in `lanes`, table, name). The tables are:
+        - "batch", with the names "inputs" and "targets".
+        - "rate", with the learning rate under the name "".
+        - the tables that `tables_of` describes, such as "state" for the client state.
 
-        A tensor that all lanes read is returned only once, with `SHARED` instead of the position.
+        A tensor that all lanes read is returned only once, with `SHARED` instead of the index.
         """
         inputs: dict[InputPath, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for position, lane in enumerate(lanes):
@@ -372,8 +373,9 @@ class Recording:
     def _lane_inputs(self, position: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
         """Return the batch of a lane, and the tensors that the lane's step may read.
 
-        All of them are input tensors of this recording. The tensors are in dictionaries by table
-        and key, with the tables of `tables_of`, such as "state".
+        The batch and all tensors are input tensors of this recording. The second result maps the
+        name of each table to a dictionary of tensors by name. `tables_of` describes the tables. For
+        example, "state" has the tensors of the client state.
         position: the index of the lane among the lanes of this recording.
         """
         tables: dict[str, dict[str, Tensor]] = {

@@ -53,7 +53,7 @@ class StateHandle:
         return stored
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the state instead of the handle: another process gets a `StoredState`."""
+        """Pickle the `StoredState` behind the handle; it replaces the handle after unpickling."""
         return _unpickle, (self.read(),)
 
 

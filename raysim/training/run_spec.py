@@ -339,10 +339,10 @@ def check_base(spec: RunSpec) -> None:
 
 
 def declare_as_drawn(spec: RunSpec) -> Declarations:
-    """Return the declarations of a run's methods, with the run's networks before conversion.
+    """Return the declarations of a run's methods, with the run's networks at initial weights.
 
-    The networks have their initial weights. Frozen weights keep the dtype with which they were
-    initialised or loaded. `declare_run` also converts them to the dtype `model.lora.base`.
+    Frozen weights keep the dtype with which they were initialised or loaded. To convert frozen
+    weights to the dtype `model.lora.base`, call `declare_run` instead.
     Raises ValueError if settings do not fit the data, the model or the methods.
     """
     settings, task = spec.settings, spec.task

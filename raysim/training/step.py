@@ -321,8 +321,8 @@ class Step:
     def optimized_tensors(self, group: ParameterGroup) -> list[Tensor]:
         """Return the views of the parameter vector that the optimizer changes.
 
-        If gradients are flat tensors (`is_flat`), there is a view for each slice in `group.runs`.
-        Otherwise there is a view for each parameter.
+        If gradients are flat tensors (`is_flat`), there is a view for each slice of the vector in
+        `group.runs`. Otherwise there is a view for each parameter.
         group: the parameters that a stage trains.
         """
         if self.is_flat:
@@ -366,11 +366,11 @@ class Step:
         return group
 
     def _parts(self, entries: Sequence[Entry]) -> tuple[OptimizedPart, ...]:
-        """Divide the parameters of a group into parts, each with its own optimizer.
+        """Divide the parameters that a stage trains by optimizer.
 
-        The parameters of a part have the same kind of optimizer and the same factor on the learning
-        rate. With muon, parameters with fewer than two dimensions use adamw.
-        entries: the group's parameters, as entries of the layout.
+        Each `OptimizedPart` has the parameters with the same optimizer and the same factor on the
+        learning rate. With muon, parameters with fewer than two dimensions use adamw.
+        entries: the parameters that the stage trains, as entries of the layout.
         """
         factors = rate_factors(entries, self._rates)
         indices_of: dict[tuple[OptimizerKind, float], list[int]] = {}

@@ -315,8 +315,8 @@ class Trainer:
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
         """Fine-tune the model in the trainer's vector with the task loss alone.
 
-        The random streams differ from those of training. Do nothing without rows. Also do nothing
-        for a single row if the model cannot train on one row, unless only the head is trained.
+        The random streams differ from those of training. Do nothing if `rows` is empty. If the
+        whole model is trained but cannot train on a single row, do nothing for a single row.
         client, version: the client and the scored version; they decide the random numbers.
         rows: the rows of the data set to train on.
         settings: the epochs, and whether only the head is trained (`evaluate.finetune`).

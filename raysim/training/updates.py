@@ -87,10 +87,10 @@ class UpdateBuilder:
     ) -> tuple[Update, Tensor]:
         """Return the update of a trained job, and its delta [layout.shared] on the device.
 
-        The delta is the trained minus the received parameters, as the server decodes it. The
-        function computes it in the shared part of the trainer's vector, so the trained parameters
-        are overwritten. The caller must not change the delta, because a client state may contain
-        it.
+        The delta is the trained minus the received parameters. With compression, it is the delta
+        that the server decodes. The function computes the delta in the trainer's vector and
+        overwrites the trained shared parameters. The caller must not change the delta, because a
+        client state may contain this tensor.
 
         job: the job as it was dispatched.
         running: the job as it was trained.

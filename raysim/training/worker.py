@@ -126,7 +126,7 @@ class Worker(SeparateSums):
     def store_constants(self, constants: Arrays, probed_rows: np.ndarray) -> None:
         """Store the rows for probes, and the tensors that clients receive only once in a run.
 
-        constants: these tensors as arrays, by "method.name".
+        constants: the tensors that clients receive only once, as arrays, by "method.name".
         probed_rows: the rows of the central test set on which `evaluate.probe` scores local models.
         """
         self.receiver.store_constants(constants)
@@ -238,10 +238,12 @@ class Worker(SeparateSums):
     def scored_tensors(
         self, task: ScoringTask, published: PublishedVersion, sent: StoredState | None = None
     ) -> dict[str, Tensor]:
-        """Return all tensors of the model that a task scores, by full name, without scoring it.
+        """Return all tensors of the model that a task would score, by full name; score nothing.
 
+        task: the scoring task.
         published: the version to score.
-        sent: the client's state, or None if it is on this worker or no client's model is scored.
+        sent: the state of the task's client. None if this worker has the state already, or if the
+        scored model does not belong to a client.
         """
         return self.scorer.scored_tensors(task, published, sent)
 

@@ -33,7 +33,7 @@ class WorkerSums:
                 self._places[number] = group_sum, position
 
     def has(self, job: Job) -> bool:
-        """Return True if the job is in a group."""
+        """Return True if this worker adds the job's update to the sum of a group of jobs."""
         return job.number in self._places
 
     def add(self, job: Job, delta: Tensor | None) -> None:
@@ -60,8 +60,8 @@ class GroupSum:
     """The sum of a subtree of the summation tree. Its leaves may be added in any order.
 
     count: the number of leaves of the subtree.
-    total: the sum of the leaves, which is set when the last leaf was added. It is None before, and
-    if all leaves are missing because their jobs failed.
+    total: the sum of the leaves. It is None until the last leaf was added. It stays None if the
+    jobs of all leaves failed.
     """
 
     def __init__(self, count: int):
@@ -129,7 +129,7 @@ def _add_all(value: Tensor, others: Sequence[Tensor], total: Tensor) -> None:
 
 
 class SeparateSums:
-    """The functions of a worker that return each sum of updates as a separate value.
+    """A wrapper of `Worker.train` that returns each sum of updates as a separate value.
 
     Ray can then keep each sum on the worker's node until all sums of the node are added up.
 

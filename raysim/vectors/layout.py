@@ -53,11 +53,11 @@ class Layout:
     entries: parameters and floating buffers, by position in the vector.
     counters: integer buffers, by position in a second vector, which has only integers.
     trained: the number of shared trainable parameters.
-    shared: `trained` plus the number of entries of shared floating buffers. These floats travel
-    between server and clients.
+    shared: the number of floats that travel between server and clients. It is `trained` plus the
+    number of floats in shared buffers.
     total: the length of the vector: `shared` plus the personal floats, which stay on a client.
-    shared_counters: the number of entries of shared integer buffers.
-    total_counters: the number of entries of all integer buffers.
+    shared_counters: the number of integers in shared integer buffers.
+    total_counters: the number of integers in all integer buffers.
     """
 
     entries: tuple[Entry, ...]
@@ -96,7 +96,10 @@ class Layout:
         )
 
     def num_parameters(self, prefix: str) -> int:
-        """Return the number of parameters of a network or module."""
+        """Return the number of parameters of a network or module.
+
+        prefix: the full name of the network or module, such as "model" or "model.head".
+        """
         return sum(entry.stop - entry.start for entry in self.entries_in((prefix,)))
 
     def stretches(self, entries: Iterable[Entry]) -> tuple[slice, ...]:
@@ -214,7 +217,8 @@ class VectorStorage:
 
     data: parameters and float buffers.
     counters: integer buffers.
-    views: a view for each entry of the layout, then one for each of its counters.
+    views: first a view of `data` for each tensor in `Layout.entries`, then a view of `counters` for
+    each tensor in `Layout.counters`.
     """
 
     data: Tensor

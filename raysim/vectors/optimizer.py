@@ -256,7 +256,7 @@ class StackedOptimizer(LocalOptimizer):
     ) -> None:
         """Make a step for all K clients, and count the step only for the clients in `rows`.
 
-        The clients in `rows` have a job. The values of all other rows are never used.
+        rows: the clients that have a job now. The results of clients without a job are never used.
         """
         for row in rows:
             self.counts[row] += 1

@@ -34,7 +34,7 @@ _NO_SUMS: RangeSums = MappingProxyType({})
 
 
 def num_levels(count: int) -> int:
-    """Return the level of the root of a tree. The leaves have level 0.
+    """Return the number of levels above the leaves of a binary tree: the level of its root.
 
     count: the number of leaves.
     """

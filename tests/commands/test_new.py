@@ -95,9 +95,9 @@ def test_a_run_with_the_options_of_a_new_package_can_be_resumed(mine: Path) -> N
 
 
 def scores_of_printed_command(option: str, folder: Path) -> list[float]:
-    """Run one of the commands that `raysim new` prints; return the accuracy of each round.
+    """Run a command that `raysim new` prints; return the accuracy of each round.
 
-    option: an override in this command, such as "method=mine".
+    option: an override, such as "method=mine". The first printed command that contains it runs.
     folder: the folder of the package.
     """
     lines = next_steps(folder).splitlines()

@@ -511,7 +511,7 @@ class Telepathic(Halves):
 
 
 class Doubled(Halves):
-    """A wrong compressor, whose decoded values are three times as large as they should be."""
+    """A wrong compressor: it multiplies the correctly decoded values by 3."""
 
     def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
         super().decode(message, layout, out)

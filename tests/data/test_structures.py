@@ -49,7 +49,7 @@ def miscounted(outputs: Tensor, targets: list[dict[str, Tensor]]) -> float:
 
 
 class Padded:
-    """A loss for a network that predicts the number of boxes in each target: the squared error.
+    """The squared error of a network that predicts the number of boxes in each target.
 
     `collate` returns the numbers of boxes in the targets of a batch.
     """

@@ -124,7 +124,7 @@ def test_option_files_contain_the_defaults_of_their_python_classes(group: str) -
 
 
 def check_defaults(option: str) -> None:
-    """Compare the values of an option's file with the defaults of its classes."""
+    """Compare the values in an option's file with the defaults of the classes that it names."""
     for path, part in option_parts(option).items():
         for key, default in defaults(resolve(part[TARGET], path)).items():
             value = part[key]
@@ -192,9 +192,9 @@ def check_node(node: Mapping[str, Any], path: Path) -> None:
 
 
 def test_functions_of_a_method_have_the_same_defaults_as_its_class() -> None:
-    """Compare defaults of functions with those of class arguments that have the same name.
+    """Compare the default of each function argument with the class argument of the same name.
 
-    A default of None is not compared.
+    A function's default of None is not compared.
     """
     found = 0
     for module in (

@@ -222,7 +222,7 @@ def played(count: int, lasts: bool = True) -> Iterator[Event]:
     """Yield the events of an artificial run.
 
     count: the number of rounds.
-    lasts: True ends with the event `Finished`, False with a RuntimeError after the last round.
+    lasts: if True, the last event is `Finished`. If False, a RuntimeError follows the last round.
     """
     yield Started([])
     for number in range(1, count + 1):

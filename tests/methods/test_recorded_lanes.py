@@ -103,10 +103,10 @@ def assert_near(ended: FinishedRun, expected: FinishedRun, near: float = NEAR) -
 
 
 def assert_as_in_loop(spec: RunSpec, **settings: Any) -> FinishedRun:
-    """Assert that a run with recorded steps has the numbers and history of a run without.
+    """Assert that recorded steps do not change the numbers and the history of a run.
 
-    The run without recorded steps trains one client after another. Return the run with recorded
-    steps.
+    The second run has no recorded steps and trains one client after another. Return the run with
+    recorded steps.
 
     settings: further arguments of both runs.
     """

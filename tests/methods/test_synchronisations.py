@@ -32,7 +32,7 @@ WAITING = (
 
 
 class Counter(TorchDispatchMode):
-    """A mode that counts the operations that would wait for the device."""
+    """A dispatch mode that records the operations for which the CPU would wait on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,9 @@ def waits_of_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def most_waits(name: str) -> int:
-    """Run two rounds of a method. Return how often the steps of a job wait for the device, at most.
+    """Run two rounds of a method; return the largest number of waits in the steps of a job.
+
+    A wait is an operation for which the CPU would wait if the device were a GPU.
 
     name: the name of the method.
     """

@@ -1,4 +1,4 @@
-"""Test that random streams have names, and that no other generators are used."""
+"""Test that all random numbers in raysim come from named random streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that Ray of a local run is reachable from this machine only, and ends with the run."""
+"""Test that a local run's Ray cluster is reachable only from this machine and ends with the run."""
 
 from __future__ import annotations
 

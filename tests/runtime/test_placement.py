@@ -247,7 +247,7 @@ def test_memory_of_client_states_reduces_workers_per_gpu() -> None:
 
 
 class Seen(Method):
-    """A method that notes the client of each job that trains."""
+    """A method that records (client, number of samples) of each job that trains."""
 
     name = "seen"
     clients: list[tuple[int, int]] = []  # noqa: RUF012
@@ -809,9 +809,9 @@ def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
     The first two runs have two workers, and the last two have one worker. The last run fails.
 
     Return two lists. The first has the sha256 pairs (model, state) of the first three runs. The
-    second has five dictionaries. Four of them map the names of the actors that live after each run
-    to the ids of these actors. The fifth is for the time after `keep_processes` has ended: it is
-    empty if no actor and no placement group remains.
+    second has five dictionaries. Dictionaries 1 to 4 belong to the four runs. Each maps the names
+    of the actors that live after the run to the ids of the actors. Dictionary 5 belongs to the time
+    after `keep_processes` has ended. It is empty if no actor and no placement group remains.
     """
     from raysim.runtime import ray as on_ray
 
