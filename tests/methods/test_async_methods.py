@@ -342,7 +342,7 @@ def test_asynchronous_method_settings_out_of_range_are_refused(
 
 
 class Rule(Protocol):
-    """The interface of the servers that these tests compare with raysim's server.
+    """The interface of the simple servers that the function `distance` tests.
 
     x: the parameters of the server's model.
     version: the number of aggregations so far.
