@@ -114,7 +114,7 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
 
 
 def folder_name(method: str) -> str:
-    """Return the start of the names of a method's folders."""
+    """Return the prefix that the folder names of a method's runs start with."""
     return method.replace(" ", "_").lower()
 
 

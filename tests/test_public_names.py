@@ -275,8 +275,9 @@ def patches(tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_namespace(node: ast.AST, tree: ast.AST) -> bool:
-    """Return whether an expression is a namespace, a dictionary of names, of another package.
+    """Return whether an expression is the namespace of another package.
 
+    A namespace is a dictionary from names to objects.
     True for `sys.modules`. Also True for `vars(x)` and `x.__dict__`, unless x certainly is an
     object of a class that the file defines.
 

@@ -1,4 +1,4 @@
-"""Test that raysim's functions have the results that are stored with their arguments in files."""
+"""Test functions of raysim with stored examples: files of arguments and expected results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def every_block() -> list[dict[str, Any]]:
 
 
 def functions_with_vectors() -> set[str]:
-    """Return the names, as "module:function", of the functions that have test vectors.
+    """Return the names, as "module:function", of the functions that have stored examples.
 
     Skip the calling test if the folder RAYSIM_SHARED has no script `check_vectors.py`.
     """

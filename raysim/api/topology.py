@@ -181,11 +181,11 @@ class Network:
     replicas.
 
     chosen_by_loss: True if each job receives all replicas, and its client trains the one with the
-    smallest loss on its training samples. All replicas except the first then start from new random
+    smallest loss on its training samples. All replicas except number 0 then start from new random
     parameters.
     clusters: the rule that moves clients between replicas by their updates; None moves no client.
-    With `chosen_by_loss` or `clusters`, `replica_of` has the first replica of each client, and a
-    replica may have no clients.
+    With `chosen_by_loss` or `clusters`, `replica_of` is only the assignment at the start of the
+    run, and a replica may have no clients.
 
     warnings: texts for the user.
     name: the word for one replica in texts for the user, such as "edge".

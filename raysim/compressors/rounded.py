@@ -110,8 +110,8 @@ class _Partwise(Compressor):
 
         The results are the message, the vector that the receiver gets, and the sender's next
         memory. They are equal to those of `Compressor.exchange`. For speed, the vector is processed
-        in ranges that fit into the CPU's cache. A range is encoded and decoded, and its entries of
-        the sender's next memory are computed, before the next range begins.
+        in ranges that fit into the CPU's cache. Each range is finished before the next one begins:
+        it is encoded and decoded, and the next memory is computed for the entries in the range.
         values: [layout.trained], the vector to send, which may be overwritten.
         memory: [layout.trained], the sender's memory for error feedback; an empty tensor means that
         the memory is 0.

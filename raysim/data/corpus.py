@@ -155,10 +155,10 @@ class Text(_Corpus):
 
 @dataclass(frozen=True)
 class PythonTopics(_Corpus):
-    """A source of text that needs no file: the topics of the reference that `help()` shows.
+    """A source of text that needs no file: the help topics of Python, which `help()` shows.
 
-    These are about 80 documents, with 500,000 characters of English and code, which come with
-    Python (`pydoc_data.topics`, PSF license). They differ between versions of Python. With
+    The topics are about 80 documents, with 500,000 characters of English and code. They come with
+    Python (`pydoc_data.topics`, PSF license), and differ between versions of Python. With
     partition=natural, each topic is a client.
     """
 

@@ -235,8 +235,8 @@ class Result:
         client that never trained has its initial state. The result is empty if clients have no
         state.
         client: the number of the client.
-        Raise `RefusedError` if there is no such client, or no checkpoint of the last round with
-        client states.
+        Raise `RefusedError` if there is no such client. Also raise it if the run has no checkpoint
+        of its last round, or if this checkpoint contains no client states.
         """
         with self._final_state() as final:
             worker, task, _, state = final.scoring(self._client(client))

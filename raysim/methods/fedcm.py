@@ -15,8 +15,8 @@ Departures from the paper
   as long as those of plain SGD. With warm_start=True the first round is plain SGD. This is what the
   implementation of FedCM in FedBR's code does.
 - The gradient g contains the weight decay, so v contains alpha times the weight decay.
-- With local momentum, the optimizer's momentum is a sum of earlier v. The implementation in FedBR's
-  code changes the momentum buffer in place, which is another method.
+- With local momentum, the optimizer's momentum is a sum of earlier v. FedBR's code instead writes
+  to the optimizer's momentum buffer, and therefore computes different local steps.
 - K_i counts the steps that client i made. If stages train separate networks, such as DANN's
   discriminator, K_i is counted for each network.
 - The server's learning rate is 1; `method=fedcm+fedavgm` has a setting for it.

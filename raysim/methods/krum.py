@@ -66,7 +66,7 @@ def squared_distances(products: Tensor) -> Tensor:
 
 
 class Krum(Method):
-    """A server rule that averages the updates that are closest to most others.
+    """A server rule that averages the updates with the smallest distances to their neighbours.
 
     byzantine: the assumed number of arbitrary updates in an aggregation.
     selected: the number of updates that are averaged; None means all but `byzantine`.

@@ -31,8 +31,8 @@ class Span(NamedTuple):
     """A time interval in which a process did one thing.
 
     name: what the process did, as the trace shows it.
-    kind: the kind of work for which the time counts.
-    start, stop: the begin and the end, in seconds since the epoch.
+    kind: the category of work to which the time is added.
+    start, stop: the begin and the end, in seconds since 1970-01-01 (Unix time).
     """
 
     name: str

@@ -39,8 +39,9 @@ _UNUSED = {
 def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write the picture of a run's timeline; return True if it was written.
 
-    Write nothing if `has_events` is False, because all rounds look alike. Then no job was stale,
-    lost, discarded or failed, and clients waited at most half of the time for each other.
+    Write nothing if `has_events` is False, because all rounds then look alike. It is False if no
+    job was stale, lost, discarded or failed, and clients waited at most half of the time for each
+    other.
     jobs: the jobs of the run.
     rows: the history.
     path: the file to write.

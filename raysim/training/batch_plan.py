@@ -67,11 +67,12 @@ def make_plan(
 
 
 def _batches_in_part(local: Local, part: int, parts: int, positions: int) -> int:
-    """Return the number of batches of one epoch, or of one interval of a job without epochs.
+    """Return the number of batches in one epoch of a job, or in one interval of its steps.
 
-    With `local.epochs`, an epoch visits all of its selected samples in batches. With `local.steps`,
-    a job has a number of steps and no epochs. Its steps are divided into `parts` intervals, as
-    equal as possible, and samples are selected for each interval.
+    With `local.epochs`, a job consists of epochs. An epoch visits all samples that are selected for
+    it, in batches. With `local.steps`, a job has a number of steps and no epochs. The steps are
+    divided into `parts` intervals, as equal as possible, and samples are selected for each
+    interval.
     part: the number of the epoch or interval, from 0.
     parts: the number of epochs or intervals in the job.
     positions: the number of samples that are selected for this epoch or interval.

@@ -175,8 +175,8 @@ class Participants:
     def add(self, *identities: Identity) -> None:
         """Add processes to the run.
 
-        Raises UnequalWorkersError if `mixed` is False and an entry of a new process's `facts` has a
-        different value in an earlier process.
+        Raises UnequalWorkersError if `mixed` is False, and `facts` of a new process and `facts` of
+        an earlier process have different values for the same key.
         """
         new = [identity for identity in identities if identity not in self.all]
         reference = self._reference(new)

@@ -1,4 +1,4 @@
-"""Find the client state on this worker from which a job, or the scoring of a client, starts."""
+"""Find the client state that a worker needs before it trains or scores a client."""
 
 from __future__ import annotations
 

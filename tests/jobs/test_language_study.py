@@ -30,10 +30,10 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, base_digest: str) -> None:
     """Write folders of finished runs without training, and replace the function `study.measured`.
 
-    Some folders are for runs of DiLoCo with different learning rates. One more folder for each seed
-    is for the study's run whose steps are too small to change a weight. The replaced function
-    returns the name, the perplexity and the model_sha256 of a run. The perplexity depends only on
-    the learning rate.
+    Some folders are for runs of DiLoCo with different learning rates. For each seed there is also
+    a folder of the method `study.UNCHANGED`, whose steps are too small to change a weight. The
+    replaced function returns the name, the perplexity and the model_sha256 of a run. The perplexity
+    depends only on the learning rate.
 
     folder: the folder of the study.
     base_digest: the model_sha256 that the replaced function returns for all runs.

@@ -61,9 +61,10 @@ def _stop_cluster() -> None:
 
 
 def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
-    """Yield a function that calls functions in the driver of a Ray cluster of two nodes.
+    """Start a Ray cluster of two nodes; yield call(function, *args), which runs in its driver.
 
-    The driver is another process.
+    The driver is a separate process. `call` runs function(*args) in the driver, and returns the
+    result.
     environment: environment variables that only the second node has.
     folder: the working folder of the driver.
     """
@@ -85,7 +86,7 @@ def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    """Yield a function that calls functions in the driver of a Ray cluster of two nodes.
+    """Start a Ray cluster of two nodes; yield call(function, *args), which runs in its driver.
 
     The second node uses other CPU kernels, and a copy of raysim with one additional comment.
     """

@@ -144,7 +144,7 @@ def test_resumed_run_writes_the_same_best_model_file(
 
 
 def test_best_model_equal_to_the_current_one_is_not_copied_on_resume() -> None:
-    """A resumed run keeps the best model in memory only once if it is the current version.
+    """A resumed run makes no copy of the best model if this model is the current version.
 
     The best model and the current version are then the same tensor.
     """

@@ -530,10 +530,10 @@ ERRORS = {"pickle.UnpicklingError", "pickle.PickleError"}  # catching one reads 
 
 
 def pickle_functions(text: str) -> list[str]:
-    """Return the names of functions in a Python source that read or write pickles.
+    """Find functions that read or write pickles; return their names.
 
     Functions that only check the classes in a pickle are left out.
-    text: the source.
+    text: the Python source that is searched.
     """
     result = []
     tree = ast.parse(text)

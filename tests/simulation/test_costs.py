@@ -28,8 +28,8 @@ def costs(clients: int = 2, kinds: tuple[int, ...] = (0, 0)) -> Costs:
     Client 0 trains 10 samples a second, and client 1 trains 20. Each client receives 4 bytes a
     second and sends 8 bytes a second.
     clients: the number of clients, 1 or 2.
-    kinds: for each client, the number of an entry of `FleetCosts.costs`. Entry 0 is `COST`. Entry 1
-    has a power of 1 watt during training, and zeros for everything else.
+    kinds: for each client, 0 or 1. A client with 0 has the costs `COST`, a constant of this file. A
+    client with 1 uses 1 watt during training, and everything else costs it nothing.
     """
     speeds = np.array([10.0, 20.0]), np.array([4.0, 4.0]), np.array([8.0, 8.0])
     prices = FleetCosts([COST, Cost(computing_w=1)], np.array(kinds, np.int16), 0.2, 400.0)

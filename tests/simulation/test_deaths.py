@@ -190,7 +190,7 @@ class Mortal:
 class Vanishing(Mortal):
     """Stand-ins for workers, of which one loses its node and comes back two aggregations later.
 
-    An additional worker joins at the same time.
+    When this worker comes back, an additional worker joins the run.
 
     number: the number of a call. The worker that receives this call loses its node. All calls are
     numbered from 1 in the order in which the workers receive them.

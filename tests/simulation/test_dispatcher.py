@@ -25,7 +25,7 @@ class Slow:
     A call counts as unanswered until the coordinator reads its result.
 
     spec: the run.
-    seconds: the training time of one sample that the workers report.
+    seconds: the reported training time per sample, in seconds.
     workers: the number of workers.
     calls: for each call to train, the pair of the worker and the number of jobs in the call.
     most: the largest number of unanswered calls that one worker had.

@@ -65,7 +65,8 @@ class Nodes(InProcess):
 
     trained: the name and the node of each training call.
     added: for each call of `add_up`, the node and the number of sums.
-    vectors: for each result with vectors that the coordinator fetched, the number of vectors.
+    vectors: the number of vectors in each result that the coordinator fetched. Results without
+    vectors are left out.
     """
 
     def __init__(self, spec: RunSpec, nodes: Sequence[int], least: float = 0.0):
