@@ -186,13 +186,15 @@ def compare(
 ) -> str:
     """Return a text with the numbers of a paper's table and our scores next to them.
 
-    The runs for a data set may have several settings, for example different numbers of rounds. Each
-    setting has separate text tables. The first tables are for the setting that fills the most cells
-    with the user's runs. At the end are the commands that would compute the missing scores.
+    The runs on a data set may differ in their configurations, for example in the number of rounds.
+    Each configuration has separate text tables. The first tables show the configuration at which
+    the user's runs give scores for the most cells of the paper's table. The text ends with the
+    commands that would compute the missing scores.
     name: the name of the paper's table, such as "fedbr/table1".
     runs: the user's runs.
     width: the largest number of characters in a line. Columns that do not fit are printed below.
-    stored: raysim's stored runs. A cell shows them only for settings at which the user has no run.
+    stored: raysim's stored runs. A cell shows the stored runs of a configuration only if the user
+    has no run with this configuration for the cell.
 
     Raise `RefusedError` for an unknown name.
     """

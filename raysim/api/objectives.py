@@ -115,7 +115,7 @@ def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _counted_means(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of each sample without its ignored labels, [B].
+    """Return the mean loss of each sample, [B]; losses of ignored labels do not count.
 
     labels: [B, ...]. A label with the value `IGNORED` is ignored.
     values: the losses, [B, ...]. If `values` has the shape of `labels`, it has one loss for each

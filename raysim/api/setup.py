@@ -260,7 +260,7 @@ class Setup:
         return self.networks["model"]  # type: ignore[return-value]
 
     def others_fill(self, hook: str) -> list[str]:
-        """Return the names of the other methods of the list that override a hook."""
+        """Return the names of the run's methods, except this method, that override `hook`."""
         return [
             name for name, hooks in self.methods.items() if name != self.method and hook in hooks
         ]

@@ -134,9 +134,10 @@ def _candidates(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Find candidates for the largest absolute values in the difference `values - memory`.
 
-    Return the positions of the candidates, which are ascending, and these entries of the
-    difference. The `count` entries with the largest absolute values are among them. A sample of the
-    entries gives a threshold, and all entries whose absolute value reaches it are candidates.
+    Return two arrays: the ascending positions of the candidates in the difference, and the values
+    of the difference at these positions. The candidates include the `count` entries with the
+    largest absolute values. A sample of the entries gives a threshold. Every entry whose absolute
+    value is at least the threshold is a candidate.
     Return None in these cases:
     - The vector has at most `SMALL` entries.
     - `count` is at least a quarter of the number of entries.

@@ -243,8 +243,9 @@ def pack(
 ) -> Raw:
     """Cut documents into rows of at most `length` tokens, with the next tokens as labels.
 
-    The label of a token is the token after it; after a document, this is the token that ends it.
-    Rows in which all labels are `IGNORED` are left out.
+    The label of a token is the next token of the document. The label of a document's last token is
+    the token of the vocabulary that ends a document. Tokens of a prompt are no labels: the label is
+    then `IGNORED`. Rows in which all labels are `IGNORED` are left out.
     documents: the documents, some of which may be for testing.
     vocabulary: the tokens, with the token that ends a document and the token that fills short rows.
     length: the largest number of tokens in a row.

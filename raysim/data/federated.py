@@ -369,10 +369,10 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
 
 
 def _remove_rows(part: CSR, clients: Ints) -> CSR:
-    """Return the rows of all clients, without the rows of some clients.
+    """Return a copy of `part` in which the clients `clients` have no rows.
 
     part: the rows of each client.
-    clients: the numbers of the clients that have no rows in the result.
+    clients: the numbers of the clients whose rows are removed.
     """
     counts = part.counts
     counts[clients] = 0

@@ -104,8 +104,9 @@ def _pack_column(
 ) -> tuple[TargetField, NDArray[np.float32]]:
     """Pack all samples' arrays of one name into rows of floats, [n, floats].
 
-    A target is a dictionary of arrays, for example with the keys "boxes" and "scores". Return a
-    description of the arrays with the key `name`, and a row of floats for each of n samples.
+    The target of a sample is a dictionary of arrays, for example with the keys "boxes" and
+    "scores". This function packs the arrays of one key. Return a description of these arrays, and
+    a row of floats for each of n samples.
     name: the key of the arrays, such as "boxes".
     arrays: the array of each of the n samples.
     place: how errors name the arrays, such as "data: the targets, boxes".

@@ -552,8 +552,8 @@ class Natural(Partitioner):
     ) -> Sequence[str]:
         """Return the name of the user that each client represents.
 
-        With this partition, each domain of the data has the samples of one user. Each client has
-        the samples of one domain. So the name of a client's user is the name of the client's
+        `partition=natural` uses the users of the data as domains, and each client has the
+        samples of one domain. The name of a client's user is therefore the name of the client's
         domain.
         partition: the rows of each client.
         domains: the domain of each training row.

@@ -24,8 +24,9 @@ The two epsilons
   clients. A real system would not publish these columns and scores.
 - ``dp_fedavg.epsilon`` is for what raysim does: each round draws a set of exactly m of the n
   clients with samples. Two data sets are neighbours if the data of one client is replaced by other
-  data. The sum of the clipped updates can then change by 2 C. Therefore its noise counts as z / 2
-  (Wang, Balle and Kasiviswanathan, AISTATS 2019).
+  data. This replaces one clipped update, so the sum of the clipped updates changes by at most 2 C.
+  Noise with the standard deviation z C is z / 2 times this change. Therefore epsilon is computed
+  for the noise z / 2 (Wang, Balle and Kasiviswanathan, AISTATS 2019).
 - ``dp_fedavg.epsilon_poisson`` is what most papers print. It assumes that every client joins each
   round independently with probability m / n. Two data sets are neighbours if one of them has one
   more client. A round of a fixed size does not have this guarantee.

@@ -145,7 +145,7 @@ class PseudoData:
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
         """Store the means of all clients on the server.
 
-        With refresh="once", draw B of these means and store only them.
+        With refresh="once", draw `rows` of the clients' means, and store only the drawn means.
         parts: {"pool": a list of the clients' means, in the order of the client numbers}.
         """
         server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))

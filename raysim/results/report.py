@@ -146,12 +146,13 @@ def _scaled(values: Sequence[float | None], factor: float) -> list[float | None]
     return [None if value is None else factor * value for value in values]
 
 
-def _score_name(name: str, percent: bool) -> str:
-    """Return the text of a threshold: unchanged ("0.8"), or in percent ("80 %").
+def _format_threshold(threshold: str, percent: bool) -> str:
+    """Return the text that a title shows for the threshold of a score.
 
-    name: the threshold as the summary writes it.
+    threshold: the threshold as the summary writes it, such as "0.8".
+    percent: True returns the threshold in percent, such as "80 %"; False returns it unchanged.
     """
-    return f"{100 * float(name):g} %" if percent else name
+    return f"{100 * float(threshold):g} %" if percent else threshold
 
 
 def _threshold_columns(
@@ -174,7 +175,7 @@ def _threshold_columns(
             number = rounds.get(name)
             scores.append(None if number is None else float(str(number)))
         key = f"rounds_to.{name}"
-        title = f"to {_score_name(name, percent)}"
+        title = f"to {_format_threshold(name, percent)}"
         columns.append(_column(title, scores, format_rounds, better, key=key))
     return columns
 
@@ -242,7 +243,7 @@ def _summary_column(runs: Sequence[Run], key: str, percent: bool) -> Column | No
     direction = better_direction(key, is_error, lower, names - lower)
     title = measure_title(key)
     if percent and key.startswith(ROUNDS_TO):
-        title = f"rounds to {_score_name(key.removeprefix(ROUNDS_TO), percent)}"
+        title = f"rounds to {_format_threshold(key.removeprefix(ROUNDS_TO), percent)}"
     if percent and any(is_column_of(metric, key) for metric in SHARES):
         scores = _scaled(values, share_factor(runs, percent))
         return _column(f"{title}{PERCENT}", scores, format_percent, direction, key=key)

@@ -64,8 +64,9 @@ class RayOptions:
     def combine_from(self) -> float:
         """The smallest model, as a number of floats, for which nodes add up updates.
 
-        For a smaller model, each worker sends its sum of updates to the coordinator. For other
-        models, each node first adds up the sums of its workers. Infinity means that no node does.
+        For a smaller model, each worker sends its sum of updates to the coordinator. For a model of
+        at least this size, each node first adds up the sums of its workers. 0 means that nodes add
+        up sums for every model. Infinity means that nodes add up sums for no model.
         """
         if self.combine is None:
             return 1 << 18

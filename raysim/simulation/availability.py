@@ -114,8 +114,8 @@ class Availability(ABC):
         The first result has the time of each change. The second result has the position in
         `clients` of the client that changes. A client can change several times.
         If there are too many changes, return only the earliest of them.
-        times: float64 [clients], the time of each client's next change. This function updates the
-        array to the time of each client's first change that was not returned.
+        times: float64 [clients], the time of each client's next change. This function changes the
+        array: afterwards it has the time of each client's next change after the returned changes.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(times <= horizon)

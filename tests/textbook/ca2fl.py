@@ -20,13 +20,13 @@ from textbook.world import Book, World
 
 
 class Calibration:
-    """The calibrated update v = h + mean of (Delta_i - h_i) over the clients that arrive.
+    """The calibrated update of an aggregation: v = h + mean of (Delta_i - h_i).
 
-    h_i is the update that client i sent before, and h is the mean of the h_i. Both have their
-    values from before this aggregation.
+    The mean is over the clients i whose updates Delta_i are aggregated. h_i is the previous update
+    of client i, or 0 if client i has sent none. h is the mean of the h_i before this aggregation.
 
-    seen_only: True: h is the mean over the clients that have sent an update; False: over all
-    clients.
+    seen_only: True computes h over the clients that have sent an update before. False computes h
+    over all clients.
     """
 
     def __init__(self, world: World, seen_only: bool = False):

@@ -34,8 +34,9 @@ def fedntd(world: World, beta: float, tau: float, mixed: float | None = None) ->
     beta: the weight of NTD.
     tau: the temperature of NTD.
     mixed: the parameter alpha of Mixup; None: no Mixup. Mixup replaces each sample by lam times
-    this sample plus (1 - lam) times a partner. CE and NTD are then computed for two labels: that of
-    the sample with the weight lam, and that of the partner with the weight (1 - lam).
+    this sample plus (1 - lam) times a partner sample. CE and NTD are then computed once for the
+    label of the sample and once for the label of the partner. The loss for the sample's label has
+    the weight lam, and the loss for the partner's label has the weight (1 - lam).
     """
 
     def losses(job: Job, received: Params) -> Parts:
