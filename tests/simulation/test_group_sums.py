@@ -65,8 +65,8 @@ class Nodes(InProcess):
 
     trained: the name and the node of each training call.
     added: for each call of `add_up`, the node and the number of sums.
-    vectors: the number of vectors in each result that the coordinator fetched. Results without
-    vectors are left out.
+    vectors: the number of vectors in each training result and in each array that the coordinator
+    fetched. An array counts as one vector.
     """
 
     def __init__(self, spec: RunSpec, nodes: Sequence[int], least: float = 0.0):
