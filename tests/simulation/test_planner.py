@@ -251,9 +251,9 @@ def test_plan_is_refused_if_no_client_is_available_within_patience() -> None:
 # --- schedules of one's own -----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Script:
-    """A schedule that dispatches clients, waits for the first arrival, and then repeats `action`.
+    """A schedule that dispatches clients, waits for the first arrival, and then takes `action`.
 
-    action: what the schedule does at every decision after the first arrival.
+    action: the action that `decide` returns if an update has arrived.
     concurrency: the number of clients to dispatch.
     size, max_staleness, pools, stale: attributes that raysim reads from each schedule.
     """
