@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_runs import FOLDERS
@@ -14,6 +15,8 @@ from tiny_runs import FOLDERS
 from raysim import cli
 from raysim.commands.bench import gpu
 from raysim.commands.bench.gpu_page import PAGE, write_page
+from raysim.models import Mlp
+from raysim.simulation.coordinator import Coordinator
 
 WITHOUT_LIBRARIES = """
 import sys
@@ -66,6 +69,34 @@ def test_gpu_check_lists_all_methods_of_raysim() -> None:
     names = gpu.every_method().keys()
     assert {"fedbr", "fraug", "scaffold", "fedld_principal", "krum"} <= names
     assert len(names) > 45
+
+
+def test_bench_gpu_trains_equally_many_rounds_with_raysim_and_the_plain_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload = gpu.GpuWorkload(
+        title="tiny",
+        model=Mlp((4,)),
+        shape=(1, 4, 4),
+        clients=4,
+        samples=8,
+        cohort=2,
+        batch=4,
+        lr=0.1,
+        least=1.0,
+    )
+    spec = gpu._spec_of(workload, gpu._data_of(workload), "cpu")
+    coordinators: list[Coordinator] = []
+    make = gpu._coordinator
+
+    def make_and_keep(*arguments: Any) -> Coordinator:
+        coordinators.append(make(*arguments))
+        return coordinators[-1]
+
+    monkeypatch.setattr(gpu, "_coordinator", make_and_keep)
+    row = gpu.raysim_rate(spec, workload, seconds=0.0)
+    plain = gpu.plain_rate(spec, workload, seconds=0.0)
+    assert row["rounds"] == plain["rounds"] == coordinators[0].replicas.version
 
 
 @pytest.mark.slow

@@ -91,6 +91,20 @@ def test_checkpoint_folder_of_another_run_is_refused() -> None:
     assert open_store(where).names() == before and not Path("b").exists()
 
 
+def test_out_that_exists_is_refused_for_a_checkpoint_of_another_folder() -> None:
+    run(out="a", rounds=2)
+    run("apart", out="b", rounds=2)
+    for address, action in (
+        ("a/checkpoints/round-000002", r"remove out=\.\.\. to continue the run in .*a\.$"),
+        ("apart/round-000002", r"Set out to a new folder\.$"),
+    ):
+        Path("c").mkdir(exist_ok=True)
+        match = rf"^out=.*c exists already, but resume=.*{address} .*{action}"
+        with pytest.raises(RefusedError, match=match):
+            run(out="c", rounds=4, resume=address)
+        assert list(Path("c").iterdir()) == []
+
+
 def test_checkpoint_folder_in_use_is_refused() -> None:
     Path("apart").mkdir()
     with (

@@ -240,7 +240,25 @@ def test_custom_cluster_rule_can_move_a_client_to_a_new_replica() -> None:
     assert result.coordinator.replicas.clients_of.tolist() == [1] + [0] * (CLIENTS - 1)
 
 
-@pytest.mark.parametrize("rule", [OneByOne(target=0), OneByOne(target=5), OneByOne(many=True)])
-def test_wrong_result_of_user_defined_cluster_rule_is_refused(rule: ClusterRule) -> None:
-    with pytest.raises(ValueError, match=r"topology: OneByOne\.regroup"):
+@dataclass(frozen=True)
+class MovesUnknownClient(ClusterRule):
+    """A rule that moves a client that is in no cluster."""
+
+    def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
+        return {1: np.array([CLIENTS])}
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (OneByOne(target=0), "the target is not in view.free"),
+        (OneByOne(target=5), "the target is not in view.free"),
+        (OneByOne(many=True), "no client would stay"),
+        (MovesUnknownClient(), "some clients are not in this replica"),
+    ],
+)
+def test_wrong_result_of_user_defined_cluster_rule_is_refused(
+    rule: ClusterRule, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"topology: {type(rule).__name__}\.regroup.* {reason}"):
         run(spec(Pieces(rule)), ALL, rounds=2)
