@@ -271,8 +271,8 @@ def collect(folder: Path) -> None:
         if len(present) < len(METHODS) and base["model_sha256"] != stored_base["model_sha256"]:
             raise ValueError(
                 f"{folder} has another base model than {STORE.name}, so the numbers of its methods "
-                "cannot be shown with the stored ones. Run all methods, or use the device and the "
-                "software versions of the stored runs, on which the base model depends."
+                "cannot be shown with the stored ones. The base model depends on the device and on the "
+                "versions of the software. Use those of the stored runs, or run all methods anew."
             )
     for method in RATES:
         if method in present and str(SEEDS[0]) in store[method]:

@@ -68,7 +68,7 @@ class Idle(Learner):
 
 
 class Nothing(Idle):
-    """A learner with the parameters of `Idle`, whose training function does nothing."""
+    """A learner with the model parameters of `Idle`, whose training function does nothing."""
 
     name = "nothing"
 

@@ -273,8 +273,8 @@ class Source:
         if isinstance(raw.inputs, dict):
             raise ValueError(
                 f"data source {name} has a dictionary of inputs ({', '.join(map(str, raw.inputs))})"
-                ". Join them in `read` with inputs, fields = raysim.data.fields.pack_fields(...), "
-                "and pass both to `Raw`."
+                ". In `read`, join them with `raysim.data.fields.pack_fields(...)`. It returns "
+                "inputs and fields; pass both to `Raw`."
             )
         if isinstance(raw.inputs, np.ndarray):
             are_images = raw.inputs.dtype == np.uint8 and raw.inputs.ndim == 4

@@ -261,7 +261,7 @@ def _pick_field(inputs: list[Any], field: int, place: str) -> list[str]:
         if not isinstance(x, list) or field >= len(x) or not isinstance(x[field], str):
             form = f"a list of {len(x)} fields" if isinstance(x, list) else f"a {type(x).__name__}"
             raise ValueError(
-                f"data.field={field}: {place} has an input x without text in field {field}; this "
+                f"data.field={field}: {place} has an input without text in field {field}; this "
                 f"input is {form}. Set data.field to the number of a field with text. The first "
                 "field has the number 0."
             )

@@ -138,10 +138,10 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return the models from which P, the mean of products B A, is computed for each layer.
+    """Return models and coefficients for the mean of the clients' products B A.
 
-    Each entry of the result is a model's vector and a coefficient. B and A are the factors of a
-    layer in this model. P is the sum of coefficient * B A over all entries. The models are those
+    B and A are the factors of a layer. Each entry of the result is a model's vector and a
+    coefficient. The mean is the sum of coefficient * B A over all entries. The models are those
     that clients trained. With stale updates, the list also has the models that clients received,
     and the server's current model.
     """

@@ -84,10 +84,11 @@ def cross_layer_gradient(
 
 
 def _as_rows(values: Tensor, granularity: str) -> np.ndarray:
-    """Return a tensor as n rows of k values, [n, k]; each row is mixed separately.
+    """Return the update of a layer as n rows of k values, [n, k].
 
-    A row is a kernel. With granularity="tensor", or if kernels are 1x1, there is one row, the whole
-    tensor. If `values` is contiguous, the result shares its memory.
+    Each row is mixed with the same row of another layer, separately from all other rows. A row is a
+    kernel. With granularity="tensor", or if kernels are 1x1, there is one row, the whole tensor. If
+    `values` is contiguous, the result shares its memory.
     """
     size = math.prod(values.shape[2:]) if granularity == "kernel" else 1
     if size == 1:

@@ -83,8 +83,8 @@ class RepeatedOutputs(Outputs):
     def once(self, name: str, compute: Callable[[], T]) -> T:
         """Return the output stored as `name`; compute and store it at the first use.
 
-        This object stores outputs of the second pass only. If the first pass has computed an output
-        of this name, the second computation draws the same random numbers.
+        This object stores outputs at the shifted parameters only. If the output of this name was
+        also computed at the original parameters, both computations draw the same random numbers.
         """
         start = self._first.starts.get(name)
         if start is None or self._kept.get(name) is not None:

@@ -510,7 +510,7 @@ class Telepathic(Halves):
         out[len(message) :] = self.mean
 
 
-class Doubled(Halves):
+class Tripled(Halves):
     """A wrong compressor: it multiplies the correctly decoded values by 3."""
 
     def decode(self, message: np.ndarray, layout: Any, out: Any) -> None:
@@ -526,7 +526,7 @@ class Doubled(Halves):
         (Changing(), "a message has the declared size"),
         (Adding(), "decoding needs the message alone"),
         (Telepathic(), "decoding needs the message alone"),
-        (Doubled(feedback="ef14"), "error feedback shortens errors"),
+        (Tripled(feedback="ef14"), "error feedback shortens errors"),
     ],
     ids=lambda part: type(part).__name__,
 )

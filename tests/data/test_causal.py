@@ -69,7 +69,7 @@ def test_packed_rows_contain_each_token_exactly_once_as_a_label() -> None:
     assert raw.kind == "causal" and raw.tokens == Tokens(100, 0)
 
 
-def test_packed_row_never_mixes_two_users_nor_training_with_test_text() -> None:
+def test_packed_row_has_text_of_one_user_and_of_either_the_training_or_the_test_set() -> None:
     documents = [
         Document(np.array([1, 2]), "b", is_test=True),
         Document(np.array([3]), "b"),

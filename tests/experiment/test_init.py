@@ -435,7 +435,7 @@ def test_run_can_start_from_the_best_model_of_another_run(trained: Path) -> None
 # --- every method ---------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("method", find_groups().files["method"])
-def test_every_method_can_start_from_a_stored_model_or_only_its_extractor(
+def test_run_of_each_method_can_start_with_a_stored_model_or_with_its_extractor_alone(
     method: str, tmp_path: Path
 ) -> None:
     words = [*WORDS, "model=small_cnn", f"method={method}"]

@@ -293,7 +293,7 @@ def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("pace", "gamma"), [(None, 0.01), (300, 0.01 * 300 / 6)])
-def test_fraug_multiplies_gamma_by_ramp_rounds_divided_by_rounds_if_ramp_rounds_is_set(
+def test_fraug_option_ramp_rounds_multiplies_gamma_by_its_ratio_to_the_rounds_of_the_run(
     pace: int | None, gamma: float
 ) -> None:
     expected = [math.exp(gamma * (t - 6)) for t in range(3)]

@@ -186,7 +186,7 @@ def test_log_axis_of_loss_has_plain_numbers() -> None:
 
 @pytest.mark.pictures
 def test_curve_that_coincides_with_an_earlier_curve_is_dashed() -> None:
-    """A curve is dashed if at least a third of its lines coincide with an earlier curve."""
+    """A curve is dashed if at least a third of it lies exactly on an earlier curve."""
     for second, dashed in (
         ([0.5, 0.75, 0.7], True),
         ([0.5, 0.751, 0.7], True),

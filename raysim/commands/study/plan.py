@@ -218,10 +218,10 @@ def _seed(override: str) -> int:
 
 
 def _combinations(study: StudyPlan) -> Iterator[tuple[dict[str, str], Node]]:
-    """Yield the settings and the configuration of each combination of values, without seeds.
+    """Yield the settings and the configuration of each combination of the overrides' values.
 
-    An override is left out of combinations that do not have its key: method.fedprox.mu is used only
-    with method=fedprox. Each configuration is yielded once.
+    The override of `seed` is ignored. A combination uses only overrides whose keys exist in its
+    configuration: method.fedprox.mu only with method=fedprox. Each configuration is yielded once.
     """
     overrides = {key: texts for key, texts in study.overrides.items() if key != "seed"}
     group_names = find_groups([Path(root) for root in study.conf]).files

@@ -423,7 +423,7 @@ def test_overrides_that_differ_only_in_how_a_number_is_written_are_equal() -> No
     assert not list(gains(runs, FEDBR)), "1.01 and 1.02 are two"
 
 
-def test_paper_page_shows_central_scores_and_terms_of_the_decomposed_loss() -> None:
+def test_paper_page_shows_central_scores_and_the_terms_of_fedlds_loss_decomposition() -> None:
     def run(method: str, seed: int, shift: float) -> Run:
         rows: list[Row] = [
             {"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value}
