@@ -19,10 +19,11 @@ from textbook.servers import Cohort, run_server_rule
 from textbook.world import Book, World
 
 
-def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
-    """Run rounds with a server rule that treats each coordinate of the updates separately.
+def _coordinate_wise(world: World, rule: Callable[[list[float]], float]) -> Book:
+    """Compute a run whose server combines each coordinate of the updates separately.
 
-    rule(values): the change of one coordinate of x, from this coordinate of all updates.
+    rule: a function that gets the values of one coordinate in all updates. It returns the number
+    that the server adds to this coordinate of the model.
     """
     return run_server_rule(
         world,
@@ -32,7 +33,7 @@ def _each(world: World, rule: Callable[[list[float]], float]) -> Book:
 
 def coordinate_median(world: World) -> Book:
     """Compute a run whose server adds the coordinate-wise median of the updates to the model."""
-    return _each(world, statistics.median)
+    return _coordinate_wise(world, statistics.median)
 
 
 def trimmed_mean(world: World, share: float) -> Book:
@@ -46,7 +47,7 @@ def trimmed_mean(world: World, share: float) -> Book:
         k = floor(share * len(values))
         return statistics.fmean(sorted(values)[k : len(values) - k])
 
-    return _each(world, rule)
+    return _coordinate_wise(world, rule)
 
 
 def krum(world: World, f: int, selected: int | None = 1) -> Book:

@@ -62,8 +62,10 @@ class OortByHand:
     exploration: the fraction of a round's clients that are not known. At the start of each round,
     `exploration` is multiplied by `decay`, but does not fall below `least`.
     decay, least: the numbers in the rule for `exploration`.
-    cutoff: let s be the n-th largest score, where n is the number of known clients that a round
-    needs. The n clients are drawn from the known clients whose score is at least `cutoff` times s.
+    cutoff: a fraction that decides which known clients can be chosen. Let n be the number of known
+    clients that the round needs. Let s be the n-th largest score of the idle known clients. A known
+    client can be chosen if it is idle and its score is at least `cutoff` times s. From these
+    clients, n are drawn with probabilities in proportion to their scores.
     clip: the quantile of the utilities to which larger utilities are reduced.
     preferred: the percentile in the rule for slow clients; 100: no client is slow.
     window, delta: after each `window` rounds, `preferred` grows by `delta` if the utilities were

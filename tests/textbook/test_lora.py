@@ -123,11 +123,12 @@ class Witness(Method):
 
     @staticmethod
     def _weight(vector: Tensor, server: ServerView) -> Tensor:
-        """Return W + SCALING B A, the weight matrix of the layer together with its adapter.
+        """Return the matrix W + SCALING B A of the layer that has an adapter.
 
-        W is the weight of the layer, and A and B are the factors of the adapter. A frozen W counts
-        as 0. A frozen A has its initial value.
-        vector: the shared vector, which contains the tensors that are not frozen.
+        W is the weight matrix of the layer. A and B are the two matrices of the adapter. Frozen
+        matrices are not in `vector`. If W is frozen, the result has 0 in place of W. If A is
+        frozen, the result is computed with the initial A.
+        vector: the shared vector, which contains the trained tensors.
         """
         tensors = {
             entry.path.rpartition("extractor.1.")[2]: vector[entry.start : entry.stop].view(

@@ -4,8 +4,9 @@ Virtual images are random images with labels; all clients have the same virtual 
 number of classes. If the head has C extra outputs, a virtual image of class c has the label C + c.
 A prediction C + c counts as class c.
 
-A virtual image starts as 8 x 8 pixels: the mean image of its class, with entries from N(0, 1), plus
-noise from N(0, 0.5^2). It is enlarged bilinearly and standardised per channel.
+For each class, a random image of 8 x 8 pixels is drawn from N(0, 1). A virtual image of the class
+is this random image plus noise from N(0, 0.5^2), which is drawn for each virtual image. The virtual
+images are then enlarged bilinearly, and standardised per channel.
 
 Without Mixup, a step has one forward pass, which gets the real and the virtual images. With Mixup,
 a step has two forward passes. The first pass gets the mixed real images, only for their

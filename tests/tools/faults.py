@@ -271,9 +271,10 @@ def await_moment(run: ForkServerProcess, seconds: float) -> bool:
 def disturb(run: ForkServerProcess, case: Case, rng: random.Random) -> None:
     """Send the signals of a case to one random process of the run.
 
-    The process has the role that the case names, such as "worker". If no process has this role,
-    nothing is sent. SIGSTOP only suspends a process. A suspended process is killed one second
-    later, unless it is a worker, because the run itself replaces a suspended worker.
+    The process is drawn from those with the role `case.victim`, such as "worker". If no process has
+    this role, nothing is sent. SIGSTOP only suspends a process:
+    - A suspended worker is not killed, because the run itself replaces it.
+    - A suspended process with another role is killed after one second.
     """
     if not (found := processes(run, case.victim)):
         return
@@ -434,12 +435,13 @@ def carry_out(case: Case, seed: int) -> str:
 
 
 def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Undisturbed) -> str:
-    """Return what is wrong after a case; "" if all is as in the undisturbed run.
+    """Return a text about the first error that a case shows; "" if the case has no error.
 
+    An error is, for example, a result that differs from the result of the undisturbed run.
     folder: the folder of the case.
-    statuses: the exit statuses of the run and of its continuations, in order.
-    mark: the value by which processes of the case are found.
-    expected: the undisturbed run.
+    statuses: the exit statuses of the disturbed run and of each continuation of it, in order.
+    mark: the value of the environment variable `MARK` in all processes of the case.
+    expected: the results of the undisturbed run.
     """
     errors = (folder / "err").read_text()
     if statuses[-1] == HANGS:

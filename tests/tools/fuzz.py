@@ -202,7 +202,12 @@ def case(kind: str, words: list[str], folder: Path) -> None:
 
 
 def keep(folder: Path) -> None:
-    """Keep the files of a broken case in the folder that RAYSIM_FUZZ_KEEP names."""
+    """Copy the folder of a broken case, so that its files can be examined later.
+
+    The copy is a new subfolder of the folder that the environment variable RAYSIM_FUZZ_KEEP names.
+    Without this variable, nothing is copied.
+    folder: the folder of the case.
+    """
     if place := os.environ.get("RAYSIM_FUZZ_KEEP"):
         target = Path(place, f"{len(list(Path(place).glob('*')))}")
         subprocess.run(
@@ -295,9 +300,9 @@ NODES = st.recursive(
 def keys() -> list[str]:
     """Return the configuration keys that random cases change.
 
-    They are the keys of a run with three methods, without tracking.*, and the names of
-    configuration groups. Four wrong keys are added: "nothing" does not exist, and "method.fedprox",
-    "data.rotation" and "local" are sections, whose values are mappings.
+    They are the keys of a run with three methods, except those that begin with "tracking.", and the
+    names of configuration groups. Four wrong keys are added. The key "nothing" does not exist. The
+    keys "method.fedprox", "data.rotation" and "local" are sections, which contain other keys.
     """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]
@@ -422,7 +427,11 @@ def change_bytes(data: Any, content: bytes) -> bytes:
 
 
 def damage(data: Any, path: Path) -> None:
-    """Delete a file, change its content, or put something in its place that is no file."""
+    """Damage the file `path` in a random way.
+
+    The file is deleted, emptied, changed in some bytes, or replaced by a folder, a pipe or a link.
+    data: Hypothesis' source of random values.
+    """
     kind = data.draw(
         st.sampled_from(["bytes"] * 8 + ["pipe", "folder", "loop", "missing", "empty", "device"])
     )
@@ -444,10 +453,11 @@ def damage(data: Any, path: Path) -> None:
 
 @cache
 def prepared(kind: str) -> Path:
-    """Return a folder with undamaged files. A case damages a file in its copy of this folder.
+    """Return a folder with undamaged files. A case copies this folder and damages the copy.
 
-    kind: the type of the files, such as "parquet". Types without files of their own get a run
-    folder with a cache.
+    kind: the type of the files: "parquet", "strips", "pictures", "idx", "numpy", "leaf", "trace",
+    "fedscale" or "options". For every other text, the folder contains a finished run, in `out`, and
+    its cached data, in `cache`.
     """
     root = Path(tempfile.mkdtemp(prefix="raysim-fuzz-"))
     names = [f"{index}.png" for index in range(8)]
@@ -578,7 +588,10 @@ READERS: Mapping[
 
 
 def damaged_files(data: Any) -> None:
-    """Run a command after damage to one of the files that it reads."""
+    """Damage a random file of a type in `READERS`, and run a command that reads it.
+
+    data: Hypothesis' source of random values.
+    """
     kind = data.draw(st.sampled_from(sorted(READERS)))
     pattern, words = READERS[kind]
     with temporary_folder() as folder:

@@ -5,10 +5,12 @@
 makes a cluster of three machines with `network_cluster.py`. In each turn it makes a synchronous and
 a buffered run on undisturbed links, and then on slow or lossy links of each kind. The command
 prints a table with these columns:
-- megabytes per round, as the links and as raysim's history count them
-- megabytes that TCP sent again
 - seconds per round
 - the ratio of these seconds to the seconds of the undisturbed run in the same turn
+- megabytes per round that the coordinator's node receives, and those that it sends
+- megabytes per round that TCP sent again, for all nodes together
+Megabytes that are received or sent have two numbers. The first one is counted on the link, and the
+second one, in brackets, is from raysim's history.
 All runs with the same schedule must have the same bits.
 
     uv run python tests/tools/measure_network.py --nodes 2 4 8 --cohorts 3 10 100
@@ -71,11 +73,12 @@ print("END", result.summary["model_sha256"], flush=True)
 class Measurement:
     """The measured time and traffic of a run.
 
+    Two fields have different meanings: the meaning (a) in results of `measure_all`, and the meaning
+    (b) in results of `measure_sums`.
     turn: the index of the repetition, from 0.
-    schedule: the run's schedule, a key of `SCHEDULES`. For runs of `measure_sums`, the number of
-    clients in a round.
-    kind: the disturbance of the links, a key of `KINDS` or `UNDISTURBED`. For runs of
-    `measure_sums`, the number of nodes.
+    schedule: (a) the run's schedule, a key of `SCHEDULES`; (b) the number of clients in a round.
+    kind: (a) the disturbance of the links, a key of `KINDS` or `UNDISTURBED`; (b) the number of
+    nodes.
     seconds: the median over rounds of the seconds per round.
     links: for each machine, the mean bytes per round that it received and sent, as its link counted
     them.
@@ -217,11 +220,12 @@ def model_bytes(width: int) -> int:
 
 
 def table_of_sums(measurements: Sequence[Measurement], vector_bytes: float) -> str:
-    """Return a Markdown table of how much the coordinator's node receives per round.
+    """Return a Markdown table of how many model-sized vectors the coordinator's node receives.
 
-    There is a row for each number of clients and a column for each number of nodes. A cell has two
-    numbers: the received bytes as the link counted them, and in brackets as raysim's history
-    counted them. Each number is divided by `vector_bytes`.
+    The numbers are per round. There is a row for each number of clients, and a column for each
+    number of nodes. A cell has two numbers of vectors. The first number is the bytes that the link
+    counted, divided by `vector_bytes`. The second number, in brackets, is the bytes in raysim's
+    history, divided by `vector_bytes`.
     measurements: the measurements that `measure_sums` yields.
     vector_bytes: the bytes of a vector of the model's size.
     """

@@ -229,9 +229,10 @@ class Map:
 
     @classmethod
     def join(cls, parts: Sequence[dict[str, Any]]) -> Map:
-        """Return one map of all test files. It leaves out tests that fail without a mutant.
+        """Combine the records of all test files, and return one record.
 
-        parts: the results of `Mapper`, one for each test file.
+        The returned record leaves out tests that fail on the unchanged source.
+        parts: for each test file, the dictionary that `Mapper.result` returned.
         """
         seconds: dict[str, float] = {}
         lines: dict[str, dict[str, int]] = collections.defaultdict(
@@ -257,10 +258,10 @@ class Map:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return all tests that may notice a mutant.
 
-        First come the tests that execute the mutant's line. If no such test is known, the tests
-        that execute the enclosing function, class or file come first. No test is known for a line
-        that runs at import. Last come test_defaults.py and the test file with the name of the
-        mutant's file.
+        The list begins with the tests that execute the mutant's line. If no such test is known, it
+        begins with the tests that execute the enclosing function, class or file. For a line that
+        runs at import, no such test is known. The list ends with the tests of test_defaults.py and
+        of the test file that is named after the mutant's file.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
@@ -382,9 +383,11 @@ def warm() -> None:
 
 
 def child(copy: Path, asked: Asked) -> NoReturn:
-    """Run tests in a copy of the working tree, with the copy's source, and end the process.
+    """Run tests in this process, write the result to a file, and end this process.
 
-    The result is written to the copy's file `.answer`.
+    The tests import raysim from a copy of the working tree, in which a mutant may be written.
+    copy: the folder of the copy. The result is written to its file `.answer`.
+    asked: the tests, and how to run them.
     """
     code = 70
     try:
@@ -454,10 +457,14 @@ def cpu_seconds(pid: int) -> float:
 def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any], None]) -> None:
     """Run trials in parallel, at most one at a time in each copy of the working tree.
 
-    A trial is a function that gets a copy and returns a generator. The generator yields the tests
-    to run, and receives their outcome, such as "verdict" and "cpu".
+    trials: functions. A trial gets the folder of a copy, and returns a generator. The generator
+    yields a request to run tests (`Asked`). It then receives a dictionary with these keys:
+    - "verdict": "passed", "killed" (a test failed or the process crashed) or "timeout" (the tests
+      needed too much time or memory).
+    - "first": the first test that failed, or another reason for the verdict.
+    - "cpu": the CPU seconds of the tests.
     copies: the folders with copies of the working tree.
-    done: a function that is called with the value that the generator returns at its end.
+    done: a function that is called with the return value of each generator.
     """
     waiting, free = collections.deque(trials), list(copies)
     running: dict[int, tuple[Path, Generator[Asked, Outcome, Any], float, float]] = {}

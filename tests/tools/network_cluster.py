@@ -141,11 +141,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that passed a machine's link since it was made, including the headers of packets.
+    """The bytes that a machine received and sent over its link since the machine was made.
 
-    received, sent: the bytes that the machine received and sent.
+    received, sent: the bytes that the machine received and sent, including the headers of packets.
     resent: an upper estimate of the bytes that the machine's TCP sent again, without headers. It is
-    the number of segments that were sent again, times the data of a full segment.
+    the number of repeated TCP segments, multiplied by `SEGMENT_BYTES`.
     """
 
     received: int  # by the machine
@@ -154,9 +154,12 @@ class Traffic:
 
 
 class Machine:
-    """A machine of a `NetworkCluster`, which is switched on when it is made.
+    """A machine of a `NetworkCluster`. A new machine is switched on.
 
-    `kill` switches it off, and `start` switches it on again.
+    `kill` switches the machine off, and `start` switches it on again.
+    cluster: the cluster that the machine belongs to.
+    number: the index of the machine in the cluster, from 0.
+    link: the properties of the machine's link to the switch.
     """
 
     def __init__(self, cluster: NetworkCluster, number: int, link: Link):
@@ -525,7 +528,8 @@ def carry_out(cluster: NetworkCluster, words: Sequence[str], cpus: int) -> None:
     """Execute one command that the user typed at the prompt.
 
     words: the words of the command.
-    cpus: the number of CPUs that a machine declares to Ray if the command starts it.
+    cpus: used only by the command `start`: the number of CPUs that the started machine declares to
+    Ray.
     """
     if not words:
         return

@@ -59,9 +59,12 @@ def checksums(summary: dict[str, Any]) -> tuple[str, str]:
 
 
 def expected(folder: Path, rounds: int, *words: str) -> tuple[str, str]:
-    """Make a run in this process; return its checksums, which runs on the cluster must have.
+    """Make a run with `runtime=inprocess` and return the checksums of its model and state.
 
-    words: further overrides of the run.
+    A run on the cluster with the same overrides must have the same checksums.
+    folder: the folder in which the run writes its folder.
+    rounds: the number of rounds.
+    words: overrides, in addition to `OVERRIDES`.
     """
     words = (*OVERRIDES, *words, f"rounds={rounds}", "runtime=inprocess", f"out={folder / 'run'}")
     return checksums(raysim.run(words, quiet=True).summary)

@@ -124,28 +124,28 @@ def test_metric_equals_that_of_scikit_learn(
     kind: Kind, name: str, samples: int, width: int
 ) -> None:
     shares = (0.0,) if kind == "regression" else (0.0, 0.1, 0.5, 1.0)
-    for rare in shares:
-        check_metric(kind, name, samples, width, rare)
+    for fraction in shares:
+        check_metric(kind, name, samples, width, fraction)
 
 
-def check_metric(kind: Kind, name: str, samples: int, width: int, rare: float) -> None:
+def check_metric(kind: Kind, name: str, samples: int, width: int, fraction: float) -> None:
     """Compare a metric with scikit-learn's on random labels and outputs.
 
     samples: the number of samples.
     width: the number of outputs of each sample.
-    rare: for classification, the fraction of the classes that occur. For several labels per sample,
-    the probability that a label is 1.
+    fraction: for classification, the fraction of classes that labels are drawn from, at least one
+    class. For "multilabel", the probability that a label is 1. For regression, it is not used.
     """
     rng = np.random.default_rng([samples, width])
     outputs = rng.normal(size=(samples, width)).astype(np.float32)
     if kind == "classification":
         labels = rng.integers(
-            max(1, round(rare * width)), size=samples
+            max(1, round(fraction * width)), size=samples
         )  # the other classes are absent
     elif kind == "multilabel":
-        labels = (rng.random((samples, width)) < rare).astype(np.float32)
+        labels = (rng.random((samples, width)) < fraction).astype(np.float32)
         outputs[:, ::2] = np.where(
-            rare < 0.5, -1, outputs[:, ::2]
+            fraction < 0.5, -1, outputs[:, ::2]
         )  # labels that are never predicted
     else:
         labels = rng.normal(size=(samples, width)).astype(np.float32)

@@ -65,7 +65,11 @@ def test_own_training_loop_equals_raysims_steps() -> None:
 
 
 class Moves(Method):
-    """A method that records the attribute `moves` of each update."""
+    """A method that stores `update.moves` of each update in a list.
+
+    `update.moves` has a tuple (start, stop, rates) for each trained range of the shared parameters.
+    `rates` is the sum of the learning rates of all optimizer steps on this range.
+    """
 
     name = "moves"
 

@@ -32,13 +32,15 @@ JOBS = [
 
 
 class GatherLog:
-    """A trainer, with a log of the sample rows and inputs in each call of its `gather`.
+    """A trainer of a tiny run, with a log of the samples that it reads from its data.
 
-    study: keyword arguments of `tiny_runs.run_spec`, which describes the run of the trainer.
+    Each call of `trainer.data.gather` adds a pair to the list `gathered`: the positions of the
+    samples, and their inputs.
+    options: keyword arguments of `tiny_runs.run_spec`, which configures the run.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **study: Any):
-        spec = run_spec(local=replace(LOCAL, epochs=1, batch=8), **study)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any):
+        spec = run_spec(local=replace(LOCAL, epochs=1, batch=8), **options)
         self.trainer: Trainer = Worker(spec).trainer
         self.samples = len(self.trainer.partition.rows(0))
         self.gathered: list[tuple[np.ndarray, Tensor]] = []

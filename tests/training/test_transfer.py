@@ -33,10 +33,11 @@ JOBS = [Job(number, client, 0, 0, -1, 1.0) for number, client in enumerate(range
 
 
 class CallCounter(TorchFunctionMode):
-    """A PyTorch mode that counts two groups of tensor functions, in the dictionary `count`.
+    """A PyTorch mode that counts calls of tensor functions that wait for a device or copy from it.
 
-    count["waits"]: how often functions ran that wait for a device, such as `item`.
-    count["copies"]: how often a tensor was copied from a device to CPU memory (`Tensor.cpu`).
+    The attribute `count` is a dictionary with two numbers:
+    "waits": the number of calls of functions that wait for a device, such as `Tensor.item`.
+    "copies": the number of calls of `Tensor.cpu`, which copies a tensor to CPU memory.
     """
 
     def __init__(self) -> None:

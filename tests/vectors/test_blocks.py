@@ -122,12 +122,13 @@ def rule(into, given):
 """
 
 
-def rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
-    """Write a Python file with the function rule(into, given), and return this function.
+def load_rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
+    """Write the file rule.py with a function rule(into, given), and return this function.
 
-    It sets each entry of `into` to scale * x + constant, where x is the same entry of `given`. All
-    files have the same modification time and size. A cache of machine code can only tell two files
-    apart by their content.
+    rule(into, given) sets into[i] to scale * given[i] + constant for each i. All files have the
+    same modification time, and the same size if `scale` and `constant` have one digit before the
+    point. So a cache of machine code can only tell two such files apart by their content.
+    folder: the folder of the file.
     """
     (path := folder / "rule.py").write_text(RULE.format(scale=scale, constant=constant))
     os.utime(path, (0, 0))
@@ -152,24 +153,24 @@ def result(made: Any) -> tuple[float, int]:
 
 
 def test_machine_code_is_stored_for_the_next_process(tmp_path: Path) -> None:
-    assert result(compile_function(rule(tmp_path))) == (7.0, 0)
-    assert result(compile_function(rule(tmp_path))) == (7.0, 1)
+    assert result(compile_function(load_rule(tmp_path))) == (7.0, 0)
+    assert result(compile_function(load_rule(tmp_path))) == (7.0, 1)
 
 
 def test_machine_code_of_changed_source_code_is_not_used(
     tmp_path: Path,
 ) -> None:
-    assert result(compile_function(rule(tmp_path))) == (7.0, 0)
-    assert result(compile_function(rule(tmp_path, constant=2.0))) == (8.0, 0)
-    assert result(compile_function(rule(tmp_path, scale=3.0))) == (10.0, 0)
-    assert result(compile_function(rule(tmp_path))) == (7.0, 1)
+    assert result(compile_function(load_rule(tmp_path))) == (7.0, 0)
+    assert result(compile_function(load_rule(tmp_path, constant=2.0))) == (8.0, 0)
+    assert result(compile_function(load_rule(tmp_path, scale=3.0))) == (10.0, 0)
+    assert result(compile_function(load_rule(tmp_path))) == (7.0, 1)
 
 
 def test_damaged_machine_code_is_compiled_again(tmp_path: Path) -> None:
-    assert result(compile_function(rule(tmp_path))) == (7.0, 0)
+    assert result(compile_function(load_rule(tmp_path))) == (7.0, 0)
     for path in tmp_path.rglob("*.nb?"):
         path.write_bytes(b"damaged")
-    assert result(compile_function(rule(tmp_path))) == (7.0, 0)
+    assert result(compile_function(load_rule(tmp_path))) == (7.0, 0)
 
 
 def test_each_process_compiles_a_function_if_machine_code_cannot_be_stored(
@@ -178,14 +179,14 @@ def test_each_process_compiles_a_function_if_machine_code_cannot_be_stored(
     monkeypatch.setattr(
         "numba.core.caching.CompileResultCacheImpl._locator_classes", []
     )  # as where none is writable
-    assert [result(compile_function(rule(tmp_path))) for _ in range(2)] == [(7.0, 0)] * 2
+    assert [result(compile_function(load_rule(tmp_path))) for _ in range(2)] == [(7.0, 0)] * 2
 
 
 def test_compiled_code_is_stored_for_each_array_dtype(tmp_path: Path) -> None:
-    made = [compile_function(rule(tmp_path)) for _ in range(2)]
+    made = [compile_function(load_rule(tmp_path)) for _ in range(2)]
     for kind, each in zip((np.float32, np.float64), made, strict=True):
         each(np.zeros(1, kind), np.ones(1, kind))
-    again = compile_function(rule(tmp_path))
+    again = compile_function(load_rule(tmp_path))
     for kind in (np.float32, np.float64):
         again(into := np.zeros(1, kind), np.full(1, 3, kind))
         assert into[0] == 7.0

@@ -1,6 +1,6 @@
-"""Test which settings of the local optimizer are accepted and which are refused.
+"""Test the settings of the local optimizer, and that all its classes make the same steps.
 
-Its steps are tested in training/test_step.py.
+The file training/test_step.py tests the steps of one optimizer.
 """
 
 from __future__ import annotations
