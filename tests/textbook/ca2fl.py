@@ -1,8 +1,8 @@
 """CA2FL: Wang et al. 2024, Algorithm 2.
 
 Symbols: Delta_i, the update of client i that arrives; h_i, the last update of client i in earlier
-aggregations (0 if there is none); h, the mean of the h_i; v, the calibrated update; eta, the
-server's learning rate. The buffers of the model are averaged.
+aggregations (0 if there is none); h, the mean of h_i over the clients; v, the calibrated update;
+eta, the server's learning rate. The buffers of the model are averaged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Calibration:
     The mean is over the clients i whose updates Delta_i are aggregated. h_i is the previous update
     of client i, or 0 if client i has sent none. h is the mean of the h_i before this aggregation.
 
-    seen_only: True computes h over the clients that have sent an update before. False computes h
-    over all clients.
+    seen_only: True: h is the mean over the clients that have sent an update before. False: h is the
+    mean over all clients.
     """
 
     def __init__(self, world: World, seen_only: bool = False):
@@ -58,9 +58,12 @@ class Calibration:
 def ca2fl(world: World, lr: float = 1.0, seen_only: bool = False) -> Book:
     """Compute a run of CA2FL: each aggregation adds eta times the calibrated update v to the model.
 
+    The calibrated update is v = h + mean of (Delta_i - h_i), over the clients i of the aggregation.
+    Delta_i is the update of client i. h_i is the previous update of client i, or 0 if there is
+    none. h is the mean of the h_i before the aggregation.
     lr: the server's learning rate eta.
-    seen_only: True means that h is the mean over the clients that have sent an update. False means
-    that h is the mean over all clients.
+    seen_only: True: h is the mean over the clients that have sent an update before. False: h is the
+    mean over all clients.
     """
     v = Calibration(world, seen_only)
     return v.book(world, lambda at: at.x + lr * v(at))

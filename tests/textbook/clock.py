@@ -126,13 +126,17 @@ def draw(
     """Return `count` of the idle clients, in ascending order.
 
     If all clients are idle, `count` clients are drawn at once. Otherwise, random positions in
-    `able` are drawn, in groups of growing size: 2 * count positions, then 4 * count, and so on. A
-    position is accepted if its client is idle and not yet drawn. The groups end after 16 * count
-    positions, or after len(able) positions if this number is larger. If too few positions were
-    accepted, the missing clients are drawn from the idle clients that are not yet drawn.
+    `able` are drawn, in groups of growing size: 2 * count positions, then 4 * count, and so on. The
+    client at a drawn position is accepted if it is idle and not yet accepted. The function returns
+    as soon as `count` clients are accepted.
+
+    After each group, the sizes of all groups so far are added up. If this sum is at least
+    max(16 * count, len(able)), no further group is drawn. The clients that are still missing are
+    then drawn from the idle clients that are not yet accepted.
 
     able: all clients with samples.
-    idle: the clients of `able` that are not in flight.
+    idle: the clients of `able` that have no job in flight.
+    count: the number of clients to draw, at most len(idle).
     """
     if len(idle) == len(able):
         return sorted(

@@ -62,8 +62,9 @@ def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
     p, own, losses = copy_for_training(received), world.local, RowMean()
     optimizer, rate = Optimizer(own), own.lr * own.lr_decay**job.version
     inputs, labels = world.data[job.client]
-    whole = any(is_buffer(name) for name in p)
-    for (x, y), rows in zip(job.batches, batches(world.seed, own, job, whole), strict=True):
+    has_batchnorm = any(is_buffer(name) for name in p)
+    drawn = batches(world.seed, own, job, has_batchnorm)
+    for (x, y), rows in zip(job.batches, drawn, strict=True):
         assert torch.equal(x, inputs[rows]) and torch.equal(y, labels[rows])
         loss = torch.nn.functional.cross_entropy(logits(p, x), y)
         grads = gradients(loss, p, trainable(p))
@@ -77,11 +78,13 @@ def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
     return detach(p), losses
 
 
-def batches(seed: int, own: Any, job: Job, whole: bool) -> Iterator[Any]:
+def batches(seed: int, own: Any, job: Job, has_batchnorm: bool) -> Iterator[Any]:
     """Yield for each batch of a job the positions of its samples among the client's samples.
 
+    seed: the seed of the run.
     own: the settings local.*.
-    whole: True: the network has BatchNorm, so a last batch of a single sample is left out.
+    has_batchnorm: if True, a batch with one sample is left out, because BatchNorm cannot normalise
+    it. The first batch of a pass is never left out. This applies to sampling without replacement.
     """
     generator, n = stream(seed, "batches", job.client, job.turn), job.samples
     passes = 0
@@ -94,7 +97,9 @@ def batches(seed: int, own: Any, job: Job, whole: bool) -> Iterator[Any]:
         else:
             order = generator.permutation(n)
             ends = [*range(0, n, own.batch), n]
-            cut = [order[a:b] for a, b in pairwise(ends) if not (whole and b - a == 1 and a)]
+            cut = [
+                order[a:b] for a, b in pairwise(ends) if not (has_batchnorm and b - a == 1 and a)
+            ]
         cut = cut[:left] if left > 0 else cut
         left -= len(cut) if left > 0 else 0
         yield from cut

@@ -33,8 +33,9 @@ def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Bo
     """Compute a run of FedAvg in which the clients' gradients are not corrected.
 
     client(job, x, correct): a function that trains the received parameters x, and returns the
-    trained ones. In each step it computes correct(parameters, gradients), and gives the result to
-    an optimizer. Here, `correct` returns the gradients unchanged.
+    trained parameters. In each step it passes the current parameters and their gradients to the
+    function `correct`. It gives the gradients that `correct` returns to an optimizer. `alone`
+    passes a function `correct` that returns the gradients unchanged.
     factor: not used. This function has the same arguments as `with_scaffold` and `with_fedcm`.
     """
     x = dict(world.start)
@@ -74,21 +75,22 @@ def _flat(p: Params, names: list[str]) -> Tensor:
 
 
 def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
-    """Compute a run of SCAFFOLD (Algorithm 1, Option II) with `client` as the local training.
+    """Compute a run of SCAFFOLD (Algorithm 1, Option II) with any function for local training.
 
-    Each step of client i uses g - c_i + c in place of the gradient g. Here c_i is the control
-    variate of client i, and c is the server's. Both start at 0.
+    In each step of the i-th client, g - c_i + c replaces the gradient g. c_i is the control variate
+    of the i-th client, and c is the control variate of the server. All control variates start at 0.
 
     After a job, c_i <- c_i - c + (x - y) / (K' eta). x: the received parameters; y: the trained
-    ones; eta: the learning rate. Each parameter has a K' of its own. Without momentum, K' is the
-    number of steps that trained this parameter. With momentum, K' is larger, because each gradient
-    also moves the parameter in later steps.
+    parameters; eta: the learning rate. K' is computed for each parameter separately. Without
+    momentum, K' is the number of steps that trained this parameter. With momentum, K' is larger,
+    because each gradient also moves the parameter in later steps.
 
     After a round, the sum of the changes of all c_i, divided by the number of all clients, is added
     to c. Models are averaged with equal weights.
-    client(job, x, correct): a function that trains the received parameters x, and returns the
-    trained ones. In each step it computes correct(parameters, gradients), and gives the result to
-    an optimizer.
+    client(job, x, correct): the local training, a function that trains the received parameters x
+    and returns the trained parameters y. In each step it passes the current parameters and their
+    gradients g to the function `correct`, which returns g - c_i + c. It gives this result to an
+    optimizer.
     factor(name): a parameter's learning rate, divided by the learning rate of the run.
     """
     x, names = dict(world.start), _networks(world)
@@ -127,19 +129,22 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
 def with_fedcm(
     world: World, client: Client, alpha: float, factor: Factor = lambda name: 1.0
 ) -> Book:
-    """Compute a run of FedCM (Algorithm 1) with `client` as the local training.
+    """Compute a run of FedCM (Algorithm 1) with any function for local training.
 
-    Each step uses alpha (g + wd y) + (1 - alpha) D in place of g + wd y. g: the gradient; y: the
-    client's parameters; wd: the weight decay; D: the server's direction.
+    Let h = g + wd p be the gradient with weight decay. g: the gradient at the client's current
+    parameters p; wd: the factor of the weight decay. In each step, alpha h + (1 - alpha) D replaces
+    h. D is the server's direction.
 
-    D is 0 in the first round. Later it is the mean of (x - y) / (K eta) over the clients of the
-    last round. In this formula, x are the received parameters, y the trained ones, and eta is the
-    learning rate. K counts, for each parameter, the steps that trained this parameter. Models are
-    averaged with equal weights.
+    D is 0 in the first round. In later rounds, D is the mean of (x - y) / (K eta) over the clients
+    of the previous round. x: the received parameters; y: the trained parameters; eta: the learning
+    rate. K is computed for each parameter separately: the number of steps that trained this
+    parameter. Models are averaged with equal weights.
 
-    client(job, x, correct): a function that trains the received parameters x, and returns the
-    trained ones. In each step it computes correct(parameters, gradients), which is alpha (g + wd y)
-    + (1 - alpha) D - wd y. It gives the result to an optimizer, which adds wd y.
+    client(job, x, correct): the local training, a function that trains the received parameters x
+    and returns the trained parameters y. In each step it passes p and g to the function `correct`,
+    which returns alpha h + (1 - alpha) D - wd p. It gives this result to an optimizer, which adds
+    wd p.
+    alpha: the weight of h.
     factor(name): a parameter's learning rate, divided by the learning rate of the run.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay

@@ -25,13 +25,14 @@ def fedasync(
     """Compute a run of FedAsync, which mixes each arriving model into the shared model.
 
     When a model y arrives, the shared model x becomes (1 - w) x + w y. The weight w is alpha
-    decay^k sigma(s). k: the number of earlier aggregations. s: the staleness of y, which is t -
-    tau. tau: the version from which y started. t: k plus the position of y in its aggregation,
-    counted from 0.
+    decay^k sigma(s). k: the number of earlier aggregations. s: the staleness of y: the server's
+    time at the arrival of y, minus the number of the version from which y started. For the models
+    of aggregation k, the server's time is k at the first model, k + 1 at the second, and so on.
 
     If the run weighs clients by samples, w is min(1, alpha decay^k sigma(s) n / m). n: the client's
     number of samples; m: the mean number of samples of a client. Floating-point buffers of the
     model are mixed with the same w. Integer buffers get the largest value of the arriving models.
+
     alpha: the factor of all weights w.
     kind: the formula of sigma. "constant": sigma(s) = 1. "polynomial": sigma(s) = (s + 1)^-a.
     "hinge": sigma(s) = 1 if s <= b, and 1 / (a (s - b) + 1) if s > b.

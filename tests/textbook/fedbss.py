@@ -131,14 +131,16 @@ def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
 def batches(
     world: World, job: Job, order: Tensor, unbiased: int, kind: str
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Draw the batches of a job; return for each batch its samples and its fraction a_e.
+    """Draw the batches of a job; return the samples and the fraction a_e of each batch.
 
     The first list has the positions of each batch's samples in the client's data. The second list
-    has for each batch the fraction a_e (eq. 6), where e is the epoch of the batch. Epoch e uses the
-    first `unbiased` entries of `order`, and then a fraction a_e of the later entries, from the
-    front.
-    order: the positions of the client's samples, by ascending loss. If all samples are used, any
-    order.
+    has the fraction a_e (eq. 6) of each batch, where e is the epoch of the batch. If a job has a
+    fixed number of steps, e counts the job's phases in place of epochs.
+
+    Epoch e uses the first `unbiased` samples of `order`. Let r be the number of samples after them.
+    Epoch e also uses the next a_e r samples of `order`, rounded down.
+    order: the positions of the client's samples, in ascending order of loss. The order has no
+    effect if `unbiased` is the number of all samples.
     unbiased: the number of samples that every epoch uses.
     kind: the formula of a_e, a key of `FRACTION`; any other text means "linear".
     """

@@ -7,14 +7,15 @@ The shared model x is the uniform mean of the selected models w_n. The selection
     J = mean of F_n + L / 2 times the mean of |w_n - x|^2.
 
 F_n: the mean batch loss of model n in the last epoch of its job; if the job has no epochs, in the
-last tenth of its steps. L: the smoothness. Means are over the selected models.
+last tenth of its steps. L: the smoothness. Both means are over the selected models.
 
 An aggregation selects new models only for clients whose updates it has. These clients are put in
 random order and divided into groups, which the paper calls batches. The groups have equal sizes, or
 the first groups have one client more. For one group after another, all combinations of cached
-models of the group's clients are tried. For a combination, the means in J are over three sets of
-models: the combination, the models that were just selected for earlier groups, and the selected
-models of clients without an update in this aggregation.
+models of the group's clients are tried. J is computed over the models of a combination together
+with two sets of models that are already selected. One set has the models that this aggregation has
+selected for earlier groups. The second set has the selected models of all clients without an update
+in this aggregation.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """FedDecorr: Shi et al. 2023: a penalty on correlations of features, with three formulas.
 
-K: the correlation matrix of the d features in a batch of n samples; |K|_F: its Frobenius norm.
-- "paper": the penalty is |K|_F^2 / d^2.
-- "authors" (the authors' code): only entries outside the diagonal are used. The features are
-  divided by their standard deviations, and their products are summed over the samples. The penalty
-  is the sum of the squares of these sums, divided by n d (d - 1).
-- "fedbr" (FedBR's code): the formula of "paper", but with larger standard deviations. They are
-  computed with the divisor n - 1, and 1e-4 is added.
+A batch has n samples with d features each. From each feature, its mean over the batch is
+subtracted. Then the feature is divided by its standard deviation over the batch. S is the [d, d]
+matrix with the sums over the samples of the products of two features.
+- "paper": the penalty is the sum of the squares of all entries of S / n, divided by d^2. Standard
+  deviations have the divisor n, so S / n is the correlation matrix.
+- "authors" (the authors' code): the penalty is the sum of the squares of the entries of S outside
+  the diagonal, divided by n d (d - 1). Standard deviations have the divisor n - 1.
+- "fedbr" (FedBR's code): the penalty of "paper", but with larger standard deviations. They have the
+  divisor n - 1, and 1e-4 is added to each standard deviation.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
 Symbols: x, the shared parameters after a round; D, the mean update; p_i, the normalised weight of
-client i's update D_i; eta, the step size of the server; M, the number of clients in the round.
+client i's update D_i; eta, the step size of the server.
 
-The model that is scored on the central test set has the newest buffers. Its parameters are the mean
-of x after this round and x after the round before. After the first round, its parameters are x.
+After each round, a model is scored on the central test set. The parameters of this model are the
+mean of x after this round and x after the previous round. In the first round, they are x after this
+round. The buffers of this model are the buffers after this round.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def fedexp(
 ) -> Book:
     """Compute a run of FedExP, whose server adds eta D to the shared parameters.
 
-        eta = max(1, sum_i p_i |D_i|^2 / (2 (|D|^2 + eps)))
+        eta = max(minimum, sum_i p_i |D_i|^2 / (2 (|D|^2 + c)))
 
-    D_i: the update of client i; p_i: its normalised weight; D: the mean update. At version t, eps
-    is epsilon decay^t.
-    count: True: eps is also multiplied by the number of clients in the round, as in the released
-    code.
-    minimum: a number that replaces the 1 in the formula: the smallest eta.
+    D_i: the update of client i; p_i: the normalised weight of D_i; D: the mean update. At version
+    t, c = epsilon decay^t.
+    count: if True, c = m epsilon decay^t, where m is the number of clients in the round. The
+    authors' released code does this.
+    minimum: the smallest eta; 1 in the paper.
     weigh(world, version, jobs): the weights of the jobs before they are normalised to p_i.
     direction(cohort): the vector that the server multiplies by eta and adds. By default it is D.
     """

@@ -80,15 +80,15 @@ def hierarchical(world: World, eps: float = 1e-7) -> Book:
     1. The updates are sorted by their dot products with r. The largest and the smallest form a
     pair, then the next largest and the next smallest, and so on. If the number of updates is odd,
     the middle update stays without a pair in this step.
-    2. Each pair a, b is replaced by a + b. If a and b conflict, the projection onto b is first
-    subtracted from a, and the projection onto a from b.
-    3. Steps 1 and 2 are repeated with the sums until at most two vectors are left. If these two
-    vectors a and b conflict, a is replaced by a' = a - <a, b> / (|b|^2 + eps) b. Then b is replaced
-    by b' = b - <a, b> / (|a'|^2 + eps) a'. The server's step is the sum of the two vectors, divided
-    by the number of all updates.
+    2. Each pair a, b is replaced by one vector. If a and b do not conflict, this vector is a + b.
+    If a and b conflict, it is (a - <a, b> / (|b|^2 + eps) b) + (b - <a, b> / (|a|^2 + eps) a).
+    3. Steps 1 and 2 are repeated with the new vectors until at most two vectors are left. If these
+    two vectors a and b conflict, a is replaced by a' = a - <a, b> / (|b|^2 + eps) b. Then b is
+    replaced by b' = b - <a, b> / (|a'|^2 + eps) a'. The server's step is the sum of the two
+    vectors, divided by the number of all updates.
 
-    In the first round, the server's step and r are the mean update. Later, r <- 0.99 r + 0.01 times
-    the step.
+    In the first round, the server's step and r are the mean update. At the end of each later round,
+    r is replaced by 0.99 r + 0.01 times the server's step.
 
     eps: the number that is added to squared norms.
     """

@@ -1,13 +1,18 @@
 """FedPAC of Xu et al. 2023, with an exact solution of its quadratic program.
 
 After a round, each participant i (a client of the round) gets a head for its next job. This head is
-a mixture of the heads of all participants j. The weights a of the mixture minimise sum_jk a_j a_k
-P_jk, where all a_j >= 0 and their sum is 1. For every subset of the participants, the textbook
-computes the best weights that are 0 outside of the subset. It takes the best subset.
+a mixture of the heads of all participants j, with weights w_j. The weights minimise the sum of
+w_j w_k P_jk over all participants j and k. All w_j are at least 0, and the sum of all w_j is 1. For
+every subset of the participants, the textbook computes the best weights that are 0 outside of the
+subset. It takes the best subset.
 
-Symbols: z, features; n_j, the number of samples of client j; h_j, the client's class means of z,
-times its class frequencies, [C, D]; V_j, the variance (mean |z|^2 - |h_j|^2) / n_j; P, the matrix
-of client i with P_jk = <h_i - h_j, h_i - h_k>, plus V_j on its diagonal.
+Symbols:
+- z, the D features of a sample.
+- n_j, the number of samples of client j.
+- h_j, [C, D], for C classes. A row is the mean of z over client j's samples of one class, times
+  the fraction of client j's samples that have this class.
+- V_j = (m_j - |h_j|^2) / n_j, where m_j is the mean of |z|^2 over client j's samples.
+- P, the matrix of client i: P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k.
 
 A job has two stages: the first trains the head, the second the extractor. Each stage has a new
 optimizer. While the head is trained, the extractor is in eval mode.
@@ -70,10 +75,10 @@ def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Te
 def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Tensor:
     """Return the weights with which FedPAC mixes the participants' heads into the head of client i.
 
-    The weights a minimise sum_jk a_j a_k P_jk, where all a_j >= 0 and their sum is 1. P_jk = <h_i -
-    h_j, h_i - h_k>, plus V_j if j = k.
+    The weights w_j minimise the sum of w_j w_k P_jk over all participants j and k. All w_j are at
+    least 0, and the sum of all w_j is 1. P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k.
     variances, h: V_j and h_j of each participant j, from `statistics`.
-    i: the position of the client among the participants.
+    i: the position of the client in the list of participants.
     least: a weight of at most `least` becomes 0, and the larger weights are scaled to the sum 1. If
     no weight is larger than `least`, all weights stay.
     """

@@ -81,12 +81,13 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
 def mofedsam(world: World, rho: float, beta: float) -> Book:
     """Compute a run of MoFedSAM: each local step replaces the gradient by beta G + (1 - beta) D.
 
-    G: the gradient that `uphill` computes at a point near the parameters, at which the loss is
-    higher, plus the weight decay times the parameters.
-    D: the server's direction: the mean of (x - y) / (eta K) over the clients of the last round, and
-    0 in the first round. Here x is the received and y the trained model, eta the learning rate, and
-    K the number of steps.
-    rho: the distance from the parameters to the point of `uphill`.
+    G = g + wd p. p: the client's parameters; g: the gradient of the batch's loss at p + e; e: rho
+    times the gradient at p, divided by the norm of the gradient at p; wd: the weight decay.
+    D: the server's direction, 0 in the first round. In later rounds, D is the weighted mean of
+    (x - y) / (eta K) over the clients of the previous round. x: the received parameters; y: the
+    trained parameters; eta: the learning rate; K: the number of the job's steps.
+    rho: the length of e.
+    beta: the weight of G.
     """
     x, names = dict(world.start), trainable(world.start)
     direction = {name: torch.zeros_like(x[name]) for name in names}

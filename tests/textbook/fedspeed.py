@@ -28,14 +28,15 @@ def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
 
     Each step replaces the gradient by (1 - share) g1 + share g2 - c_k + (theta - x) / lam. x: the
     received parameters; theta: the client's parameters before the step; g1: the gradient at theta;
-    g2: the gradient at theta + rho g1.
+    g2: the gradient at theta + rho g1; c_k: a correction that client k keeps, 0 at first.
 
-    c_k is a correction that client k keeps; it starts at 0. Let theta_K be the parameters after the
-    last step of a job. The client first replaces c_k by c_k - (theta_K - x) / lam. With this new
-    c_k, it computes theta_K - lam c_k, and sends the result as its parameters. It sends BatchNorm's
-    statistics as they are after the job.
-    lam: the inverse weight of the proximal penalty.
-    rho: the distance from theta to the point of g2, divided by the norm of g1.
+    After the last step of a job, client k does the following, where theta_K are the parameters
+    after this step:
+    1. Replace c_k by c_k - (theta_K - x) / lam.
+    2. Send theta_K - lam c_k, with the c_k of point 1, and BatchNorm's statistics.
+    lam: the local loss has the proximal penalty |theta - x|^2 / (2 lam). A larger lam makes the
+    penalty smaller.
+    rho: the factor of g1 in theta + rho g1, the point at which g2 is computed.
     share: the weight of g2.
     """
     x, names = dict(world.start), trainable(world.start)

@@ -1,9 +1,9 @@
 """FedSR: Nguyen, Torr and Lim 2022; FedL2R is its variant without noise.
 
 Symbols: z = mean + std eps, the random representation of an input; eps, normal noise from torch's
-generator, which is seeded for each job; s, a learned number. Each class has a reference, which is a
-learned normal distribution. KL is the Kullback-Leibler divergence KL(p || q), where p is the
-distribution of s z, and q the reference of the input's class.
+generator, which is seeded for each job. Each class has a reference, which is a learned normal
+distribution. KL is the Kullback-Leibler divergence KL(p || q). p is the distribution of z times a
+learned number, and q is the reference of the input's class.
 
 The loss contains the mean norm |z|, as in the authors' code. The score of a class is the log of its
 mean probability over some draws of eps, which are the same for all inputs. By default, references
@@ -95,8 +95,8 @@ def fedsr(
     """Compute a run of FedSR: FedAvg with the loss CE + alpha_l2r mean |z| + alpha_cmi mean KL.
 
     z: the random, normally distributed representation of an input. CE: the cross-entropy of the
-    batch. KL: the Kullback-Leibler divergence KL(p || q), where p is the distribution of s z, with
-    a learned number s. q is the reference, a learned normal distribution for the input's class.
+    batch. KL: the Kullback-Leibler divergence KL(p || q). p is the distribution of z times a
+    learned number. q is the reference, a learned normal distribution for the input's class.
     probabilistic: True: FedSR; False: FedL2R, in which z has no noise and the loss no KL.
     share_reference: True: the references are averaged; False: they stay on clients.
     """

@@ -10,8 +10,8 @@ Paper and code leave some questions open. This textbook makes these choices:
 - D is computed once for a batch.
 - rho and beta depend on the round of the run.
 - RTNet gets prototypes before real embeddings, so its BatchNorm sees them in this order.
-- If the settings remove RTNet, a synthetic embedding is (1 - rho) v + rho G.
-- If the settings remove the generator, RTNet gets noise.
+- If the settings remove RTNet, a synthetic embedding is (1 - rho) v plus rho times G's output.
+- If the settings remove the generator, RTNet gets noise in place of G's output.
 - A batch of one sample is left out.
 
 Each batch has a step for the classifier, then a step for the generator, and then a step for RTNet.

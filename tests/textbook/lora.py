@@ -107,10 +107,10 @@ def cut(x: Mapping[str, Tensor], rank: int) -> Params:
 def nearest(product: Tensor, old_a: Tensor) -> Params:
     """Return factors B and A of rank r whose product is the best approximation of a matrix.
 
-    The rows of A have the norm 1. If the matrix has a rank k < r, the rows of A after the first k
-    are those of old_a, and the columns of B after the first k are 0.
-    product: the matrix [outputs, inputs].
-    old_a: the matrix A before this call, [r, inputs].
+    Let k be the rank of the matrix, but at most r. The first k rows of A have the norm 1. Each
+    later row of A is the row of old_a with the same index, and each later column of B is 0.
+    product: the matrix to approximate by B A, [outputs, inputs].
+    old_a: the factor A before this call, [r, inputs].
     """
     u, values, v = torch.linalg.svd(product)
     a, b = old_a.clone(), torch.zeros(len(u), len(old_a), dtype=product.dtype)
@@ -121,11 +121,16 @@ def nearest(product: Tensor, old_a: Tensor) -> Params:
 
 
 def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
-    """Add sum_i p_i (B_i A_i - B A) to the product P in each round; factorise P by `nearest`.
+    """Compute a run of FlexLoRA, whose server averages the products of LoRA factors.
 
-    P: the product of the factors at the server; p_i: the normalised weight of client i.
-    B_i A_i: the product that client i has trained; B A: the product that it received.
-    ranks: the ranks that clients may have; each client gets the factors cut to its rank.
+    The frozen weight plus `scaling` B A is the weight of the layer. P is the product B A at the
+    server. An aggregation adds sum_i p_i (B_i A_i - P_i) to P. p_i: the normalised weight of client
+    i; B_i, A_i: the factors that client i has trained; P_i: the product P in the version from which
+    client i started.
+
+    Then the server replaces its factors by new factors B and A of the same size, from a singular
+    value decomposition of P. Their product B A is the best approximation of P.
+    ranks: the ranks that clients may have. Each client gets the factors cut to the client's rank.
     """
     loss, versions = adapted_loss(world.drawn, scaling), [dict(world.start)]
     of_client = drawn_ranks(world, ranks)
@@ -195,11 +200,12 @@ def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamm
 
 
 def flora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
-    """Add the mean of s B_i A_i to W0; draw A again, and set B to 0 (Wang et al. 2024).
+    """Compute a run of FLoRA, whose server adds products of LoRA factors to the frozen weight.
 
-    W0: the frozen weight; A, B: the factors of the adapter; B_i A_i: the product that client i has
-    trained; s: the scaling of the product.
-    ranks: the ranks that clients may have; each client gets the factors cut to its rank.
+    The rule is from Wang et al. 2024. After a round, the server adds `scaling` times the weighted
+    mean of B_i A_i to the frozen weight. Then it draws a new factor A at random, and sets B to 0.
+    B_i, A_i: the factors that client i has trained.
+    ranks: the ranks that clients may have. Each client gets the factors cut to the client's rank.
     """
     x, of_client = dict(world.start), drawn_ranks(world, ranks)
     for version, jobs in enumerate(world.rounds):

@@ -64,12 +64,13 @@ class Policy:
     def learn(self, world: World, job: Job, received: Params, last_model: Params) -> Tensor:
         """Train the policy on the client's samples, and choose a model for each layer.
 
-        Return a boolean tensor [layers]: True for a layer that is loaded from the received model.
-        False is for a layer that is loaded from the client's last model.
+        Return a boolean tensor [layers]: True for a layer that is loaded from the received model,
+        False for a layer that is loaded from the client's last model.
 
-        The training changes `self.logits`. It minimises the cross-entropy of a weighted mean of
-        both models. The two weights of a layer are the softmax of (its logits + Gumbel noise) /
-        temperature.
+        The training changes `self.logits`, two numbers for each layer. It minimises the
+        cross-entropy of a mixed model. Each layer of the mixed model is w times the layer of the
+        received model, plus 1 - w times the layer of the last model. w and 1 - w are the softmax of
+        (the layer's logits + Gumbel noise) / temperature.
         received: the tensors of the received model.
         last_model: the tensors of the model that the client trained in its last job.
         """
