@@ -73,8 +73,8 @@ print("END", result.summary["model_sha256"], flush=True)
 class Measurement:
     """The measured time and traffic of a run.
 
-    Two fields have different meanings: the meaning (a) in results of `measure_all`, and the meaning
-    (b) in results of `measure_sums`.
+    The fields `schedule` and `kind` have the meaning (a) in results of `measure_all`, and the
+    meaning (b) in results of `measure_sums`.
     turn: the index of the repetition, from 0.
     schedule: (a) the run's schedule, a key of `SCHEDULES`; (b) the number of clients in a round.
     kind: (a) the disturbance of the links, a key of `KINDS` or `UNDISTURBED`; (b) the number of

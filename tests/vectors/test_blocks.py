@@ -126,8 +126,9 @@ def load_rule(folder: Path, scale: float = 2.0, constant: float = 1.0) -> Any:
     """Write the file rule.py with a function rule(into, given), and return this function.
 
     rule(into, given) sets into[i] to scale * given[i] + constant for each i. All files have the
-    same modification time, and the same size if `scale` and `constant` have one digit before the
-    point. So a cache of machine code can only tell two such files apart by their content.
+    same modification time. They also have the same size, because each number is written with three
+    characters, such as "2.0". So a cache of machine code can only tell two files apart by their
+    content.
     folder: the folder of the file.
     """
     (path := folder / "rule.py").write_text(RULE.format(scale=scale, constant=constant))
