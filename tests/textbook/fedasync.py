@@ -26,8 +26,8 @@ def fedasync(
 
     When a model y arrives, the shared model x becomes (1 - w) x + w y. The weight w is alpha
     decay^k sigma(s). k: the number of earlier aggregations. s: the staleness of y: the server's
-    time at the arrival of y, minus the number of the version from which y started. For the models
-    of aggregation k, the server's time is k at the first model, k + 1 at the second, and so on.
+    time at the arrival of y, minus the number of the version from which y started. In the
+    aggregation of y, the server's time is k for the first model, k + 1 for the second, and so on.
 
     If the run weighs clients by samples, w is min(1, alpha decay^k sigma(s) n / m). n: the client's
     number of samples; m: the mean number of samples of a client. Floating-point buffers of the

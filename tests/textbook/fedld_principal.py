@@ -28,15 +28,15 @@ def principal(
     """Run FedAvg with g_i' = |g_i| sum_l w_l s_il v_l in place of each client's update g_i.
 
     v_l is the l-th of L principal directions of all updates: a unit eigenvector of sum_i g_i g_i^T,
-    for the l-th largest eigenvalue lambda_l. s_il is the sign of the dot product <g_i, v_l>: 1 or
-    -1. w_l is the weight of v_l.
+    for the l-th largest eigenvalue lambda_l. w_l is the weight of v_l. s_il is the sign of the
+    dot product <g_i, v_l> (1 or -1), or 0 if this product is near 0.
     fraction: L is this fraction of the number of updates, rounded down, at least 1.
     scale: the rule for w_l. "l2": lambda_l divided by the l2 norm of the eigenvalues of the used
     directions. "sum": lambda_l divided by the sum of all eigenvalues. "none": 1.
     tensor: True: treat each tensor of the parameters separately. False: treat all parameters as one
     vector.
-    tol: a direction v_l is not used if lambda_l is at most tol times the largest eigenvalue. For
-    client i, s_il is 0 if |<g_i, v_l>| is at most tol |g_i|.
+    tol: a direction v_l is not used if lambda_l is at most tol times the largest eigenvalue. s_il
+    is 0 if |<g_i, v_l>| is at most tol |g_i|.
     loss: the local loss.
     """
     parts = slices(world) if tensor else [slice(None)]

@@ -9,8 +9,8 @@ subset. It takes the best subset.
 Symbols:
 - z, the D features of a sample.
 - n_j, the number of samples of client j.
-- h_j, [C, D], for C classes. A row is the mean of z over client j's samples of one class, times
-  the fraction of client j's samples that have this class.
+- h_j, [C, D], for C classes. Row c is the mean of z over client j's samples of class c, times the
+  fraction of class c in client j's samples.
 - V_j = (m_j - |h_j|^2) / n_j, where m_j is the mean of |z|^2 over client j's samples.
 - P, the matrix of client i: P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k.
 
