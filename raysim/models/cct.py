@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from raysim.models.classifier import ModelRecipe, Shape
 from raysim.models.lora import Lora
+from raysim.models.pooling import MaxPool2d
 from raysim.primitives.checks import in_range
 
 WIDTH, HEADS, BLOCKS = 256, 4, 7
@@ -47,7 +48,7 @@ class Cct7(ModelRecipe):
         net = nn.Sequential(
             nn.Conv2d(channels, WIDTH, 3, padding=1, bias=False),
             nn.ReLU(),
-            nn.MaxPool2d(3, 2, 1),
+            MaxPool2d(3, 2, 1),
             MapsToTokens(),
             Position(tokens),
             *(Block(self.attention_dropout, rate) for rate in rates),

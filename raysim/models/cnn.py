@@ -10,6 +10,7 @@ from torch import nn
 
 from raysim.models.classifier import ModelRecipe, Shape
 from raysim.models.lora import Lora
+from raysim.models.pooling import MaxPool2d
 from raysim.primitives.checks import one_of
 
 PoolSize: TypeAlias = Literal[2, 3]
@@ -78,10 +79,10 @@ class Cnn(ModelRecipe):
         layers = [
             nn.Conv2d(input_shape[0], 32, 5, padding=self.padding),
             nn.ReLU(),
-            nn.MaxPool2d(self.pool, self.stride, pool_padding),
+            MaxPool2d(self.pool, self.stride, pool_padding),
             nn.Conv2d(32, 64, 5, padding=self.padding),
             nn.ReLU(),
-            nn.MaxPool2d(self.pool, self.stride, pool_padding),
+            MaxPool2d(self.pool, self.stride, pool_padding),
             nn.Flatten(),
             nn.Linear(size, 512),
             nn.ReLU(),
@@ -139,11 +140,11 @@ class DigitsCnn(ModelRecipe):
             nn.Conv2d(input_shape[0], 64, 5, padding=2),
             nn.BatchNorm2d(64),
             nn.ReLU(),
-            nn.MaxPool2d(*pool),
+            MaxPool2d(*pool),
             nn.Conv2d(64, 64, 5, padding=2),
             nn.BatchNorm2d(64),
             nn.ReLU(),
-            nn.MaxPool2d(*pool),
+            MaxPool2d(*pool),
             nn.Conv2d(64, 128, 5, padding=2),
             nn.BatchNorm2d(128),
             nn.ReLU(),
@@ -179,11 +180,11 @@ class SmallCnn(ModelRecipe):
             nn.Conv2d(input_shape[0], 16, 3, padding=1),
             *self._norm_layers(16),
             nn.ReLU(),
-            nn.MaxPool2d(2),
+            MaxPool2d(2),
             nn.Conv2d(16, 32, 3, padding=1),
             *self._norm_layers(32),
             nn.ReLU(),
-            nn.MaxPool2d(2),
+            MaxPool2d(2),
             nn.Flatten(),
             nn.Linear(size, 64),
             nn.ReLU(),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raysim.models.classifier import Classifier, ModelRecipe, Shape
+from raysim.models.pooling import MaxPool2d
 from raysim.models.split import WholeNetwork
 from raysim.primitives.checks import at_least, one_of
 from raysim.primitives.kinds import Tokens
@@ -61,7 +62,7 @@ class UNetNetwork(nn.Module):
         self.down = nn.ModuleList(
             _block(before, after, norm) for before, after in zip(inputs, widths, strict=False)
         )
-        self.pool = nn.MaxPool2d(2)
+        self.pool = MaxPool2d(2)
         coarse_to_fine = range(levels, 0, -1)
         self.enlarge = nn.ModuleList(
             nn.ConvTranspose2d(widths[level], widths[level - 1], 2, stride=2)

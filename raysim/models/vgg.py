@@ -9,6 +9,7 @@ from torch import nn
 
 from raysim.models.classifier import ModelRecipe, Shape
 from raysim.models.lora import Lora
+from raysim.models.pooling import MaxPool2d
 
 # channels of the eight convolutions, 0 for a max-pool (Simonyan and Zisserman 2015, table 1, A)
 CHANNELS = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
@@ -35,7 +36,7 @@ class Vgg11(ModelRecipe):
         layers: list[nn.Module] = []
         for width in CHANNELS:
             if width == 0:
-                layers.append(nn.MaxPool2d(2))
+                layers.append(MaxPool2d(2))
                 continue
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
