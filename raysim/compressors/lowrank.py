@@ -157,15 +157,15 @@ class PowerSGD(Compressor):
     def _encode(
         self, values: Tensor, layout: Layout, kept: Tensor, read: Callable[[slice], Tensor]
     ) -> np.ndarray:
-        """Return the message for a vector whose entries may be computed range by range.
+        """Return the message for a vector; the function `read` may compute the vector's entries.
 
-        values: float32 [layout.trained], the vector to send. Its entries may still be missing: the
-        function `read` then computes and fills in one range of entries per call.
+        values: float32 [layout.trained], the vector to send. Entries that `read` computes are
+        undefined at first.
         layout: the position of each tensor in the vector.
-        kept: the matrices Q from the sender's last message.
-        read: a function that takes a range of positions, and returns the entries of `values` in
-        this range. `read` is called once for each range, before these entries are used. If `read`
-        computes the entries, it must also write them into `values`.
+        kept: the matrices Q from the sender's last message, concatenated to one vector.
+        read: a function that takes a slice of positions and returns the vector's entries there. If
+        `read` computes these entries, `read` must also write them into `values`. `_encode` reads
+        each entry exactly once in this way, before it uses the entry in `values`.
         """
         parts: list[Tensor] = []
         used = 0

@@ -51,8 +51,8 @@ def _round_randomly(
     key: np.ndarray,
     steps: np.ndarray,
     digits: np.ndarray,
-    received: np.ndarray,
-    memory: np.ndarray,
+    buffer: np.ndarray,
+    old_memory: np.ndarray,
     contraction: float,
 ) -> None:
     """Round each entry at random to one of 2 s + 1 digits, where s is `levels`.
@@ -61,23 +61,26 @@ def _round_randomly(
 
         s + sign(v) floor(s |v| / c + u)
 
-    The random number u in [0, 1) is a 32-bit hash of the key and of the entry's position.
+    The random number u in [0, 1) is computed from a 32-bit hash of the key and of the entry's
+    position. The function writes the digits into `digits`. With error feedback, it also overwrites
+    `values` and `buffer`.
 
-    values: float32 [entries], the entries to round. With error feedback, the function overwrites
-    them with the sender's next memory. For ef14, this is each entry minus its decoded value. For
-    ef21, it is the old memory plus the decoded values.
+    values: float32 [entries], the entries to round. With error feedback, the function replaces them
+    by the sender's next memory. For ef14, this is each entry minus its decoded value. For ef21, it
+    is the old memory plus the decoded values.
     starts: int64 [buckets + 1]; bucket i has the entries from starts[i] to starts[i + 1] - 1.
-    scales: float32 [buckets].
-    levels: the number of levels above 0.
+    scales: float32 [buckets], the scale c of each bucket.
+    levels: the number s of levels above 0.
     key: the low and the high word of the message's random number, uint32 [2].
-    steps: i times the constant `GOLDEN` for i = 0, 1, ..., CHUNK - 1, modulo 2^32, uint32 [CHUNK].
-    digits: [entries], the array to fill.
-    received, memory: float32. The error feedback decides what they are:
+    steps: i * `GOLDEN` modulo 2^32 for i = 0, 1, ..., CHUNK - 1, uint32 [CHUNK]. The hash of the
+    i-th entry of a chunk starts from steps[i]; the constant `CHUNK` is the length of a chunk.
+    digits: [entries], an output: the array to fill with the digits.
+    buffer, old_memory: float32 arrays, which depend on the error feedback:
 
-        feedback   received                                       memory
-        "none"     an empty array                                 an empty array
-        "ef14"     [entries], to fill with the decoded values     an empty array
-        "ef21"     [CHUNK], for intermediate values               [entries], the sender's old memory
+        feedback   buffer                                        old_memory
+        "none"     empty                                         empty
+        "ef14"     [entries], an output: the decoded values      empty
+        "ef21"     [CHUNK], for intermediate values              [entries], the sender's old memory
 
     contraction: float32, the number by which decoded values are multiplied under error feedback.
     """
@@ -106,19 +109,19 @@ def _round_randomly(
                 value = part[index]
                 level = min(np.float32(np.floor(abs(value) * factor + uniform)), most)
                 out[index] = np.int32(most + np.copysign(level, value))
-            if not len(received):
+            if not len(buffer):
                 continue
-            to = received[: len(part)] if len(memory) else received[first:stop]
+            to = buffer[: len(part)] if len(old_memory) else buffer[first:stop]
             # Products and sums have separate loops. In one loop the compiler could fuse a product
             # and a sum, and round only once. `Compressor.exchange` rounds both.
             for index in range(len(part)):
                 decoded = np.float32(np.int32(np.int32(out[index]) - np.int32(levels))) * unit
                 to[index] = decoded * contraction
-            if not len(memory):
+            if not len(old_memory):
                 for index in range(len(part)):
                     part[index] -= to[index]
                 continue
-            old = memory[first:stop]
+            old = old_memory[first:stop]
             for index in range(len(part)):
                 to[index] += old[index]
             for index in range(len(part)):
@@ -267,8 +270,8 @@ class _Quantizer(Compressor):
         """Encode `values` with error feedback; return all results in an `Exchange`.
 
         The results are the message, the vector that the receiver gets, and the sender's next
-        memory. They are equal to those of `Compressor.exchange`. This function is faster: in one
-        pass it encodes an entry, decodes it, and computes the entry of the sender's next memory.
+        memory. `Compressor.exchange` has the same results. This function is faster: in one pass it
+        encodes an entry, decodes it, and computes the entry of the sender's next memory.
         values: [layout.trained], the vector to send, which may be overwritten.
         memory: [layout.trained], the sender's memory for error feedback; an empty tensor means that
         the memory is 0.
@@ -285,20 +288,21 @@ class _Quantizer(Compressor):
         return Exchange(message, following, following)
 
     def _round(
-        self, values: Tensor, layout: Layout, key: int, received: Tensor, memory: Tensor
+        self, values: Tensor, layout: Layout, key: int, buffer: Tensor, old_memory: Tensor
     ) -> np.ndarray:
         """Encode `values` by random rounding; return the message.
 
-        values: float32 [layout.trained], the vector to encode. With error feedback, it is
-        overwritten with the sender's next memory.
+        With error feedback, the function also overwrites `values` and `buffer`.
+        values: float32 [layout.trained], the vector to encode. With error feedback, it contains the
+        sender's next memory afterwards.
         layout: the position of each tensor in the vector.
         key: the number from which the random rounding is computed.
-        received, memory: float32. The error feedback of this compressor decides what they are:
+        buffer, old_memory: float32 tensors, which depend on this compressor's error feedback:
 
-            feedback   received                                    memory
-            "none"     an empty tensor                             an empty tensor
-            "ef14"     [layout.trained], to fill with the          an empty tensor
-                       decoded values
+            feedback   buffer                                      old_memory
+            "none"     empty                                       empty
+            "ef14"     [layout.trained], an output: the decoded    empty
+                       values
             "ef21"     [CHUNK], for intermediate values            [layout.trained], the sender's
                                                                    old memory
         """
@@ -313,8 +317,8 @@ class _Quantizer(Compressor):
             np.array([key], np.uint64).view(np.uint32),
             np.arange(CHUNK, dtype=np.uint32) * np.uint32(GOLDEN),
             digits,
-            received.numpy(),
-            memory.numpy(),
+            buffer.numpy(),
+            old_memory.numpy(),
             np.float32(self.contraction(layout)),
         )
         return np.concatenate([scales.view(np.uint32), pack(digits, self.width)])

@@ -223,9 +223,10 @@ class _Sparse(Compressor):
         """Encode `values` with error feedback; return all results in an `Exchange`.
 
         The results are the message, the vector that the receiver gets, and the sender's next
-        memory. They are equal to the results of `Compressor.exchange`. This function is faster,
-        because it decodes only the k sent entries. It then changes only these k entries of the
-        memory: it subtracts the decoded entries for ef14, and adds them for ef21.
+        memory. `Compressor.exchange` has the same results. This function is faster, because it
+        decodes only the k entries of the message. For ef14, the next memory is `values` + `memory`,
+        minus the decoded entries at the k positions. For ef21, it is `memory`, plus the decoded
+        entries at the k positions.
         values: [layout.trained], the vector to send, which may be overwritten.
         memory: [layout.trained], the sender's memory for error feedback; an empty tensor means that
         the memory is 0.

@@ -287,11 +287,11 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return an object that computes how many floats of a job's download compression saves.
+    """Return an object that computes how many floats fewer a job receives due to compression.
 
-    With some methods, the server sends compressed changes of the parameters from version to version
-    instead of all parameters. For each job, the object computes how many floats smaller the changes
-    are than all parameters. Return None if no method of the run compresses changes.
+    With some methods, the server sends compressed changes from version to version in place of all
+    parameters. For each job, the object computes how many floats smaller the changes are than all
+    parameters. Return None if the server of the run does not compress changes.
     coordinator: the coordinator of the run to check.
     """
     words, layout = coordinator.declarations.step_words, coordinator.layout

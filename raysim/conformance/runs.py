@@ -265,8 +265,9 @@ def run(
 
 
 class Spy(InProcess):
-    """A runtime that stores all messages between coordinator and worker.
+    """A runtime with one worker, which records the jobs, results and states that it transports.
 
+    The worker is in the current process. The records are attributes:
     sent: each dispatched job, with the version from which it starts.
     trained: the results of training.
     states: the client states that the worker returned.
@@ -283,12 +284,14 @@ class Spy(InProcess):
         self.constants: Mapping[str, np.ndarray] = {}
 
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a worker as `InProcess` does, and store the messages.
+        """Call a function of the worker; return a list of its results.
 
+        For the functions "train", "store_constants" and "contribute", also record the arguments or
+        results that the attributes of this class contain.
         worker: the number of the worker.
-        method: the name of the function to call.
-        args: the arguments of the function.
-        returns: the number of results that the function returns.
+        method: the name of the worker's function.
+        args: the arguments of this function.
+        returns: the number of results that this function returns.
         """
         results = super().call(worker, method, *args, returns=returns)
         if method == "train":
@@ -314,7 +317,11 @@ class Spy(InProcess):
 
 
 def several_workers(spec: RunSpec, count: int) -> InProcess:
-    """Return a runtime of `count` workers in this process."""
+    """Return an `InProcess` runtime with several `Worker` objects, all in the current process.
+
+    spec: the run that the workers train.
+    count: the number of workers.
+    """
     return InProcess(*(Worker(spec, f"worker-{index}") for index in range(count)))
 
 

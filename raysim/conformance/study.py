@@ -1,4 +1,4 @@
-"""The tiny runs in which the checks try a user's method, model, selection or other part."""
+"""The tiny runs in which the checks try a user's method, model, selection or similar object."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from raysim.training.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class Study:
-    """The description of the tiny run in which the checks try a user's part, such as a method.
+    """The description of a tiny run in which the checks try a user's object, such as a method.
 
-    By default the run has small images, six clients with unequal numbers of samples, a small
-    network and four clients per round. Set a field, such as `model` or `methods`, to combine the
-    tested part with other parts. The checks repeat the run with each schedule in `schedules`.
+    By default the run has small images, six clients with unequal numbers of samples, a small model
+    and four clients per round. The checks insert the tested object into the run. Set fields, such
+    as `model` or `methods`, to test the object together with other objects. The checks repeat the
+    run with each schedule in `schedules`.
     """
 
     methods: tuple[Method, ...] = ()

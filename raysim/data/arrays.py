@@ -316,20 +316,21 @@ def _join_inputs(inputs: Sequence[Any]) -> Any:
 
 
 def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
-    """Return the labels if they are a dictionary or a list for each sample; else return None.
+    """Return a dictionary or a list of labels for each sample; None if the labels are an array.
 
-    The result is a list with the dictionary or the list of each sample. Lists of labels are
-    difficult to distinguish from the rows of an array of numbers. They count as rows of an array,
-    and the result is None, in these cases:
-    - A list contains a value that is neither an integer nor text.
-    - Each list has one value.
-    - All values are integers, and all lists have the same length.
+    A list of lists may also be an array, with a list for each row. The first condition that is true
+    decides:
+    1. `kind` is "positions": return None.
+    2. Every sample has a dictionary: return a list of these dictionaries.
+    3. A sample has neither a list nor a tuple: return None.
+    4. A list contains a value that is neither an integer nor text: return None.
+    5. `kind` is "multilabel", and a value is neither 0 nor 1: return the lists.
+    6. Every list has exactly one value: return None.
+    7. All values are integers, and all lists have the same length: return None.
+    8. In all other cases: return the lists.
 
-    With `kind` = "multilabel", a value other than 0 and 1 shows that the lists contain labels. Then
-    the result is None only if a list contains a value that is neither an integer nor text.
     column: the labels that were passed from Python.
-    kind: `data.kind`; None if the user of raysim did not set it. With "positions", the result is
-    always None.
+    kind: `data.kind`; None if the user of raysim did not set it.
     """
     if kind == "positions":
         return None

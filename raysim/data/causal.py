@@ -48,7 +48,7 @@ class Vocabulary:
     """The tokens of a data set, and how text becomes tokens.
 
     tokenizer: `BYTES`, `CHARACTERS`, `NUMBERS`, or a folder or name of a Hugging Face tokenizer.
-    tokens: the number of different tokens, and the token that fills up short rows.
+    tokens: how many different tokens there are, and which token fills up short rows.
     names: the text of each token.
     end: the number of the token that separates documents. It comes before each document, and after
     the last document of a stream.
@@ -206,7 +206,7 @@ class Document(NamedTuple):
     """A text as a sequence of tokens.
 
     tokens: the tokens, int64 [tokens].
-    user: the name of the user that the document belongs to; "" if there are no users.
+    user: the name of the person or device to whom the document belongs; "" if there are no users.
     is_test: True if the document is for testing.
     prompt: the length of the prompt: no loss is computed for this number of tokens at the
     beginning.
@@ -241,16 +241,17 @@ def pack(
     place: str,
     origin: Origin,
 ) -> Raw:
-    """Cut documents into rows of at most `length` tokens, with the next tokens as labels.
+    """Cut documents into rows of tokens; return the rows as samples with next tokens as labels.
 
     The label of a token is the next token of the document. The label of a document's last token is
     the token of the vocabulary that ends a document. Tokens of a prompt are no labels: the label is
-    then `IGNORED`. Rows in which all labels are `IGNORED` are left out.
+    then `IGNORED`. Rows in which all labels are `IGNORED` are left out. Documents for testing
+    become rows for testing; no row has tokens for training and tokens for testing.
     documents: the documents, some of which may be for testing.
     vocabulary: the tokens, with the token that ends a document and the token that fills short rows.
     length: the largest number of tokens in a row.
-    is_packed: True joins all documents of a user, the person or device to whom they belong, and
-    then cuts them into rows. With False, each document begins a new row.
+    is_packed: True joins all documents with the same `user` before it cuts them into rows. With
+    False, each document begins a new row.
     place: the name of the data in errors.
     origin: a description of the columns that were read, for the plan of a run.
     Raise ValueError if all documents are for testing.
@@ -307,8 +308,9 @@ def _join_documents(documents: Sequence[Document], end: int) -> tuple[Ints, Ints
 # ---- documents of a table ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class DocumentSettings:
-    """The settings that turn rows of a table into documents, and documents into rows of tokens.
+    """The settings by which the documents of a table become samples for a language model.
 
+    Each row of the table is a document. A sample is a sequence of tokens.
     columns: `data.columns`, a list with the name of the column of text or of token numbers. None
     takes the only such column.
     prompt: the column of prompts. A prompt stands in front of the row's text, and no loss is
@@ -316,11 +318,11 @@ class DocumentSettings:
     tokenizer: "bytes", "characters", or a folder or name of a Hugging Face tokenizer. None means
     bytes for text, and the numbers themselves for token numbers.
     padding: `data.padding`. If documents are token numbers without a tokenizer, this token ends
-    each document, and also fills up short rows. In all other cases, it is not used.
-    length: the largest number of tokens in a row.
-    packing: True joins all documents of one user, the person or device to whom the documents
-    belong, before it cuts them into rows. False begins a new row with each document. None means
-    False if there are prompts, else True.
+    each document, and also fills up short samples. In all other cases, it is not used.
+    length: the largest number of tokens in a sample.
+    packing: True joins all documents of a user before it cuts them into samples. A user is the
+    person or device to whom a document belongs. False begins a new sample with each document. None
+    means False if there are prompts, else True.
     """
 
     columns: list[str] | None
@@ -339,12 +341,13 @@ def read_documents(
     settings: DocumentSettings,
     place: str,
 ) -> Raw:
-    """Return the samples of a table in which each row is a document of text or token numbers.
+    """Turn a table with a document in each row into samples for a language model.
 
-    user: the name of the column of users; None if there is none.
-    users: the values of this column; None if there are no users.
-    is_test: bool [rows of the table], True for rows that are for testing.
-    settings: how the rows of the table become documents, and documents become rows of tokens.
+    table: a table with a column of documents, which are text or token numbers.
+    user: the name of the column of users; None if there is no such column.
+    users: [rows of the table], the user of each document; None if there are no users.
+    is_test: bool [rows of the table], True for documents that are for testing.
+    settings: the columns to read, the tokenizer, and the length of the samples.
     place: the name of the table in errors.
     Raise ValueError if the documents are not in one column of text or of token numbers.
     """

@@ -562,13 +562,14 @@ def assemble(
 def spread_test_rows(
     labels: LabelSet, users: NDArray[Any] | None, fraction: float
 ) -> NDArray[np.bool_]:
-    """Return which samples are for testing: bool [n], a share of each class of each user.
+    """Choose samples for testing; return a mask, bool [n], which is True for these samples.
 
-    The chosen samples are evenly spread over the samples of a class and user. If labels are not one
-    class per sample, the share is taken from each user. Samples without a class are never chosen.
+    If each sample has one class, the samples are grouped by user and class. A sample without a
+    label is then never chosen. With other labels, such as numbers, the samples are grouped by user
+    only. The chosen samples are the same fraction of each group, and evenly spread over the group.
     labels: the labels of all samples.
     users: the user of each sample; None if the samples have no users.
-    fraction: the share of samples that is for testing.
+    fraction: the fraction of the samples that is for testing.
     """
     groups = np.zeros(len(labels.values), np.int64)
     is_labelled = np.ones(len(groups), np.bool_)

@@ -31,13 +31,13 @@ class _NamedText(NamedTuple):
 
 @dataclass(frozen=True)
 class _Corpus(Source):
-    """The settings of sources that read text.
+    """The settings of sources that read text; each sample is a sequence of tokens.
 
-    length: the largest number of tokens in a row.
+    length: the largest number of tokens in a sample. Longer documents are cut into several samples.
     tokenizer: "characters", "bytes", or a folder or name of a Hugging Face tokenizer.
     packing: True joins all documents that partition=natural gives to one client, before it cuts
-    them into rows. False begins a new row with each document.
-    test_fraction: the share of each document's tokens that is for testing, taken from the end of
+    them into samples. False begins a new sample with each document.
+    test_fraction: the fraction of each document's tokens that is for testing, taken from the end of
     the document. It is not used if there are test files.
     """
 

@@ -153,9 +153,12 @@ def rotate_images(
 
 
 def pool_images(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """Replace each size x size block of images [n, c, h, w] by its mean, rounded half up.
+    """Shrink images: each pixel of the result is the mean of `size` x `size` pixels.
 
-    h and w must be divisible by `size`.
+    Return uint8 [n, c, h / size, w / size]. Means are rounded to the nearest integer, and .5 is
+    rounded up.
+    images: uint8 [n, c, h, w]: number, channels, height and width.
+    size: the factor by which height and width shrink; both must be divisible by it.
     """
     n, channels, height, width = images.shape
     tiles = images.reshape(n, channels, height // size, size, width // size, size)

@@ -1,4 +1,4 @@
-"""Store the row numbers of every client in two integer arrays."""
+"""Store for each client which rows of a data set the client has, in two integer arrays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class CSR:
-    """The row numbers of N clients: client k has `indices[offsets[k]:offsets[k+1]]`.
+    """The rows of a data set that each of N clients has, as row numbers.
 
-    Both arrays are int64; `offsets` has N + 1 entries, the first of which is 0. The arrays can also
-    be read by name, such as `csr["indices"]`.
+    Client k has the rows `indices[offsets[k]:offsets[k+1]]`. Both arrays are int64; `offsets` has
+    N + 1 entries, the first of which is 0. The arrays can also be read by name, such as
+    `csr["indices"]`.
     """
 
     indices: Ints

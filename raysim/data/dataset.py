@@ -49,8 +49,8 @@ class Samples:
     class_names: the names of the model's outputs.
     domain_names: the names of the domains, in the order of their numbers.
     kind: the kind of the task, such as "regression".
-    tokens: the number of different tokens, and the number of the token that fills up short
-    sequences; None if inputs are not token sequences.
+    tokens: how many different tokens there are, and which token fills up short sequences; None if
+    inputs are not token sequences.
     columns: a text that says which columns are inputs, labels and users, for the plan of a run.
     fields: a description of each input, in the order in which a row of `inputs` contains them; ()
     if a sample has only one input.

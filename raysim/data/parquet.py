@@ -63,20 +63,23 @@ class Parquet(TableSource):
 
     A split may also be several files: train-*.parquet or test-*.parquet.
 
-    root: one such folder, a list of such folders, or a folder that contains them. If there are
-    several folders, each one is a domain with the name of the folder.
+    Each user is a domain. If the files have no column of users, each folder is a domain.
+
+    root: one such folder, a list of such folders, or a folder that contains them. With several
+    folders, the domain of a user is called "FOLDER/USER".
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
     Face stores them. It is not used if the setting `data.columns` names the columns of the input.
-    label: the name of the column of labels, which must exist. None uses `label_column`.
-    label_column: the column of labels if `label` is None. If it is "label" and there is no such
-    column, a column with another usual name such as "y" is used.
-    user: the name of the column of users, which must exist; each user is a domain. None uses
-    `domain_column`.
-    domain_column: if `user` is None, the name of the column of users. If this column is missing, a
-    column with a usual name, such as "client", is used. If no column has a usual name, the samples
-    have no users.
-    test_fraction: the share of samples that is for testing, in folders without test.parquet. It is
-    taken from each class of each domain. None means that every folder must have test.parquet.
+    label: the name of the column of labels, which must exist. None means that `label_column` names
+    it.
+    label_column: the name of the column of labels if `label` is None. With the default "label", a
+    column with another usual name, such as "y", is used if there is no column "label".
+    user: the name of the column of users, which must exist. None means that `domain_column` names
+    it.
+    domain_column: the name of the column of users if `user` is None. If there is no such column, a
+    column with a usual name, such as "client", is used. Without any such column, the files have no
+    users.
+    test_fraction: the fraction of samples that is for testing, in folders without test files. It is
+    taken from each class of each domain. None means that every folder must have test files.
     """
 
     root: str | list[str] | None = None

@@ -145,8 +145,10 @@ class Partitioner:
         raise NotImplementedError
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Return for each client the positions of its test samples in the central test set.
+        """Choose the samples of the central test set on which each client is scored.
 
+        Return the positions of these samples in the central test set, by client. This function is
+        used only if `test_fraction` is None.
         labels, domains: the label and the domain of each sample of the central test set.
         num_domains: the number D of domains that have training rows. These domains are numbered
         from 0 to D - 1, and domains without training rows have higher numbers.
@@ -485,6 +487,7 @@ class Domain(Partitioner):
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
         """Divide the central test samples of each domain between the clients of this domain.
 
+        Return the positions of these samples in the central test set, by client.
         labels: not used.
         domains: the domain of each sample of the central test set.
         num_domains: the number D of domains that have training rows. These domains are numbered
@@ -603,9 +606,10 @@ class DomainClass(Partitioner):
         )
 
     def tests(self, labels: Ints, domains: Ints, num_domains: int) -> CSR:
-        """Return for each client the positions of its test samples in the central test set.
+        """Choose the samples of the central test set on which each client is scored.
 
-        A client gets all test samples of its domain whose class is in its group of classes.
+        Return the positions of these samples in the central test set, by client. A client gets all
+        test samples of its domain whose class is in its group of classes.
         labels, domains: the label and the domain of each sample of the central test set.
         num_domains: the number D of domains that have training rows. These domains are numbered
         from 0 to D - 1. Domains without training rows have higher numbers, and no client gets their

@@ -78,9 +78,10 @@ class WebDataset(Source):
     of the label and the user. With several endings, the model gets an argument for each ending. The
     argument's name is the ending up to its last dot, such as `image` for "image.png". An ending
     without a dot is itself the name, such as `jpg`.
-    label, user: the ending of the label's file and of the user's file. None finds a usual ending,
-    such as "cls" or "user". A label is an integer, text, an array, a picture whose pixels are
-    classes, or JSON.
+    label: the ending of the file with a sample's label. None finds a usual ending, such as "cls". A
+    label is an integer, text, an array, a picture whose pixels are classes, or JSON.
+    user: the ending of the file with the person or device to whom a sample belongs. None finds a
+    usual ending, such as "user"; without such a file, the samples have no users.
     test_fraction: the fraction of samples for testing, which is used only without test files. It
     applies to each user separately, and to each class of a user's samples.
     length: the largest number of tokens of a text; further tokens are left out.
@@ -168,10 +169,11 @@ class WebDataset(Source):
     def _choose_endings(
         self, sample: Mapping[str, Part], place: str
     ) -> tuple[list[str], str, str | None]:
-        """Choose the file name endings of the inputs, the label and the user.
+        """Choose the endings of the files that contain a sample's inputs, its label and its user.
 
-        Return a list of the inputs' endings, the ending of the label, and the ending of the user.
-        The ending of the user is None if no file contains the user of a sample.
+        The user is the person or device to whom the sample belongs. Return a list of the inputs'
+        endings, the ending of the label, and the ending of the user. The ending of the user is None
+        if no file contains the user.
         sample: the files of the first sample, by file name ending.
         place: the value of `data.root`, with which error messages begin.
         Raise ValueError if `label` is None and no file has a usual ending of labels, such as "cls".

@@ -45,11 +45,11 @@ class Leaf(Source):
 
     If the labels are single characters (Shakespeare), the classes are the 80 characters that LEAF
     uses.
-    With `data.kind=causal` the texts are documents for a language model, and overlapping texts are
-    joined.
+    With `data.kind=causal` the texts are documents for a language model. LEAF stores Shakespeare as
+    many overlapping texts; they are joined to longer documents first (`join_windows`).
     root: the folder with the folders train and test.
-    length: the number of characters at the end of a text that are used as the input. With
-    `data.kind=causal` it is the number of characters of a sample.
+    length: the largest number of characters of an input. Of a longer text, only its end is used.
+    With `data.kind=causal`, a longer document is cut into several samples.
     shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None keeps their
     shape.
     images: the folder of the pictures; None if inputs are not names of pictures.
@@ -113,8 +113,8 @@ class Leaf(Source):
     ) -> Raw:
         """Return the texts of each user as documents.
 
-        If the answers are single characters (Shakespeare), the texts overlap, and are joined to
-        longer texts.
+        If the answers are single characters (Shakespeare), the texts of a user overlap;
+        `join_windows` then joins them to longer documents.
         texts: the text of each sample.
         answers: the label of each sample.
         users: the user of each sample.
@@ -206,11 +206,12 @@ class Leaf(Source):
 
 
 def join_windows(windows: Sequence[str]) -> Iterator[str]:
-    """Restore texts from windows that start one character after the window before.
+    """Restore long texts from short, overlapping windows, such as "abcd" and "bcde".
 
-    A window continues a text if the text ends with all characters of the window except the last
-    one. Only this last character is then added. Any other window starts a new text. For example,
-    "abcd", "bcde" and "xyzw" become the texts "abcde" and "xyzw".
+    In each text, the next window starts one character later. A window continues a text if the text
+    ends with all characters of the window except the last one. Only this last character is then
+    added. Any other window starts a new text. For example, "abcd", "bcde" and "xyzw" become the
+    texts "abcde" and "xyzw".
     windows: pieces of the texts, of equal length and in order.
     """
     text = ""

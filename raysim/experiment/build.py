@@ -91,12 +91,12 @@ def build(
     allow: packages besides raysim whose classes and options the configuration may use.
     methods: a list of methods, each as an object or as the name of an option.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object, the name of an option, or (but not for `data`) values by key in a dictionary. The help
-    of `raysim.run` has examples.
+    object or the name of an option. All of these arguments except `data` also accept a dictionary
+    of values by key. The help of `raysim.run` has examples.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`.
-    settings: overrides as keyword arguments. The argument of a group is the name of an option
-    (`runtime="inprocess"`) or a dictionary of values (`local={"lr": 0.05}`). The argument of a key
-    without a group is a value (`rounds=20`).
+    settings: overrides as keyword arguments. If the keyword is a configuration group, pass the name
+    of an option (`runtime="inprocess"`) or a dictionary of values (`local={"lr": 0.05}`). If the
+    keyword is a key without a group, pass the value of the key (`rounds=20`).
     Raise `RefusedError` for settings or objects with which no run is possible.
     """
     parts = {

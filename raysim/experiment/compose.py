@@ -1,6 +1,8 @@
-"""Make a checked configuration from overrides, the folder `conf` and stored values.
+"""Make a checked configuration from overrides and the files of options.
 
-Hydra composes the files (`hydra_composition`). This module checks and applies the overrides.
+The files are in raysim's folder `conf`, in packages and in the user's folders. A configuration may
+also start from the config.yaml of an earlier run. Hydra composes the files (`hydra_composition`).
+This module checks and applies the overrides.
 """
 
 from __future__ import annotations
@@ -76,8 +78,7 @@ def compose(
     overrides: texts "key=value".
     folders: the user's own folders of options, laid out like `conf`.
     stored: the configuration file of a run or of a sweep. It gives the values of all keys without
-    an override. With None, an override of `resume` takes the file from the folder of the resumed
-    run.
+    an override. With None and an override of `resume`, it is the config.yaml of the resumed run.
     settings: more overrides, as Python values by key. {"local.lr": 0.1} and {"local": {"lr": 0.1}}
     have the same effect.
 
@@ -102,15 +103,15 @@ def _draft_config(
 ) -> Draft:
     """Compose a configuration of options, and set the user's values in it.
 
-    The overrides choose the options of some groups. All other groups keep the options of the
-    configuration to start from, if there is one. Otherwise, they get the preset's options, or
-    raysim's default options.
+    An override may choose the option of a group. Without such an override, a group has the option
+    of the earlier run from which the configuration starts. Without an earlier run, the group has
+    the preset's option, or raysim's default option.
     overrides: the user's overrides, as texts "key=value".
     groups: all groups with the files of their options.
     roots: the user's folders of options.
-    stored: the configuration to start from. None reads it from the folder of the run that the
-    override of `resume` names. With None, there is no configuration to start from if this file
-    does not exist, or if an override chooses a preset.
+    stored: the configuration of an earlier run. With None, `_draft_config` reads the config.yaml of
+    the run that the override of `resume` names. It reads no configuration without this override,
+    without this file, or if an override chooses a preset.
     settings: more overrides, as Python values by key; None if there are none.
     """
     options, set_values = _separate_options(overrides, settings or {}, groups)
@@ -290,8 +291,9 @@ def _load_stored(path: str | Path | None) -> Node | None:
 
 
 def _load_resumed(values: Mapping[str, Any]) -> Node | None:
-    """Load the configuration of the run that `resume` names; None if there is no such file.
+    """Load the config.yaml of the run that the override of `resume` names.
 
+    Return None if the user did not set `resume`, or if config.yaml does not exist.
     values: the values that the user set, by key.
     Raise `RefusedError` if the configuration is not complete.
     """

@@ -89,13 +89,14 @@ def run(
 
     config: overrides as on the command line, in one text or a list; or the result of `compose` or
     `build`.
-    settings: overrides as keyword arguments. The argument of a group is the name of an option
-    (`runtime="inprocess"`) or a dictionary of values (`local={"lr": 0.05}`). The argument of a key
-    without a group is a value (`rounds=20`).
+    settings: overrides as keyword arguments. If the keyword is a configuration group, pass the name
+    of an option (`runtime="inprocess"`) or a dictionary of values (`local={"lr": 0.05}`). If the
+    keyword is a key without a group, pass the value of the key (`rounds=20`).
 
     methods: a list of methods, each as an object or as the name of an option.
     model, data, partition, schedule, selection, fleet, topology, loss, learner, compression: an
-    object or the name of an option. Except for `data`, also a dictionary of values by key.
+    object or the name of an option. All of these arguments except `data` also accept a dictionary
+    of values by key.
     `data` may also be a torch Dataset, a table of pandas, polars, Arrow or Hugging Face, or a tuple
     of arrays or tensors: (inputs, labels) or (inputs, labels, users). A pair of such
     objects gives first the training samples and then the central test samples.

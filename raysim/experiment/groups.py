@@ -53,13 +53,15 @@ class Groups:
 
 
 def find_groups(folders: Sequence[Path] = ()) -> Groups:
-    """Find all options of `conf`, of the installed packages and of the user's own folders.
+    """Find all options: those in `conf`, in the installed packages and in the user's folders.
 
-    The folders are searched in this order: `conf`, the packages, and then `folders`. A file in one
-    of the user's folders replaces files of the same name in earlier folders.
-    folders: the user's own folders of options.
-    Raise `RefusedError` for a missing folder, a broken link, and a package's file that has the name
-    of another option.
+    The folders are searched in this order. In a user's folder, the file of an option replaces an
+    earlier option of the same group and name. In a package, such a file is an error.
+    folders: the user's folders of options.
+    Raise `RefusedError` in these cases:
+    - A folder is missing, or a link is broken.
+    - An option of a package has the group and the name of an option in `conf` or another package.
+    - A file of the group "method" is called fedavg.yaml, because fedavg means an empty list.
     """
     roots = config_roots(folders)
     files: dict[str, dict[str, Path]] = {group: {} for group in LISTS}
@@ -152,9 +154,9 @@ def load_option(path: Path, group: str) -> Node:
 
 
 def options_with_key(key: str, group: str, groups: Groups) -> list[str]:
-    """Return "group=option" for each option of `group` that has the key in its file.
+    """Return "group=option" for each option of `group` that has a key.
 
-    Keys in files that the option's file includes count, too.
+    An option has a key if the key is in the option's file, or in a file that this file includes.
     key: the name of a setting without its group, such as "lr".
     group: the name of a configuration group, such as "local".
     groups: all groups with the files of their options.

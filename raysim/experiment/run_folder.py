@@ -331,9 +331,10 @@ def _format_choice(group: str, choice: object) -> str:
 
 
 def _keys_that_decide_bits(keys: list[str]) -> Iterator[str]:
-    """Yield the keys that decide the bits of a run, without duplicates.
+    """Yield the keys on which the bits of a run's results depend; leave out all other keys.
 
-    keys: full keys, such as "local.lr".
+    Each key is yielded only once.
+    keys: the full keys from which to select, such as "local.lr". Duplicates are allowed.
     """
     for key in dict.fromkeys(keys):
         head = key.partition(".")[0]

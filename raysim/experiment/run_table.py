@@ -1,6 +1,6 @@
 """Write and read the folder of `raysim study` and `raysim sweep`.
 
-    study.yaml, sweep.yaml   the plan: the overrides of the command, and its --conf folders
+    study.yaml, sweep.yaml   the overrides of the command, and its --conf folders
     runs/NAME/               a folder for each run, as `raysim run` writes it
     logs/NAME.txt            what this run printed, with the traceback of an error
 
@@ -42,7 +42,7 @@ def log_file(folder: Path, name: str) -> Path:
 
 
 def plan_file(folder: Path, command: str) -> Path:
-    """Return the file with the plan: the overrides of the command, and its --conf folders.
+    """Return the path of the file that stores a command's overrides and --conf folders.
 
     folder: the folder of the study or sweep.
     command: "study" or "sweep".

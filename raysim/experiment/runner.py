@@ -214,10 +214,10 @@ class SteppedRun:
 
     @contextmanager
     def _lock_for_a_call(self) -> Iterator[None]:
-        """Lock the run's folder during a `with` block.
+        """Lock the run's folder during a `with` block, which contains the work of one method call.
 
-        The lock is released between calls, because Ray Tune may move a paused trial to another
-        process without notice.
+        While no method of this object executes, the folder is not locked. Ray Tune may then move
+        the paused trial to another process without notice.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + LOCK_TIMEOUT_S

@@ -1,6 +1,9 @@
-"""Run Flower apps on raysim: with a learner, a Grid on virtual time, and `start_simulation`.
+"""Run Flower apps on raysim, in one of three ways.
 
-The function `start_simulation` replaces Flower's function of the same name.
+- `raysim flower run` executes a whole app with its ServerApp. Messages between the ServerApp and
+  the clients travel on raysim's virtual clock.
+- `learner=flower` uses only the app's ClientApp, which trains the clients of a run of raysim.
+- `start_simulation` replaces Flower's function of the same name in an older program.
 """
 
 from __future__ import annotations

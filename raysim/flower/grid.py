@@ -229,11 +229,12 @@ class VirtualGrid(SimpleGrid):
         return _Pending(request, app_message, self.clock.now, arrival)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that have arrived; if none has, advance the clock to the next arrival.
+        """Return the replies that have arrived, in the order of virtual time.
 
-        The replies are in the order of virtual time. Each reply is returned by only one call. If
-        earlier calls have returned the replies to all these messages, the result is empty.
-        message_ids: the ids that `push_messages` returned.
+        If no reply has arrived, first advance the clock to the next arrival. Then return the
+        replies that arrive at this time. Each reply is returned only once. The result is empty if
+        all replies to the messages have been returned before.
+        message_ids: the ids of the messages, which `push_messages` returned.
         """
         with self._lock:
             waiting = [self._pending[key] for key in dict.fromkeys(message_ids) if self._has(key)]
@@ -251,7 +252,7 @@ class VirtualGrid(SimpleGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send messages and wait for their replies; return these in the order of virtual time.
+        """Send messages, wait for the replies, and return the replies in order of virtual time.
 
         In a thread that Flower started, `timeout` is ignored, and the replies are in the order of
         the messages.
@@ -465,10 +466,11 @@ class VirtualGrid(SimpleGrid):
         self.replies.add(pending.request, answer)
 
     def _deliver(self, pending: Sequence[_Pending]) -> list[Message]:
-        """Return the replies to these messages, record them, and stop tracking the messages.
+        """Return a reply to each message, in the same order, and stop tracking the messages.
 
-        A message that was lost, or whose app failed, gets a reply with an error.
-        pending: the messages, each lost or answered.
+        A message that was lost, or for which the ClientApp failed, gets a reply with an error. For
+        each message, also pass a `MessageRecord` to the function `on_message`.
+        pending: the messages. Each of them has been answered or lost.
         """
         delivered: list[Message] = []
         for one in pending:
@@ -555,9 +557,9 @@ def _describe_deaths(requests: Iterable[Request]) -> WorkerDiedError:
 
 
 def _list_entries(entries: Iterable[RecordEntry]) -> str:
-    """Return the first entries as a text: "A, B, C and 2 more".
+    """Return a text that names the first entries of a message: "A, B, C and 2 more".
 
-    entries: arrays, with their names and shapes, and values, with their names.
+    entries: the entries. The text has the name and the shape of an array, and the name of a value.
     """
     texts = [str(entry) for entry in sorted(entries)]
     shown = ", ".join(texts[:MAX_ENTRIES])

@@ -1,4 +1,4 @@
-"""Write the results of a sweep: a table, the best configuration, two pictures, a page."""
+"""Write the results of a sweep: a table, the best configuration, two diagrams, a page."""
 
 from __future__ import annotations
 
@@ -158,9 +158,11 @@ def table(records: TrialRecords, width: int = 0) -> str:
 
 # --- files --------------------------------------------------------------------------------------
 def _write_page(records: TrialRecords) -> Path | None:
-    """Write report.html; return its path, or None if no trial has finished.
+    """Write report.html into the sweep's folder; return the path of this file.
 
-    The page has all trials as a table, the pictures, and the curves of the best trials.
+    The page has a table of all trials, and the diagrams of `draw_slices` and `draw_parallel`. It
+    also has the curves of the best finished trials (`MAX_CURVES` at most). If no trial has
+    finished, write nothing and return None.
     """
     groups: list[RunGroup] = []
     for record in records.ordered():
@@ -322,10 +324,11 @@ def _colours(records: Sequence[TrialRecord], dark: bool) -> tuple[Colormap, floa
 
 
 def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -> None:
-    """Draw parallel coordinates, with a vertical axis for each searched key and for the score.
+    """Draw the trials of a sweep as lines in a diagram of parallel coordinates.
 
-    Each trial is a line through its values of the keys to its score. The line of the best trial is
-    thick. Lines of trials that the scheduler stopped are grey.
+    The diagram has a vertical axis for each searched key, and a last axis for the score. The line
+    of a trial connects the trial's values on these axes. Trials without a score have no line. The
+    line of the best trial is thick. Trials that the scheduler stopped have grey lines.
     path: the file to write, or a buffer that gets the picture.
     dark: True draws the picture for a dark page.
     """
@@ -397,7 +400,7 @@ def draw_slices(records: TrialRecords, path: Picture, *, dark: bool = False) -> 
     """Draw a diagram for each searched key: the score of each trial against the key's value.
 
     Bars show the standard deviation over the seeds. The best trial is a star. Open circles are
-    trials that the scheduler stopped.
+    trials that the scheduler stopped. Trials without a score are left out.
     path: the file to write, or a buffer that gets the picture.
     dark: True draws the pictures for a dark page.
     """
