@@ -122,8 +122,8 @@ def measure_steps(blocks: int, jobs: int) -> None:
         ratio = statistics.median(ours / theirs for theirs, ours in pairs)
         theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
         print(
-            f"frozen weights in {base}: a job takes {theirs:.3f} s of CPU time with peft and "
-            f"{ours:.3f} s with raysim, which is {ratio:.3f} times as long",
+            f"frozen weights stored as {base}: CPU time of a job: {theirs:.3f} s with peft, "
+            f"{ours:.3f} s with raysim; ratio raysim/peft: {ratio:.3f}",
             flush=True,
         )
 
@@ -173,7 +173,13 @@ def measure_memory() -> None:
     clients.
     """
     size_mib = FROZEN_BYTES / 2**20
-    print(f"the frozen weights of the model need {size_mib:.0f} MiB in float32", flush=True)
+    print(
+        f"The frozen weights of the model need {size_mib:.0f} MiB in float32. Each line has the "
+        "memory of all workers together at the peak of a run. The change is the difference to the "
+        "run with 1 worker and 4 clients. The line also has the change divided by "
+        f"{size_mib:.0f} MiB.",
+        flush=True,
+    )
     for base in BASES:
         first = None
         for workers, clients in ((1, 4), (2, 4), (2, 64)):
@@ -183,10 +189,9 @@ def measure_memory() -> None:
             first = used if first is None else first
             more = used - first
             print(
-                f"frozen weights in {base}, workers: {workers}, clients: {clients}: all workers "
-                f"together use at most {used / 2**20:.0f} MiB. Compared with 1 worker and 4 "
-                f"clients, this changes by {more / 2**20:+.0f} MiB, which is "
-                f"{more / FROZEN_BYTES:+.2f} times the size of the frozen weights in float32",
+                f"frozen weights stored as {base}, workers: {workers}, clients: {clients}: "
+                f"peak memory {used / 2**20:.0f} MiB, change {more / 2**20:+.0f} MiB, "
+                f"change / {size_mib:.0f} MiB: {more / FROZEN_BYTES:+.2f}",
                 flush=True,
             )
 

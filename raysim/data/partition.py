@@ -333,8 +333,9 @@ class DirichletClient(Partitioner):
         if self.remaining and (self.concentration, self.turns) != ("prior_scaled", "sequential"):
             raise ValueError(
                 "partition.remaining=true needs partition.concentration=prior_scaled and "
-                f"partition.turns=sequential, but here they are {self.concentration} and "
-                f"{self.turns}. Set both to these values, or set partition.remaining=false."
+                "partition.turns=sequential, but this run has "
+                f"partition.concentration={self.concentration} and partition.turns={self.turns}. "
+                "Set prior_scaled and sequential, or set partition.remaining=false."
             )
 
     def assign(self, draws: Draws) -> CSR:

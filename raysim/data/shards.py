@@ -339,8 +339,9 @@ def _read_value(part: Part, ending: str) -> Any:
     if form in TEXT_ENDINGS:
         return _read_text(part).strip()
     raise ValueError(
-        f"{part.place} ends in .{form}, which raysim cannot read. Use pictures, npy, json, txt or "
-        "cls, or name other endings in data.columns and data.label."
+        f"{part.place} ends in .{form}, which raysim cannot read. Convert the file to a picture "
+        "or to a file that ends in npy, json, txt or cls. Or set data.columns and data.label to "
+        "the endings of files that raysim can read."
     )
 
 

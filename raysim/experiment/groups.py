@@ -90,8 +90,9 @@ def find_groups(folders: Sequence[Path] = ()) -> Groups:
             options = files.setdefault(group, {})
             if name in options and not may_replace:
                 raise RefusedError(
-                    f"{path} has the same name as {options[name]}. Rename the first file, or "
-                    "uninstall the package that contains it."
+                    f"{path}: the group {group} already has an option of this name, in the file "
+                    f"{options[name]}. Rename {path.name}, or uninstall the Python package that "
+                    f"contains {path}."
                 )
             options[name] = path
     return Groups(files, common, tuple(state))

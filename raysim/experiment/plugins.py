@@ -111,9 +111,9 @@ def conf_folders_of(packages: Sequence[str]) -> list[Path]:
             inner = location / name
             if not (location / "__init__.py").exists() and (inner / "__init__.py").is_file():
                 raise RefusedError(
-                    f"allow={name}: the package {inner} lies in a folder of the same name, "
-                    f"{location}. From the current folder, Python would import this outer folder "
-                    f"and not the package. Go to {location}, and start raysim there."
+                    f"allow={name}: Python would import the folder {location}, which has no "
+                    f"__init__.py, instead of the package {inner} inside it. Start raysim in the "
+                    f"folder {location}, so that Python finds the package."
                 )
             folders.append(location / "conf")
     return [folder for folder in folders if folder.is_dir()]

@@ -262,12 +262,13 @@ class Result:
         data = self.experiment.spec.data
         rows = data.central if client is None else data.partition.test.rows(self._client(client))
         if not len(rows):
-            reason = "the data has no central test set. Choose a client"
+            reason, choice = "the data has no central test set", "a client"
             if client is not None:
-                reason = f"{data.label(client)} has no test samples. Choose another client"
+                reason = f"{data.label(client)} has no test samples"
+                choice = "another client"
             raise RefusedError(
-                f"there are no test samples to predict: {reason} with "
-                "result.predictions(client=NUMBER)."
+                f"client={client}: there is nothing to predict, because {reason}. Call "
+                f"result.predictions(client=NUMBER) with the number of {choice}."
             )
         with self._final_state() as final:
             worker, task, published, state = final.scoring(client)

@@ -75,8 +75,9 @@ def make_initial(
         if not runner.app.uses_client_fn:
             raise RefusedError(
                 f"learner.app={client_app}: nothing provides the initial parameters. "
-                "Set learner.parameters=module:function, a function that returns the model, or "
-                "learner.folder to the app's project."
+                "Set learner.parameters=module:function; this function must return the model. Or "
+                "set learner.folder to the folder of the app's project, if its pyproject.toml "
+                "names a ServerApp."
             )
         try:
             return from_client(runner)

@@ -85,10 +85,10 @@ class StoredReplies:
         digest, start, content_size, state_size, error = place
         if digest != self._digest(request):
             raise ReplayError(
-                f"{self._path}: the ServerApp now sends another message {request.number} to client "
-                f"{request.client} than when this file was written. The ServerApp depends on "
-                "something besides the seed, or the app or its settings were changed. Start a new "
-                "run in another folder."
+                f"{self._path}: message {request.number} to client {request.client} differs from "
+                "the message whose reply this file stores. The app or its settings were "
+                "changed, or the ServerApp depends on something besides the seed. Start a new run "
+                "in another folder."
             )
         self._file.seek(start)
         content = np.frombuffer(self._file.read(content_size), np.uint8)

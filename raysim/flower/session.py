@@ -199,9 +199,12 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> dict[str, float]:
         if isinstance(cause, WorkerDiedError):
             raise RunStoppedError(str(cause)) from error
         place = users_line(error, run.folder)
-        text = f"the ServerApp raised {type(error).__name__}: {error}{place}"
+        text = f"the ServerApp raised {type(error).__name__}: {error}{place}".removesuffix(".")
         odd_reply = grid.describe_odd_reply()
-        raise RunStoppedError(f"{text}. {odd_reply}" if odd_reply else text) from error
+        possible_cause = f" {odd_reply} This may be the cause." if odd_reply else ""
+        raise RunStoppedError(
+            f"{text}.{possible_cause} Correct the app or its settings."
+        ) from error
     return scores
 
 

@@ -192,9 +192,9 @@ class FedBSS(Method):
             key = "steps" if steps == 1 else "phases"
         if parts == 1 and self.kind != "filter":
             run.warn(
-                f"local.{key}=1: method 'fedbss' leaves samples out in every {unit} of a job but "
-                f"the last. A job of one {unit} uses every sample, as FedAvg does. Increase "
-                f"local.{key}."
+                f"local.{key}=1: method 'fedbss' never leaves samples out in the last {unit} of a "
+                f"job. Each job has only one {unit}, so it uses all samples, as FedAvg does. "
+                f"Increase local.{key}."
             )
         run.client_state("losses", torch.zeros)
         run.client_state("uncertainties", torch.zeros)

@@ -284,9 +284,9 @@ def _check_search(memory: int, batches: int, participants: int) -> None:
     while memory ** (largest_batch + 1) <= MAX_COMBINATIONS:
         largest_batch += 1
     raise RefusedError(
-        f"method.fedcda.batches={batches}: {clients} clients are aggregated together, and each has "
-        f"{memory} stored models. That makes {combinations:.2g} combinations of models, and "
-        f"{MAX_COMBINATIONS} are allowed. Set "
+        f"method.fedcda.batches={batches}: with this number of client groups, a group has up "
+        f"to {clients} clients with {memory} stored models each. This makes {combinations:.2g} "
+        f"combinations of models; at most {MAX_COMBINATIONS} are allowed. For smaller groups, set "
         f"method.fedcda.batches={-(-participants // largest_batch)}."
     )
 

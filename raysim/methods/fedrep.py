@@ -114,10 +114,10 @@ class FedRep(Method):
         )
         run.require(
             steps is None or steps >= self._fewest_steps,
-            f"local.steps: {steps} steps are too few. The head trains in {self.head_epochs} of "
-            f"{self._total_epochs} parts of the steps (method.fedrep.head_epochs="
-            f"{self.head_epochs}), which is less than one step. Set "
-            f"local.steps={self._fewest_steps} or more.",
+            f"local.steps: {steps} steps are too few. With method.fedrep.head_epochs="
+            f"{self.head_epochs} and method.fedrep.body_epochs={self.body_epochs}, only "
+            f"{self.head_epochs}/{self._total_epochs} of the steps train the head. This is less "
+            f"than one step. Set local.steps={self._fewest_steps} or more.",
         )
         run.stages(self._stages)
 

@@ -35,8 +35,9 @@ class FedSALoRA(Method):
         for adapter in adapters:
             run.require(
                 not adapter.is_embedding,
-                f"model.lora.layers: method 'fedsa_lora' would average the factor A of layer "
-                f"'{adapter.layer}'. This layer is an embedding. Its factor A has separate values "
-                "for each token. Leave the layer out of model.lora.layers.",
+                f"model.lora.layers: layer '{adapter.layer}' is an embedding. Method 'fedsa_lora' "
+                "averages the factor A, because A should contain what all clients have in common. "
+                "But the A of an embedding contains separate values for each token. Leave this "
+                "layer out.",
             )
         run.private_parameters([f"model.{adapter.b}" for adapter in adapters])

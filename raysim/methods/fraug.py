@@ -374,9 +374,9 @@ class FRAug(Method):
         )
         if not batchnorm_names("model", run.model):
             run.warn(
-                "model: method 'fraug' finds no BatchNorm layer to keep on the client. Only its "
-                "own network RTNet, which adapts synthetic features, stays there. Choose a model "
-                "with BatchNorm, such as model=small_cnn model.norm=batch."
+                "model: method 'fraug' keeps BatchNorm layers on the client, but the model has no "
+                "BatchNorm layer. So FRAug keeps no layer of the model on the client. Choose a "
+                "model with BatchNorm, such as model=small_cnn model.norm=batch."
             )
 
     def settings(self, local: Local) -> Mapping[str, object]:

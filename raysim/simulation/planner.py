@@ -520,7 +520,7 @@ class Planner:
                 allowed = "view.running or view.arrived"
             raise RuntimeError(
                 f"{self._name}: decide returned {purpose.capitalize()} with jobs {missing}, "
-                f"{state}. In decide(view), {purpose} only jobs of {allowed}."
+                f"{state}. Return {purpose.capitalize()} only with jobs of {allowed}."
             )
         site.arrived = [job for job in site.arrived if job.number not in numbers]
         return removed

@@ -259,8 +259,8 @@ class Replicas:
             raise ValueError(
                 f"topology: {type(self.network.clusters).__name__}.regroup moves clients "
                 f"{clients.tolist()} of replica {view.replica} to replica {target}: {reason}. "
-                "Move some clients of view.members, but not all, to a replica of view.free "
-                f"({list(view.free)})."
+                f"Choose the target from view.free, which is {list(view.free)}. Choose the clients "
+                "from view.members, but not all of them."
             )
 
     @staticmethod

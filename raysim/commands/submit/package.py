@@ -279,9 +279,9 @@ def _check_out(command: JobCommand) -> None:
         return
     subject = f"out={out} is" if out else "without out=DIR the results are"
     raise RefusedError(
-        f"{subject} in the job's own folder, which the cluster deletes. Set out to permanent "
-        "storage, such as out=/shared/runs/first or out=s3://bucket/first, or set tracking.uri "
-        "to an MLflow server."
+        f"{subject} in the job's own folder, which the cluster deletes. Choose a permanent "
+        "folder, such as out=/shared/runs/first or out=s3://bucket/first. Or set tracking.uri to "
+        "the address of an MLflow server."
     )
 
 
