@@ -287,7 +287,7 @@ def _check_costs(seen: WatchedRun, pooled: bool) -> None:
 
 
 def _step_messages(coordinator: Coordinator) -> StepMessages | None:
-    """Return an object that computes how many floats fewer a job receives due to compression.
+    """Return an object that computes how many fewer floats a job receives due to compression.
 
     With some methods, the server sends compressed changes from version to version in place of all
     parameters. For each job, the object computes how many floats smaller the changes are than all

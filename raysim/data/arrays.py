@@ -321,13 +321,14 @@ def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
     A list of lists may also be an array, with a list for each row. The first condition that is true
     decides:
     1. `kind` is "positions": return None.
-    2. Every sample has a dictionary: return a list of these dictionaries.
-    3. A sample has neither a list nor a tuple: return None.
-    4. A list contains a value that is neither an integer nor text: return None.
-    5. `kind` is "multilabel", and a value is neither 0 nor 1: return the lists.
-    6. Every list has exactly one value: return None.
-    7. All values are integers, and all lists have the same length: return None.
-    8. In all other cases: return the lists.
+    2. `column` is empty, or is neither a list, a tuple nor a pandas Series of objects: return None.
+    3. Every sample has a dictionary: return a list of these dictionaries.
+    4. A sample has neither a list nor a tuple: return None.
+    5. A list contains a value that is neither an integer nor text: return None.
+    6. `kind` is "multilabel", and a value is neither 0 nor 1: return the lists.
+    7. Every list has exactly one value: return None.
+    8. All values are integers, and all lists have the same length: return None.
+    9. In all other cases: return the lists.
 
     column: the labels that were passed from Python.
     kind: `data.kind`; None if the user of raysim did not set it.

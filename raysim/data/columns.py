@@ -562,7 +562,7 @@ def assemble(
 def spread_test_rows(
     labels: LabelSet, users: NDArray[Any] | None, fraction: float
 ) -> NDArray[np.bool_]:
-    """Choose samples for testing; return a mask, bool [n], which is True for these samples.
+    """Choose samples for testing; return a mask, bool [n], True for the chosen samples.
 
     If each sample has one class, the samples are grouped by user and class. A sample without a
     label is then never chosen. With other labels, such as numbers, the samples are grouped by user

@@ -158,7 +158,7 @@ def pool_images(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     Return uint8 [n, c, h / size, w / size]. Means are rounded to the nearest integer, and .5 is
     rounded up.
     images: uint8 [n, c, h, w]: number, channels, height and width.
-    size: the factor by which height and width shrink; both must be divisible by it.
+    size: the factor by which height and width shrink. h and w must be divisible by `size`.
     """
     n, channels, height, width = images.shape
     tiles = images.reshape(n, channels, height // size, size, width // size, size)

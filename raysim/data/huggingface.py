@@ -39,15 +39,15 @@ class HuggingFace(TableSource):
 
     root: a folder that `save_to_disk` wrote; None if `name` is set.
     name, config: the name of a data set on the hub and of its configuration, for a download.
-    label: the name of the column of labels, which must exist. None means that `label_column` names
-    it.
+    label: the name of the column of labels, which must exist. With None, `label_column` names the
+    column.
     label_column: the name of the column of labels if `label` is None. With the default "label", a
     column with another usual name, such as "y", is used if there is no column "label".
-    user: the name of the column of users, which must exist; each user is a domain. None means that
-    `domain_column` names it.
+    user: the name of the column of users, which must exist; each user is a domain. With None,
+    `domain_column` names the column.
     domain_column: the name of the column of users if `user` is None. With the default "domain", a
     column with another usual name, such as "client", is used if there is no column "domain".
-    Without any such column, the samples have no users.
+    If no column has such a name, the samples have no users.
     test_fraction: the fraction of samples that is for testing if there is no split `test`. It is
     taken from each class of each user.
     """

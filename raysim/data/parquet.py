@@ -69,15 +69,15 @@ class Parquet(TableSource):
     folders, the domain of a user is called "FOLDER/USER".
     image_column: the column of encoded pictures, as bytes or as a struct {bytes, path}, as Hugging
     Face stores them. It is not used if the setting `data.columns` names the columns of the input.
-    label: the name of the column of labels, which must exist. None means that `label_column` names
-    it.
+    label: the name of the column of labels, which must exist. With None, `label_column` names the
+    column.
     label_column: the name of the column of labels if `label` is None. With the default "label", a
     column with another usual name, such as "y", is used if there is no column "label".
-    user: the name of the column of users, which must exist. None means that `domain_column` names
-    it.
+    user: the name of the column of users, which must exist. With None, `domain_column` names the
+    column.
     domain_column: the name of the column of users if `user` is None. If there is no such column, a
-    column with a usual name, such as "client", is used. Without any such column, the files have no
-    users.
+    column with a usual name, such as "client", is used. If no column has such a name, the files
+    have no users.
     test_fraction: the fraction of samples that is for testing, in folders without test files. It is
     taken from each class of each domain. None means that every folder must have test files.
     """

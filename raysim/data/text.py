@@ -46,7 +46,7 @@ class Leaf(Source):
     If the labels are single characters (Shakespeare), the classes are the 80 characters that LEAF
     uses.
     With `data.kind=causal` the texts are documents for a language model. LEAF stores Shakespeare as
-    many overlapping texts; they are joined to longer documents first (`join_windows`).
+    many overlapping texts; raysim first joins these texts to longer documents (`join_windows`).
     root: the folder with the folders train and test.
     length: the largest number of characters of an input. Of a longer text, only its end is used.
     With `data.kind=causal`, a longer document is cut into several samples.

@@ -128,10 +128,10 @@ class Composition(NamedTuple):
     A preset mentions a group if it chooses an option of the group, or sets values in it.
     values: the complete configuration. It has all values of the preset, even those for options that
     the run does not use.
-    chosen_values: maps the name of a group to the values of the group's options in `choices`. The
-    values that the preset sets are not in this dictionary. It has a group if the preset mentions
-    the group and the user chose an option of the group. It has "method" and "observer" if the
-    preset mentions them.
+    chosen_values: maps the name of a group to the values of the group's options in `choices`. If
+    the preset changes a value, this dictionary has the unchanged value. The dictionary has a group
+    if the preset mentions the group and the user chose an option of the group. With a preset, it
+    also has "method" and "observer" if the preset mentions them.
     choices: the option of each group; a list of options for "method" and "observer".
     """
 

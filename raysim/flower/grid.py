@@ -557,9 +557,10 @@ def _describe_deaths(requests: Iterable[Request]) -> WorkerDiedError:
 
 
 def _list_entries(entries: Iterable[RecordEntry]) -> str:
-    """Return a text that names the first entries of a message: "A, B, C and 2 more".
+    """Return a text that lists arrays and values of a reply: "A, B, C and 2 more".
 
-    entries: the entries. The text has the name and the shape of an array, and the name of a value.
+    entries: the arrays and values to list. The text gives the name and the shape of an array, and
+    the name of a value.
     """
     texts = [str(entry) for entry in sorted(entries)]
     shown = ", ".join(texts[:MAX_ENTRIES])
