@@ -33,14 +33,18 @@ def run_study(
     collect: Callable[[Path], object],
     write_page: Callable[[], object],
 ) -> NoReturn:
-    """Execute a study's command `run`, `collect` or `page`, and exit.
+    """Run the command of a study that the command line names, and end this process.
 
-    The first argument of the command line names the command. The second argument of `run` and of
-    `collect` is the folder of the runs.
-    usage: text that is printed if the command line has none of these commands; None prints nothing.
-    run_all: function for `run`. It executes the runs in the folder, with further overrides.
-    collect: function for `collect`. It stores the numbers of the runs in the folder.
-    write_page: function for `page`. It makes the page from the stored numbers.
+    The arguments of the command line are `run FOLDER [OVERRIDE ...]`, `collect FOLDER` or `page`.
+    FOLDER is the folder that contains the study's runs.
+    usage: the text that is printed if the command line has none of these commands; None prints
+    nothing.
+    run_all: function for `run`, called with FOLDER and the list of overrides. It executes the runs
+    of the study with these overrides.
+    collect: function for `collect`, called with FOLDER. It copies the numbers of the runs into a
+    file of the repository.
+    write_page: function for `page`, called without arguments. It makes the study's page from the
+    numbers in this file.
     """
 
     def program() -> None:

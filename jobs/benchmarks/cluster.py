@@ -140,13 +140,16 @@ class CountingRuntime:
         return ref
 
     def call(self, worker: int, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a method of a worker, and return references to the values that it returns.
+        """Call a Python method of a worker, and return references to the values that it returns.
 
-        Count the call. If the worker is on another node than the coordinator, count the bytes of
-        small versions, which are sent with the call.
+        Add 1 to `counts["calls"]`. If the worker is not on the coordinator's node, also add to
+        `counts["down"]` the bytes of every `PublishedVersion` in `args`. These are versions of
+        small models. In place of a large version, `args` has a reference from `put`, which has
+        counted the bytes.
+
         worker: the number of the worker.
         method: the name of the worker's Python method.
-        args: the arguments of the method.
+        args: the arguments of the method, or references to them.
         returns: the number of values that the method returns.
         """
         self.counts["calls"] += 1
@@ -171,8 +174,10 @@ class CountingRuntime:
         return ref
 
     def get(self, ref: Any) -> Any:
-        """Wait for a value and return it; count its arrays, and their bytes from other nodes.
+        """Wait for a value and return it; count the updates and sums that the value contains.
 
+        Add the number of these arrays to `counts["arrays"]`. If the value comes from another node
+        than the coordinator's, add the bytes of the arrays to `counts["up"]`.
         ref: the reference to the value.
         """
         value = self._inner.get(ref)
@@ -244,14 +249,14 @@ class Stopwatch:
         self.seconds: Counter[str] = Counter()
 
     def watch(self, owner: Any, name: str, part: str, outer: str = "") -> None:
-        """Time all later calls of a method; add their wall seconds to `seconds[part]`.
+        """Time a Python method: each later call adds its wall seconds to `seconds[part]`.
 
         owner: the object that has the method.
         name: the name of the method.
-        part: the phase of a round that is timed, such as "add up".
-        outer: "" if the method never runs inside another timed method. Otherwise the phase of that
-        other method. The seconds of this method are then subtracted from `seconds[outer]`, so that
-        they count once.
+        part: the phase of a round to which the seconds are added, such as "add up".
+        outer: "" if no other timed method calls this method. Otherwise the phase of the calling
+        method, whose time contains the time of this method. The seconds are then subtracted from
+        `seconds[outer]`, so that they are counted only once.
         """
         inner = getattr(owner, name)
 
@@ -376,10 +381,14 @@ def connected_cluster(options: ClusterOptions) -> Iterator[Size]:
 def bench(
     options: ClusterOptions, out: Path, rounds: int, say: Callable[[str], None]
 ) -> list[RoundCost]:
-    """Measure all costs, print a table, and write the results to `out`.
+    """Measure what a round costs on a Ray cluster; print a table, and write a JSON file.
 
-    rounds: the number of measured rounds.
-    say: function that gets a line for each measurement.
+    There is one cost for each model size and each way of returning updates to the coordinator.
+    Return the list of these costs. The file contains the costs and the options.
+    options: the Ray cluster, and the sizes of the models.
+    out: the path of the JSON file.
+    rounds: the number of measured rounds for each cost.
+    say: function that gets the texts to print: a line for each cost, and the table.
     """
     results = []
     with connected_cluster(options) as size:

@@ -59,7 +59,7 @@ class Idle(Learner):
     def fit(
         self, parameters: Parameters, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[Parameters, LocalResult | None]:
-        """Return the parameters unchanged."""
+        """Return the received parameters unchanged, and None because there is nothing to report."""
         return parameters, None
 
     def predict(self, parameters: Parameters, inputs: np.ndarray) -> np.ndarray:

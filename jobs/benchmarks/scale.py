@@ -242,13 +242,16 @@ def spec_of(case: Case, settings: RunSettings) -> RunSpec:
 
 
 def measure(case: Case, rounds: int) -> AggregationCost:
-    """Run the coordinator for a case; return the median cost of an aggregation.
+    """Run the coordinator for a case; return the cost of one aggregation.
 
+    The seconds in the cost are medians over `rounds` aggregations. If `case.alone` is True, each
+    aggregation has only one update and takes little time. The seconds are then means over 100 *
+    `rounds` aggregations.
     The time of an aggregation is the time since the previous one. The first and the last
-    aggregation of the run are left out. If `case.alone` is True, each aggregation has one update.
-    The result is then the mean over 100 * `rounds` aggregations. If `case.ray` is True, Ray must be
-    running.
-    rounds: the number of measured aggregations.
+    aggregation of the run are left out. If `case.ray` is True, Ray must be running.
+    case: the setting to measure.
+    rounds: the number of measured aggregations. If `case.alone` is True, 100 times as many are
+    measured.
     """
     evaluate = Evaluation(every=10**9)
     rounds *= 100 if case.alone else 1
@@ -287,10 +290,14 @@ def measure(case: Case, rounds: int) -> AggregationCost:
 
 
 def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[AggregationCost]:
-    """Measure all cases, print a table, and write the results to `out`.
+    """Measure the planner and all cases; print a table, and write the results to `out`.
 
-    rounds: the number of measured rounds.
-    say: function that gets a line for each case.
+    Return the cost of one aggregation for each case.
+    out: the path of the JSON file for the results.
+    rounds: the number of measured aggregations for each case. A case with only one update in an
+    aggregation has 100 times as many.
+    say: function that gets the texts to print: lines about the planner and each case, and the
+    table.
     """
     from jobs.benchmarks import planner
     from raysim.runtime import ray as cluster

@@ -45,11 +45,13 @@ HEAD = ("claim", "paper", "ours (95 % interval)", "scale", "verdict", "to decide
 
 @dataclass(frozen=True)
 class Printed:
-    """Two printed numbers to compare: two rows of a table, in the same column.
+    """Two numbers that a paper prints in one column of a table, for two compared methods.
 
     table: the name of the table, such as "fedbr/table1".
-    row, other_row: the labels of the rows.
-    dataset, column: the data set and the title of the column.
+    row: the label of the row with the number of the method `Claim.method`.
+    other_row: the label of the row with the number of the method `Claim.other`.
+    dataset: the name of the data set on which the paper measured both numbers.
+    column: the title of the column.
     """
 
     table: str
@@ -236,11 +238,12 @@ def _value(run: Run, score: Score) -> float | None:
 
 
 def _accuracy(claim: Claim, run: Run) -> float | None:
-    """Return the accuracy of a run in percent, to compare it with the printed accuracy.
+    """Return the accuracy of a run in percent, to compare it with the accuracy in the paper.
 
     The accuracy is computed as in the paper's table, for example as the mean of the last ten
     rounds. Return None if the paper prints no numbers for the claim, or if the run has no accuracy.
-    run: our run of `claim.other`. The claim compares `claim.method` with this method.
+    claim: a sentence of the paper that compares two methods, `claim.method` and `claim.other`.
+    run: one of our runs of the method `claim.other`.
     """
     if claim.printed is None:
         return None

@@ -41,8 +41,8 @@ SPLIT = "entropy / divergence"  # of the clients' labels, see raysim.data.hetero
 class Match:
     """A run for a cell of a table, and how its configuration differs from the paper's.
 
-    variant: a text about the methods' hyperparameters that differ from the paper; "" if none do.
-    setting: a text about all other differences, such as another number of rounds; "" if there are
+    variant: a text about differences in the hyperparameters of the methods; "" if there are none.
+    setting: a text about all further differences, such as another number of rounds; "" if there are
     none.
     data: the data set of the run if it is not the paper's; else "".
     is_stored: True if the run is one of the results that are stored with raysim.
@@ -61,11 +61,12 @@ class Entry:
 
     cell: the printed number.
     command: the command of a run at the paper's setting.
-    score: the score of our runs that is compared with the printed number.
+    score: the rule that computes the score of a run. This score is compared with the printed
+    number.
     matches: our runs for this number.
-    variant: a text that says how the methods' hyperparameters in all `matches` differ from the
-    paper; "" if no hyperparameter differs. A new entry also has "", because its runs may have
-    different hyperparameters. The function `at` divides such an entry.
+    variant: a text that says how the hyperparameters of the methods differ from the paper, equally
+    in all `matches`. It is "" if they do not differ. It is also "" before `at` has divided the
+    entry. The runs may then differ from the paper and from each other.
     """
 
     cell: Cell
@@ -76,7 +77,11 @@ class Entry:
 
     @property
     def heading(self) -> str:
-        """Return the heading of our table: the data set and the title of the paper's column."""
+        """Return the heading of the text table in which this entry is shown.
+
+        A text table is about one data set and one column of the paper's table. The heading names
+        this data set and this column, such as "cifar10, Acc (%)".
+        """
         return f"{self.dataset}, {self.cell.column}"
 
     @property
@@ -226,11 +231,13 @@ def compare(
 
 
 def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[Entry], list[str]]:
-    """Return the printed numbers of a paper's table with our runs, and texts about the runs.
+    """Match our runs with the printed numbers of a paper's table.
 
-    The texts say for each run to which rows of the table it belongs, and how it differs from the
-    paper's setting.
-    name: the table's name.
+    Return a list of entries and a list of texts. There is one entry for each printed number, with
+    our runs that are compared with it. For each run, the texts say to which rows of the paper's
+    table it belongs. They also say how the run differs from the paper's setting.
+    name: the name of the paper's table, such as "fedbr/table1".
+    runs: our runs.
     """
     table = find(name)
     paper_runs = PAPER_RUNS[name.partition("/")[0]]
@@ -434,11 +441,11 @@ def is_equal(one: str, other: str) -> bool:
 
 
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield lines about a run: its rows in the table, and its differences from the paper.
+    """Yield lines that name the table rows of a run, and its differences from the paper.
 
-    labels: a key is a text that says how the run differs from the paper; "" means that it does not
-    differ. The value lists the labels of the table rows that have this difference. An empty
-    dictionary means that the run belongs to no row.
+    labels: the labels of the rows to which the run belongs, grouped by difference. A key is a text
+    that says how the run differs from the paper's setting for these rows. "" means that it does not
+    differ. An empty dictionary means that the run belongs to no row.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
@@ -515,9 +522,9 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
     Return None if the accuracy of FedAvg is needed, but no run of FedAvg exists.
     key: an accuracy as text, such as "0.80", or a text that begins with `FEDAVG_FINAL`. Such a text
     means the mean final accuracy of our FedAvg runs.
-    entry: the entry whose printed number, `entry.cell`, has this key in `rounds_to`.
-    entries: all entries of the same data set. FedAvg runs are taken from the entries of FedAvg that
-    are in the same table column as `entry`.
+    entry: decides which FedAvg runs are used: those for the table column of this entry. Their final
+    accuracy is read from the column `entry.score.column` of their histories.
+    entries: all entries of the data set of `entry`, among them those with the FedAvg runs.
     """
     if not key.startswith(FEDAVG_FINAL):
         return float(key)
@@ -531,13 +538,14 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
 
 
 def _rounds(key: str, entry: Entry, entries: Sequence[Entry]) -> str:
-    """Return, as text, the mean number of rounds until the runs of an entry reach an accuracy.
+    """Return, as text, the mean number of rounds until our runs of an entry reach an accuracy.
 
     Return a dash if there is no run, if a run never reaches the accuracy, or if the accuracy is
     unknown.
     key: a key of `Cell.rounds_to`: the accuracy as text, or a text that means FedAvg's final
     accuracy.
-    entry: one number of the paper's table, with our runs for this number. These runs are counted.
+    entry: a number of the paper's table, with our runs that are compared with it. The mean is
+    computed over these runs.
     entries: all entries of the same data set. FedAvg's final accuracy is computed from our runs in
     the entries of FedAvg.
     """
@@ -559,7 +567,8 @@ def _difference_from_paper(entries: Sequence[Entry], setting: str) -> list[str]:
 def _section(entries: Sequence[Entry], width: int) -> Iterator[str]:
     """Yield a text table for each column of the paper's table, and then a legend of the marks.
 
-    A mark such as [a] stands for hyperparameters of the methods that differ from the paper.
+    The label of a row may end with a mark such as [a]. A mark means that the runs of this row have
+    other method hyperparameters than the paper. The legend lists the differences for each mark.
     entries: the entries of one data set. An entry has one number of the paper, and our runs for
     this number. The runs of all these entries have the same `Match.setting`.
     width: the largest number of characters in a line.
@@ -606,9 +615,11 @@ def _columns(cells: Sequence[Entry], entries: Sequence[Entry]) -> Iterator[Colum
 
 
 def _other_scores(cells: Sequence[Entry]) -> dict[str, list[str]]:
-    """Map the titles of further columns to texts: additional scores, and label statistics.
+    """Return the last columns of a text table: for each title a list with one text per entry.
 
-    A column has a text for each entry of `cells`.
+    Each additional score of our runs has a column. The last column has statistics of how the labels
+    are split among the clients.
+    cells: the entries that have a row in the text table. They decide the order of the texts.
     """
     columns: dict[str, list[str]] = {}
     for entry in cells:

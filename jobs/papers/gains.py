@@ -34,7 +34,8 @@ class PairedSetting:
     with FedAvg.
     too_few: runs by method and seed, for each method that has fewer seeds in common with FedAvg.
     scores: the scores that all runs in `fedavg` and `others` have, by title.
-    own_method: the name of the paper's own method, with which the names of its parts begin.
+    own_method: the name of the method that the paper proposes, such as "fedld". The names of
+    methods with only some of its components begin with this name, such as "fedld_margin".
     """
 
     setting: Setting
@@ -66,15 +67,17 @@ class PairedSetting:
         """Return the seeds that have both a run of a method and a run of FedAvg.
 
         The seed whose run has the most uneven partition of the data comes first.
-        runs: the runs of the method, by seed.
+        runs: the runs of the method, by seed. FedAvg's runs are in `self.fedavg`.
         """
         shared = runs.keys() & self.fedavg.keys()
         return sorted(shared, key=lambda seed: (label_entropy(self.fedavg[seed]), seed))
 
     def pairs(self, runs: RunsBySeed, score: Score) -> list[tuple[float, float]]:
-        """Return FedAvg's score and a method's score, in percent, for each seed that both have.
+        """Return pairs of scores in percent, one pair per seed: FedAvg's and a method's score.
 
-        runs: the runs of the method, by seed.
+        Only seeds on which FedAvg and the method both have a run are used.
+        runs: the runs of the method, by seed. FedAvg's runs are in `self.fedavg`.
+        score: the rule that computes the score of a run.
         """
         pairs = []
         for seed in self.seeds(runs):
@@ -84,8 +87,10 @@ class PairedSetting:
     def gain(self, runs: RunsBySeed, score: Score) -> Difference:
         """Return how much higher a method's score is than FedAvg's, in percentage points.
 
-        The gain is the mean difference over the seeds that both have.
+        The gain is the mean difference over the seeds on which FedAvg and the method both have a
+        run.
         runs: the runs of the method, by seed. FedAvg's runs are in `self.fedavg`.
+        score: the rule that computes the score of a run.
         """
         before, after = zip(*self.pairs(runs, score), strict=True)
         return compare_pairs(after, before)

@@ -74,12 +74,14 @@ class Score:
 class PaperRuns:
     """A map from the cells of a paper's tables to commands of our runs and to their scores.
 
-    own_method: the name of the paper's own method, with which the names of its parts begin.
+    own_method: the name of the method that the paper proposes, such as "fedld". The names of
+    methods with only some of its components begin with this name, such as "fedld_margin".
     command: a function from a table and a cell to the command of our run.
-    score: a function from a table and a cell to our score, which is compared with the cell.
-    row_prefixes: prefixes of keys, such as "method.". The rows of a table differ in the settings
-    whose keys have one of these prefixes. A run is compared with a row only if it has the row's
-    values of these settings.
+    score: a function from a table and a cell to the rule that computes our score. This score is
+    compared with the cell.
+    row_prefixes: the beginnings of certain configuration keys, such as "method.". These keys tell
+    the rows of a table apart. A run is compared with a row only if the run and the row have the
+    same values of these keys.
     notes: remarks on our runs, by the name of the table.
     score_explanation: a text that says which of our scores is compared with the printed numbers.
     gains: the scores for which gains over FedAvg are computed, by title.

@@ -210,7 +210,7 @@ def _draw_panel(ax: Axes, content: Panel) -> None:
 
 
 def _draw_images(ax: Axes, images: np.ndarray) -> None:
-    """Draw images in rows."""
+    """Draw grey images [n, height, width] as a grid with `IMAGE_COLUMNS` images in each row."""
     count, height, width = images.shape
     rows = -(-count // IMAGE_COLUMNS)
     sheet = np.full((rows * (height + 1), IMAGE_COLUMNS * (width + 1)), 255)

@@ -81,7 +81,13 @@ def _most_uneven(local: Sequence[Probe]) -> Probe:
 
 
 def features(runs: Runs) -> Sequence[Panel]:
-    """Return panels with the features of a central model, a local model and the global model."""
+    """Return three panels with the features of a central, a local and the global model.
+
+    The central model is trained on the pooled data of all clients (`method=centralized`). The
+    global model and the local model are from a run of FedAvg. The global model is the version from
+    which the clients train in the last round. The local model is the model that one client then
+    trains: the client with the fewest classes.
+    """
     federated = probes(run_with_probes(runs, "method=fedavg"))
     central = probes(run_with_probes(runs, "method=centralized"))[0]
     local = _most_uneven(federated)
@@ -179,10 +185,11 @@ def from_start(runs: Runs, epochs: int, *overrides: str) -> Sequence[Panel]:
 
     A run of FedAvg begins with the start model and has one round. The client's model is shown as
     the client trained it, before the aggregation. The client is the one with the fewest classes.
-    Two panels show the features of both models. A third panel shows the mean output of the client's
-    model on classes that the client lacks. There is no third panel if the client has all classes.
+    The first panel shows the features of the start model, and the second panel the features of the
+    client's model. A third panel shows the mean output of the client's model on classes that the
+    client lacks. There is no third panel if the client has all classes.
     epochs: the number of epochs of the centralized training that makes the start model. With 0, the
-    start model is the final model of another run of FedAvg.
+    start model is the final model of a run of FedAvg over `ROUNDS` rounds.
     overrides: overrides of the run with one round.
     """
     if epochs:
