@@ -1,4 +1,9 @@
-"""The functions of a Grid that do not depend on how messages are answered."""
+"""A Flower Grid without nodes, from which all Grids of raysim are derived.
+
+A Grid is the object through which a Flower ServerApp sends messages to nodes and gets replies.
+`SimpleGrid` only creates messages. Its subclasses add the functions that send messages and return
+replies.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """AFL, agnostic federated learning: minimise the loss of the worst mixture of the clients.
 
-The server learns a weight for each client. Clients with a high loss get larger weights.
+The server learns an aggregation weight for each client. Clients with a high loss get larger
+weights.
 
 Source: Mohri, Sivek and Suresh, "Agnostic Federated Learning" (ICML 2019), with local steps as in
 the comparison of Deng, Kamani and Mahdavi, "Distributionally Robust Federated Averaging" (NeurIPS
@@ -68,9 +69,10 @@ class AFL(Method):
         self.step_size = at_least("method.afl.step_size", step_size, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Declare the clients' weights as server state, and that each job uploads a loss.
+        """Declare the learnt aggregation weights as server state, and the upload of a loss.
 
-        The uploaded loss is that of the model that the client received.
+        The server state has one weight for each client. Each job uploads the loss of the model that
+        the client received.
         """
         run.needs_fixed_clients("the server has a weight for each client")
         run.require(
@@ -86,7 +88,7 @@ class AFL(Method):
         run.upload("loss", 1)
 
     def _first_weights(self, server: ServerView) -> Tensor:
-        """Return the initial weights of the clients: float64 [clients]."""
+        """Return the initial aggregation weight of each client: float64 [clients]."""
         has_samples = torch.from_numpy(server.sample_counts > 0).double()
         return has_samples / has_samples.sum()
 

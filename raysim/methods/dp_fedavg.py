@@ -147,8 +147,10 @@ class DPFedAvg(Method):
     clip: the clipping bound C in the first round.
     quantile: the share of updates that the bound should not clip; None keeps the bound constant.
     rate: the speed at which the bound changes.
-    bit_noise: the standard deviation of the noise on the number of updates that are not clipped.
-    None is m / 20 for m clients in a round, but at least `noise`.
+    bit_noise: the standard deviation of the noise on the number of unclipped updates in a round.
+    This number is a sum of bits: 1 for each unclipped update, 0 for each clipped update. None means
+    m / 20 for a round of m clients, or `noise` if `noise` is larger. Without a `quantile`,
+    bit_noise has no effect.
     delta: the probability delta of the guarantee; None is n^-1.1 for n clients with samples.
     """
 

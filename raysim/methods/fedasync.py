@@ -13,7 +13,8 @@ term of FedProx: `method=fedasync+fedprox`.
 
 Departures from the paper or public code
 - If an aggregation has several models, they are mixed into x one after another. Each model
-  increases t in the formula. In synchronous rounds the last model therefore counts most, so the
+  increases t by 1, so a later model has a smaller a_t. But each mixing also scales down all earlier
+  models. In synchronous rounds with the default settings, the last model therefore counts most. The
   result is not that of FedAvg.
 - The hinge function is that of the paper. In easyFL's code, its denominator is a (s - b).
 - The model y is mixed, including its floating-point buffers (BatchNorm's statistics). To add the
@@ -160,7 +161,8 @@ class FedAsync(Method):
     def setup(self, run: Setup) -> None:
         """Exclude methods that change the server's step or the weights of updates.
 
-        Warn if synchronous rounds aggregate several updates, because the last one counts most.
+        Warn if synchronous rounds aggregate several updates, because these updates do not count
+        equally.
         """
         for other in (
             "fedavgm",

@@ -192,7 +192,12 @@ class FedBN(Method):
         return self.scope == "all" or name.rpartition(".")[2] in SCOPES[self.scope]
 
     def personalise(self, client: PersonalModel) -> None:
-        """Load BatchNorm statistics of the client's own samples, if the client never trained."""
+        """Compute BatchNorm statistics from the samples of a client that never trained.
+
+        The computed statistics replace the initial statistics in the client's model, which is about
+        to be scored. For a client that has trained, nothing changes.
+        client: the client's model, changed in place, and the client's samples.
+        """
         if client.trained:
             return
         networks = client.vector.networks

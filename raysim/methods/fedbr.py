@@ -78,7 +78,8 @@ def contrastive_loss(
 
     z_local_pseudo, z_global_pseudo: embeddings of pseudo-data by the local and the received model.
     z_local: embeddings of real samples. Row j of one tensor is compared with row j of the others.
-    tau1, tau2: the temperatures of the similarity to the received model, and to the real samples.
+    tau1: the temperature of the similarity between `z_local_pseudo` and `z_global_pseudo`.
+    tau2: the temperature of the similarity between `z_local_pseudo` and `z_local`.
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     Raises ValueError for another mode than "multiply" and "divide", and for a division by a
     temperature of 0 or less.
@@ -157,9 +158,11 @@ class FedBR(Method):
 
     lam: weight of Component 1 (uniform outputs for pseudo-data); 0 switches it off.
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
-    tau1, tau2: the temperatures of two similarities in the contrastive loss. tau1 is for a
-    pseudo-sample: the features from the trained model against those from the received model. tau2
-    is for the trained model: the features of a pseudo-sample against those of a real sample.
+    tau1: the temperature of the first similarity in the contrastive loss. It compares the trained
+    model's features of a pseudo-sample with the received model's features of the same
+    pseudo-sample.
+    tau2: the temperature of the second similarity. It compares the trained model's features of a
+    pseudo-sample with the trained model's features of a real sample.
     temperature_mode: "multiply" multiplies similarities by the temperatures, "divide" divides.
     max_step: False does not train the projector.
     projection: the widths of the projector's layers. "paper" is (256, 256, 128), "code" is (2F, 2F,
@@ -265,8 +268,9 @@ class FedBR(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of the pseudo-data, as a number of trained samples.
 
-        Training on pseudo-data costs as much as training on the batches. If the received model
-        computes features of new pseudo-data in every step, this forward pass costs a third more.
+        Training on pseudo-data costs as much as training on the client's batches. In some runs, the
+        received model also makes a forward pass over new pseudo-data in every step. These forward
+        passes add a third of the cost of training on the batches.
         """
         if self.lam == 0 and self.mu == 0:
             return 0.0

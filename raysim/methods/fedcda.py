@@ -6,13 +6,15 @@ close to each other.
 Source: Wang, Xu, Li, Xu, Li and Zhang, "FedCDA: Federated Learning with Cross-rounds
 Divergence-aware Aggregation" (ICLR 2024), eqs. (3), (7) and (8), Algorithm 1. The participants of
 an aggregation are divided at random into B groups (the setting `batches`). One group after another,
-the server chooses a cached model w_n for each client n of the group. All clients that do not
-participate keep the models that were chosen for them before. F_n is the loss of w_n, and L the
-setting `smoothness`. The choice minimises
+the server chooses a cached model w_n for each client n of the group. For a client that does not
+participate, w_n stays the model that an earlier aggregation chose. F_n is the loss of w_n, and L
+the setting `smoothness`. The choice of a group minimises
 
     J = mean F_n(w_n) + (L/2) mean |w_n - w_bar|^2          w_bar: the mean of the models w_n
 
-The means are over all clients except those of later groups.
+The means leave out the clients of later groups. They are over the clients of this group, the
+clients of earlier groups, and all clients that do not participate. After the last group, the mean
+of the w_n of all clients is the next version.
 
 Departures from the paper
 - Clients without an update so far are left out.
@@ -101,7 +103,7 @@ def select_models(
     fixed_losses: Tensor,
     smoothness: float,
 ) -> Tensor:
-    """Choose one cached model for each of B clients; return the index of each: int64 [B].
+    """Choose one of the K cached models of each of B clients; return its index: int64 [B].
 
     The chosen models, together with `fixed_models`, minimise `selection_objective`. If several
     choices do so, the lexicographically first one is returned.
@@ -134,7 +136,7 @@ def greedy_selection(
     smoothness: float,
     num_batches: int,
 ) -> Tensor:
-    """Choose one cached model for each of P clients; return the index of each: int64 [P].
+    """Choose one of the K cached models of each of P clients; return its index: int64 [P].
 
     The clients are divided into groups, and one group after another chooses its models by
     `select_models`. The chosen models of earlier groups are then fixed.
@@ -199,7 +201,8 @@ class _Selection:
     ) -> list[int]:
         """Choose one model for each client, one group of clients after another.
 
-        Add the chosen models to this selection, and return the index of each client's chosen model.
+        Add the chosen models to this selection. Return for each client the position of the chosen
+        model in the client's list of cached models.
         models: for each client, its cached models.
         losses: for each client, the losses of these models.
         smoothness: the weight L of the divergence in the objective.
@@ -222,9 +225,11 @@ class _Selection:
         losses: Sequence[Sequence[float]],
         smoothness: float,
     ) -> list[int]:
-        """Return the index of each client's model in the combination with the lowest objective.
+        """Choose one cached model for each client, so that the objective is as low as possible.
 
-        Of several such combinations, return the lexicographically first one.
+        Return for each client the position of the chosen model in the client's list of cached
+        models. If several choices have the lowest objective, return the lexicographically first
+        one. The objective also counts the models that are already in this selection.
         models: for each client, its cached models.
         losses: for each client, the losses of these models.
         smoothness: the weight L of the divergence in the objective.
@@ -300,10 +305,14 @@ _CHANGES_MEAN = "it changes a mean update, but FedCDA sets the model to a mean o
 class FedCDA(Method):
     """A server rule that caches the last models of every client and chooses among them.
 
+    It chooses one model for each client and minimises an objective. The objective is the mean loss
+    of the chosen models plus L / 2 times their divergence. The divergence is the mean squared
+    distance of the chosen models to their mean.
+
     memory: the number of cached models per client.
     batches: the number of groups into which the participants of an aggregation are divided. The
     groups choose models one after another.
-    smoothness: the weight L of the models' divergence in the objective.
+    smoothness: the factor L in the objective.
     warmup_rounds: the number of first rounds in which no models are chosen.
     warmup: the average in these rounds. "fedavg" takes the models of the participants, "selected"
     the newest model of every client that took part so far.

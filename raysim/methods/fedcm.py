@@ -10,10 +10,10 @@ moves along v in place of g:
     v <- alpha g + (1 - alpha) Delta                                   every local step
     Delta <- sum_i p_i (x - y_i) / (eta_l K_i)                         every aggregation
 
-Departures from the paper
-- Delta starts at 0, as in the paper. The local steps of the first round are therefore alpha times
-  as long as those of plain SGD. With warm_start=True the first round is plain SGD. This is what the
-  implementation of FedCM in FedBR's code does.
+Choices, and departures from the paper
+- With warm_start=False, Delta starts at 0, as in the paper. The local steps of the first round are
+  therefore alpha times as long as those of plain SGD. With warm_start=True, the first round is
+  plain SGD, as in the implementation of FedCM in FedBR's code.
 - The gradient g contains the weight decay, so v contains alpha times the weight decay.
 - With local momentum, the optimizer's momentum is a sum of earlier v. FedBR's code instead writes
   to the optimizer's momentum buffer, and therefore computes different local steps.

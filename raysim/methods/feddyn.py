@@ -1,8 +1,8 @@
 """FedDyn: add a linear and a quadratic term to each client's loss.
 
-During the run, the minimum of each client's new loss approaches the minimum of the clients' mean
-loss. The linear term has a correction g_k, which client k stores. The server stores a drift h, and
-corrects the mean model by it.
+During the run, the parameters that minimise a client's new loss approach the parameters that
+minimise the mean loss of all clients. The linear term has a correction g_k, which client k stores.
+The server stores a drift h, and corrects the mean model by it.
 
 Source: Acar, Zhao, Matas, Mattina, Whatmough and Saligrama, "Federated Learning Based on Dynamic
 Regularization" (ICLR 2021), Algorithm 1. F_k is the loss of client k, x^t the received model and

@@ -18,14 +18,15 @@ and so on. If a pair (g_i, g_j) conflicts, the server removes from g_i its proje
 from g_j its projection on the original g_i. The two updates of a pair are then replaced by their
 sum. This repeats until one update is left.
 
-Departures from the paper
+Choices, and departures from the paper
 - The authors have published no code, and the listing of the algorithm was not available. The pairs
   are tested in the order (0, 1), (0, 2), ... by client number.
-- A pair conflicts if <G_i, G_j> is negative. With conflict_test="current", the changed updates are
-  tested, as in PCGrad: the first formula is applied if <g_i, G_j> is negative, and the second
-  formula if <g_j, G_i> is negative.
-- Lengths are not restored: updates become shorter. All trainable parameters of a client form one
-  vector, unless granularity="tensor".
+- With conflict_test="current", the server tests changed updates for conflicts, as in PCGrad. It
+  applies the first formula if <g_i, G_j> is negative, and the second formula if <g_j, G_i> is
+  negative.
+- An update becomes shorter when a projection is removed from it. The server does not scale it back
+  to its original length.
+- All trainable parameters of a client form one vector, unless granularity="tensor".
 - In "fedgh_hierarchical", the last two updates a and b are an exception, as in FedLD's code. Let
   s = <a, b> for the original a and b; s does not change. First a <- a - s / (|b|^2 + eps) b. Then
   b <- b - s / (|a|^2 + eps) a, with the changed a.
@@ -210,14 +211,17 @@ def _harmonize_in_tree(
 ) -> np.ndarray:
     """Add up m updates in pairs, then the sums in pairs, until one sum is left.
 
+    The function works in passes. In each pass, it sorts the vectors by their inner product with r,
+    the running mean of past aggregates; the vector with the largest product comes first. Then it
+    replaces the first and the last vector by their sum, the second and the last but one by their
+    sum, and so on. If the number of vectors is odd, the middle vector goes into the next pass
+    unchanged. The last two vectors are not sorted.
     If the inner product of a pair is negative, the projection of each vector on its partner is
     removed before the two vectors are added. Return the coefficient of each update in the last sum,
     float64 [m].
 
-    products: the inner products of m + 1 vectors, [m + 1, m + 1]. The first m vectors are the
-    updates. The last vector is the running mean r of past aggregates. The function sorts the
-    vectors by their inner product with r before it forms pairs. The first vector is paired with the
-    last, the second with the last but one, and so on.
+    products: [m + 1, m + 1], the inner products of m + 1 vectors. The first m vectors are the
+    updates, and the last one is r, which is never added.
     factors: [m], the factor by which each update is multiplied at first.
     eps: a small number that is added to squared norms, so that no division is by 0.
     counts: the conflicts and projections are added to these numbers.
@@ -230,8 +234,9 @@ def _harmonize_in_tree(
     def subtract(a: np.ndarray, overlap: float, direction: np.ndarray) -> np.ndarray:
         """Return the vector a - overlap / (|direction|^2 + eps) direction.
 
-        Each vector is a weighted sum of the m updates, and is given by these m weights.
-        overlap: the inner product of `a` and `direction`, before either vector was changed.
+        Each vector is a weighted sum of the m updates. The arrays `a`, `direction` and the result
+        have the m weights of these sums.
+        overlap: the inner product of the two vectors of a pair, before one of them was changed.
         """
         factor = overlap / (inner(direction, direction) + eps)
         changed: np.ndarray = a - factor * direction
@@ -240,8 +245,9 @@ def _harmonize_in_tree(
     def join_pair(a: np.ndarray, b: np.ndarray, is_last_pair: bool) -> np.ndarray:
         """Return the vector a + b; if <a, b> is negative, first change `a` and `b`.
 
-        Each vector is a weighted sum of the m updates, and is given by these m weights. The change
-        removes from `a` the projection of `a` on `b`, and from `b` the projection of `b` on `a`.
+        Each vector is a weighted sum of the m updates. The arrays `a`, `b` and the result have the
+        m weights of these sums. The change removes from `a` the projection of `a` on `b`, and from
+        `b` the projection of `b` on `a`.
         is_last_pair: True if only `a` and `b` are left. Then `b` is projected on the changed `a`,
         not on the original `a`.
         """
@@ -317,11 +323,13 @@ class HierarchicalFedGH(Method):
         run.warn_if_single("no updates are in conflict")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the mean update, from which conflicts between clients' updates are removed.
+        """Return the mean update after conflicts between clients' updates are removed.
 
-        In the first round, the result is the plain mean. In later rounds, the updates of each
-        tensor are added up in pairs. If the two updates of a pair conflict, the conflict is removed
-        before they are added. A running mean of past results decides which updates form a pair.
+        In the first aggregation of a run, the result is the plain mean. Later, the server adds up
+        the updates of each tensor in pairs, then the sums in pairs, until one sum is left. If the
+        inner product of a pair is negative, the server first removes the projection of each vector
+        on its partner. The mean is the last sum divided by the sum of the updates' weights. A
+        running mean of past results decides which vectors form a pair.
         """
         counts = _ConflictCounts()
         reference = server.state.get("reference")

@@ -15,7 +15,8 @@ Departures from the paper
 - With count_floor > 0, classes that a client lacks have a finite margin and stay in the sum.
 - A client with samples of only one class has loss 0 and no gradient. The history has the share of
   such clients as `fedlc.one_class`.
-- Outputs that are not classes of the data, which the method vhl adds, have margin 0.
+- The method vhl adds outputs to the model for its virtual images. These added outputs have margin
+  0.
 - With Mixup, the loss is the cross-entropy with the mixed labels. With denominator="others", it is
   the weighted mean of the losses for both labels.
 """

@@ -1,13 +1,14 @@
 """FedMix: approximate a loss in which a client's samples are mixed with means of samples.
 
-The samples of a mean come from one client, which can be any client of the run. NaiveMix mixes each
-input with a mean input. FedMix takes the first-order Taylor expansion of NaiveMix's loss. A mean
-input then occurs only in l3 below: in a product with a gradient with respect to the inputs. Mean
-labels are targets of the cross-entropy.
+Each client averages the inputs of some of its samples to a *mean input*, and their one-hot labels
+to a *mean label*. All clients receive the pairs (mean input, mean label) of all clients. NaiveMix
+mixes each input of a batch with a mean input. FedMix takes the first-order Taylor expansion of
+NaiveMix's loss. The expansion has a mean input only in the term l3 below: in a product with a
+gradient with respect to the inputs. Mean labels are targets of the cross-entropy.
 
 Source: Yoon, Shin, Hwang and Yang, "FedMix: Approximation of Mixup under Mean Augmented Federated
-Learning" (ICLR 2021), Proposition 1 and the local update. A sample x with label y gets a pair of
-means: xbar of inputs, ybar of their one-hot labels. f is the model, and with u = (1 - lam) x,
+Learning" (ICLR 2021), Proposition 1 and the local update. A sample x with label y gets a pair: the
+mean input xbar and the mean label ybar. f is the model, and with u = (1 - lam) x,
 
     l1 = (1 - lam) CE(f(u), y)    l2 = lam CE(f(u), ybar)    l3 = lam <grad_u l1, xbar>
     FedMix:    loss = mean of l1 + l2 + l3

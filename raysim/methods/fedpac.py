@@ -24,10 +24,11 @@ upload h, V, the trained head, and the mean features and the counts n_ik of each
 Departures from the paper
 - The authors train the head for one epoch and then the extractor for E epochs. Here a job has
   local.epochs epochs. The first head_epochs epochs train the head, and all later epochs the
-  extractor. With local.steps, the head also trains for head_epochs passes over the samples. If a
-  job has fewer steps than head_epochs + 1 passes, the head trains for the fraction
-  head_epochs / (head_epochs + 1) of the steps, so that steps remain for the extractor. Each phase
-  has a separate optimizer. The learning rate of the head is local.lr times head_lr_factor.
+  extractor. If the run sets local.steps instead, the steps of the first head_epochs passes over the
+  samples train the head. If a job has fewer steps than head_epochs + 1 passes, the head trains for
+  the fraction head_epochs / (head_epochs + 1) of the steps, so that steps remain for the extractor.
+  Each phase has a separate optimizer. The learning rate of the head is local.lr times
+  head_lr_factor.
 - h and V are measured with the received extractor, as in the authors' code. The server makes
   prototypes from class means, which clients measure with the trained extractor. h, V and the class
   means are measured on all samples of a client, in eval mode and without augmentation.

@@ -15,7 +15,8 @@ Departures from the paper
 - The method removes the bias of the model's head, as the released code does.
 - With alpha = 0, a missing class has the logit 0 and stays in the softmax. FedLC leaves such
   classes out.
-- Outputs that are not classes of the data are not scaled.
+- The method vhl adds outputs to the model for its virtual images. These added outputs are not
+  scaled.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class FedRS(Method):
         return model
 
     def setup(self, run: Setup) -> None:
-        """Refuse a task without classes and a model without a linear head; replace the loss."""
+        """Require a classification task and a model with a linear head; replace the task loss."""
         run.needs("classes", "features")
         run.owns("loss")
 

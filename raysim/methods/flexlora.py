@@ -172,12 +172,14 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
 def _split_mean(
     factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Split the mean P of one layer's products into new factors B [m, r] and A [r, n], in float64.
+    """Return new factors B [m, r] and A [r, n] of a layer, computed in float64.
 
-    P is the sum of coefficient * B A over `models`. If P has a rank below r, rows of `old_a` fill
-    up A.
-    factors: where a model's vector holds the factors of this layer.
-    models: the models with their coefficients, from `_shares_of_models`.
+    The product B A is the matrix of rank r that is nearest to P. P is the weighted mean of the
+    clients' products B_i A_i in this layer. Each entry of `models` has a model with the factors B_i
+    and A_i, and a coefficient. P is the sum of coefficient * B_i A_i. If P has a rank k below r,
+    rows k + 1 to r of A are those of `old_a`.
+    factors: the positions of this layer's factors in a model's vector.
+    models: vectors of models and their coefficients, from `_shares_of_models`.
     old_a: [r, n], the factor A of the current model.
     """
     left, right = [], []

@@ -139,9 +139,10 @@ class HetLoRA(Method):
     def begin(self, job: LocalJob) -> None:
         """Cut the received factors A and B to the client's rank r, and store their penalty.
 
-        The penalty is the `tail_sum` of columns q + 1 to r of B and rows q + 1 to r of A. Here q is
-        floor(gamma * r). After training, `end` compares the penalty of the trained factors with
-        this stored penalty. With lam = 0 there is no penalty.
+        The penalty is the sum over layers of |B_t| |A_t|, with Frobenius norms. B_t has the columns
+        q + 1 to r of B, and A_t the rows q + 1 to r of A. Here q is floor(gamma * r). After
+        training, `end` compares the penalty of the trained factors with the stored penalty. With
+        lam = 0, no penalty is computed.
         """
         rank = max(factors.rank for factors in find_factors(job.layout))
         if "rank" in job.received:
@@ -157,10 +158,14 @@ class HetLoRA(Method):
             job.scratch["sum"] = tail_sum(job.start[: len(tail)], tail, job.layout)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the gradient of lam times the penalty `tail_sum`.
+        """Add the gradient of lam times the penalty of the adapters.
 
-        Then set the gradient to 0 for the rows of A and columns of B that the client does not have.
+        The penalty is the sum over layers of |B_t| |A_t|, with Frobenius norms. B_t has the columns
+        q + 1 to r of B, and A_t the rows q + 1 to r of A. Here r is the client's rank, and q is
+        floor(gamma * r). Then set the gradient to 0 for the rows of A and columns of B that the
+        client does not have.
         grad: the gradient with respect to `job.params[at]`, changed in place.
+        at: the positions of these parameters in the vector.
         """
         if self.lam:
             tail = job.scratch["tail"]
@@ -171,11 +176,12 @@ class HetLoRA(Method):
         grad *= job.scratch["mask"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Lower the client's rank if training made the penalty `tail_sum` smaller.
+        """Lower the client's rank if training made the penalty of its adapters smaller.
 
-        The new rank r is floor(gamma * rank), but at least 1. In each adapter B A, all columns of B
-        and all rows of A after the first r then become 0. The client state stores the client's
-        rank, even if it is unchanged.
+        The penalty (`tail_sum`) is on the last columns of B and the last rows of A. The new rank is
+        floor(gamma * old rank), but at least 1. In each adapter B A, all columns of B and all rows
+        of A beyond the new rank become 0. The client state stores the client's rank, even if the
+        rank is unchanged.
         """
         tail, rank = job.scratch["tail"], job.scratch["rank"]
         params = job.params[: len(tail)]

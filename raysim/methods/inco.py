@@ -11,9 +11,10 @@ the mean update of another tensor, its *source*. For each kernel of a convolutio
     theta = clamp(|<g0, g>| / (<g0, g0> + eps), 0, 5)
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
 
-In residual networks with torchvision's names, a tensor and its source are in the same stage, and
-the source is in block 0. In a later block, the source of convJ is conv2 of block 0 if the shapes
-are equal, otherwise convJ of block 0. In transformers, the source of a block's norm2 is its norm1.
+In residual networks with torchvision's names, the convolutions of blocks 1, 2, ... of a stage have
+sources. The source is a convolution in block 0 of the same stage. It is conv2 if both tensors have
+the same shape, otherwise the convolution with the same name, such as conv3. In transformers, the
+source of a block's norm2 is its norm1.
 
 Departures from the paper
 - All updates that have a source are changed, as in the authors' code. In the paper's derivation,

@@ -56,12 +56,13 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
 
 
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
-    """Refuse runs in which the server cannot replace the factors A and B in each aggregation.
+    """Refuse runs in which the server cannot replace the factors A and B of the adapters.
 
-    A and B are the two factors of an adapter. The method cannot be combined with the methods in
-    `KEEPERS`: they store a value for each entry of A and B, but new factors have other entries.
-    Adapters of grouped convolutions are refused, because their product B A does not have the shape
-    of the layer's weight.
+    A method calls this function if its server computes new factors from products B A in each
+    aggregation. Such a method cannot be combined with the methods in `KEEPERS`. They store a value
+    for each entry of A and B, but the entries of new factors have another meaning. Adapters of
+    grouped convolutions are refused, because their product B A does not have the shape of the
+    layer's weight.
     adapters: the adapters of the run's model.
     """
     for other in KEEPERS:
@@ -177,7 +178,8 @@ def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> Clie
 class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
-    of_client: int [clients], the rank of each client; one number, [1], if `is_equal`.
+    of_client: int [clients], the rank of each client. If `is_equal` is True, the array has only one
+    entry: the rank of all clients.
     sizes: for each adapter, a pair: its rank in the model, and the number of floats in a row of A
     and a column of B together.
     is_equal: True if all clients have the rank of the model.

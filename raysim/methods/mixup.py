@@ -56,9 +56,12 @@ def mixed_batch(
 ) -> dict[str, Tensor]:
     """Return each sample mixed with its partner: "inputs" [B, ...] and "targets" [B, C].
 
+    inputs: [B, ...].
     labels: int64 [B] or rows of probabilities [B, C].
-    lam: from 0 to 1, a number or a scalar tensor.
-    permutation: int64 [B], the partner of each sample.
+    num_classes: the number C of classes.
+    lam: the weight of a sample, from 0 to 1: a number or a scalar tensor. The sample's partner has
+    the weight 1 - lam.
+    permutation: int64 [B], the position of each sample's partner in the batch.
     """
     targets = soft_targets(labels, num_classes, torch.promote_types(inputs.dtype, torch.float32))
     return {
@@ -75,8 +78,9 @@ def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation:
 
     logits: [B, C], the outputs for mixed inputs.
     labels: int64 [B].
-    lam: the weight of a sample's own label; its partner's label has 1 - lam.
-    permutation: int64 [B], the partner of each sample.
+    lam: the weight of a sample's label, from 0 to 1. The label of the sample's partner has the
+    weight 1 - lam.
+    permutation: int64 [B], the position of each sample's partner in the batch.
     """
     log_probabilities = F.log_softmax(logits, dim=-1)
     first = F.nll_loss(log_probabilities, labels)

@@ -365,14 +365,14 @@ def _mix(
     received: Tensor,
     previous: Tensor,
 ) -> Tensor:
-    """Return a flat tensor: received values of loaded layers, previous values of other layers.
+    """Return a flat tensor in which each layer has either its received or its previous values.
 
-    Networks that other methods added are always loaded.
+    Networks that other methods added always have the received values.
     entries: the tensors of the result, with their positions in `received` and `previous`.
     layers: the paths of the model's L layers.
-    mask: bool [L], True for the layers that are loaded.
-    received: the values that the client received, flat.
-    previous: the values that the client trained last, flat.
+    mask: bool [L], True for layers that get the received values.
+    received: flat, the values of the model that the server sent.
+    previous: flat, the values of the model that the client trained last.
     """
     loads_other_networks = torch.ones(1, dtype=torch.bool)
     loads_index = torch.cat([mask.cpu(), loads_other_networks])
@@ -412,11 +412,12 @@ def _fold_statistics(
 ) -> dict[str, Tensor]:
     """Return tensors of a BatchNorm that let gradients flow to its running statistics.
 
-    torch computes no gradients for the running mean and variance of a BatchNorm. Therefore the
-    function computes a new weight and a new bias from them, through which gradients flow. The new
-    running mean is 0, and the new running variance is 1 - eps. In eval mode, the BatchNorm has the
-    same outputs with the new tensors as with the old ones. If a BatchNorm has no weight and bias,
-    its statistics are returned unchanged and get no gradients.
+    torch computes no gradients for the running mean and the running variance of a BatchNorm.
+    Therefore the function computes a new weight and a new bias from these statistics. Gradients
+    reach the statistics through the new weight and the new bias. The new running mean is 0, and the
+    new running variance is 1 - eps. In eval mode, the BatchNorm has the same outputs with the new
+    tensors as with the old ones. If a BatchNorm has no weight and bias, its statistics are returned
+    unchanged and get no gradients.
     path: the path of the BatchNorm in the model.
     module: the BatchNorm.
     tensors: the model's tensors by path, with the values to use.

@@ -17,7 +17,9 @@ Departures from the paper
 - F_i is measured in eval mode, without augmentation and loss terms of other methods. It is at least
   1e-10.
 - eta is the learning rate of the job. |D_i| is the norm over the shared trainable parameters.
-- Each client uploads F_i and L |D_i|^2, because the server does not know the job's learning rate.
+- Each client uploads F_i and c_i = L |D_i|^2, because the server does not know the job's learning
+  rate. With w_i = F_i^q, the server computes the same step as
+  sum_i w_i D_i / sum_i w_i (1 + q c_i / F_i).
 - Buffers are averaged with the weights F_i^q.
 """
 

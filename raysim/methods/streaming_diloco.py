@@ -165,11 +165,12 @@ class StreamingDiLoCo(Method):
     def _floats_down(self, layout: Layout, job: Participation) -> int:
         """Return an estimate of how many floats a client receives in a job.
 
-        In its first job, a client receives all floats. Let a later job start from version v, and
-        the client's previous job from version s. In the later job, the client receives the
-        fragments that are due in the versions s to v - 1. In each version i, fragment i mod P is
-        due, where P is the number of fragments. s is estimated as the number of the client's
-        earlier jobs minus 1.
+        In its first job, a client receives all floats. In a later job, the client receives only the
+        fragments that were due since the base version of its previous job. With P fragments,
+        fragment i mod P is due in version i. The base version of the previous job is not known
+        here. Let the client have k earlier jobs, and let v be the base version of this job. The
+        function assumes that the earlier jobs started from the versions 0 to k - 1. The client then
+        receives the fragments of the versions k - 1 to v - 1.
         """
         if not job.earlier_jobs:
             return layout.trained
@@ -181,10 +182,10 @@ class StreamingDiLoCo(Method):
     def begin(self, job: LocalJob) -> None:
         """Start from the client's last trained model, with some fragments of the received model.
 
-        Let this job start from version v, and the client's previous job from version s. The
-        fragments that are due in the versions s to v - 1 are taken from the received model. In each
-        version i, fragment i mod P is due, where P is the number of fragments. The client's first
-        job starts from the whole received model.
+        The received model provides the fragments that were due since the client's previous job. If
+        this job has the base version v and the previous job the base version s, these are the
+        fragments that were due in the versions s to v - 1. With P fragments, fragment i mod P is
+        due in version i. The client's first job starts from the whole received model.
         """
         trained = job.layout.trained
         version = int(job.state["version"])

@@ -212,8 +212,8 @@ class ScoreWriter:
     def write(self) -> None:
         """Write all rows that are in memory to the newest file, and replace its old content.
 
-        All rows since the last full file are in memory. Full files do not change. Without rows in
-        memory, nothing is written.
+        A file is full once it has at least `SCORES_FILE_ROWS` rows. The rows in memory are all rows
+        that no full file has. Full files do not change. Without rows in memory, nothing is written.
         """
         if not self._tables:
             return

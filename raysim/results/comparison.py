@@ -63,7 +63,7 @@ class Report:
 
     @property
     def thresholds(self) -> pd.DataFrame:
-        """Return a row for each threshold score and setting, with the costs to reach the score.
+        """Return a row for each target score and setting, with the costs of reaching the score.
 
         The costs are rounds, bytes, virtual seconds and wall seconds, counted up to the first round
         that reaches the score. Energy, money and CO2 follow if the fleet has them. Each cost is the
@@ -154,7 +154,7 @@ class Report:
         return to_latex(self._columns, "\n".join(filter(None, notes)))
 
     def latex_thresholds(self) -> str:
-        """Return the table `thresholds` as LaTeX: the costs until runs reach target scores.
+        """Return the table `thresholds` as LaTeX: the costs of reaching target scores.
 
         The table has a row for each target score and setting. Return "" if no run reached any
         target score.
@@ -212,19 +212,20 @@ def report(
         comparison.figures["accuracy-round"]
         comparison.write("paper", formats=["pdf"])
 
-    Runs that differ only in their seeds are one setting, which is one row of the tables.
+    Runs that differ only in their seeds are one setting, which is one row of the tables. Each
+    setting is tested against a reference: the first setting in the tables that has the same data
+    and split.
 
     runs: folders of runs, studies and sweeps.
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
     labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
-    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". A setting
-    that `order` omits comes after all settings of `order` with the same data and split. If no
-    setting of `order` has the same data and split, the omitted setting goes to the end. Each
-    setting is tested against the first setting with the same data and split.
+    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". An omitted
+    setting follows the settings with the same data and split. If no setting has the same data and
+    split, the omitted setting comes last.
     percent: True shows scores between 0 and 1, such as accuracy, in percent.
-    thresholds: target scores. The table `thresholds` has the costs until a setting reaches each of
-    them. () takes the target scores that the summaries list in `rounds_to`, and keeps the highest
-    ones that any run reached: four in the table, two on the HTML page.
+    thresholds: target scores. The table `thresholds` has the costs of reaching each target score:
+    rounds, bytes and times. () takes target scores from `rounds_to` in the runs' summaries: the
+    highest ones that any run reached, four in the table and two on the HTML page.
     bold: the rule by which the best value of a column is bold. "best" always makes it bold. "clear"
     does so only if its distance from the second-best value is larger than both values' standard
     deviations.

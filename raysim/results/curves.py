@@ -340,12 +340,13 @@ def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
 
 
 def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
-    """Draw one SVG for each quantity of the horizontal axis, such as rounds, traffic or time.
+    """Draw the curves against each quantity of the horizontal axis, such as rounds or traffic.
 
-    A quantity is left out if it is 0 at every point of all curves. Each entry of the result has the
-    label of the horizontal axis, the SVG and a bool. The bool is False for a plot that the page
-    folds, because its curves look the same as against rounds. It is also False for wall time, which
-    depends on the machine. The SVGs have no legend, because the page has one legend for all plots.
+    Return for each quantity the label of the horizontal axis, an SVG and a bool. The bool is True
+    if the page shows the plot, and False if the page folds it. A plot is folded if it shows no more
+    than the plot against rounds. The plot against wall time is also folded, because wall time
+    depends on the machine. A quantity is left out if it is 0 at every point of all curves. The SVGs
+    have no legend, because the page has one legend for all plots.
     ylabel: the label of the vertical axis.
     """
     drawn = []
@@ -368,8 +369,8 @@ def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
 def draw_comparison(curves: Sequence[Curve], path: Path, title: str, ylabel: str) -> None:
     """Write a PNG, 1300 pixels wide, whose panels show the same curves against several quantities.
 
-    The horizontal axes of the panels are rounds, traffic, virtual time and wall time. Energy, money
-    and CO2 follow if some curve has values of them.
+    The horizontal axes of the panels are rounds, traffic, virtual time and wall time. If energy,
+    money or CO2 is above 0 at some point, its panel follows.
     path: the file to write.
     title: the title of the figure.
     ylabel: the label of the vertical axes.
@@ -385,7 +386,7 @@ def _draw_png(
     title: the title of the figure.
     ylabel: the label of the vertical axes.
     axes_shown: the quantities on the horizontal axes. () takes rounds, traffic, virtual time and
-    wall time. Energy, money and CO2 are added if some curve has values of them.
+    wall time, and also each of energy, money and CO2 that is above 0 at some point.
     """
     import matplotlib
     from matplotlib.figure import Figure

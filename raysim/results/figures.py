@@ -285,10 +285,15 @@ _PROBE_COLUMNS = (
 def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write a picture of the effects of local training, in three panels over the rounds.
 
-    The first panel shows the accuracy of the local models. The second panel compares the features
-    of local models with the features of the received model. The third panel shows outputs of local
-    models on samples of classes of which the client has no training samples.
+    A local model is a client's trained model before the aggregation. A class is unseen if the
+    client has no training samples of it, otherwise seen. The first panel shows the accuracy of the
+    shared model and of the local models. The second panel compares a local model's features with
+    those of the received model. It also compares features of seen classes with features of unseen
+    classes. The third panel shows the outputs of local models on samples of unseen classes.
 
+    rows: the rows of the history.
+    path: the file to write.
+    title: the title of the picture.
     Returns False, and writes nothing, if the history has no probes.
     """
     if not finite_values([row.get(key) for row in rows for key in _PROBE_COLUMNS]):

@@ -180,9 +180,10 @@ class JobWriter:
             self.write()
 
     def write(self) -> None:
-        """Write the newest file of the folder again, with all jobs that are in memory.
+        """Write all jobs that are in memory to the newest file, and replace its old content.
 
-        These are all jobs that no full file has. Full files stay unchanged.
+        A file is full once it has at least `_FILE_ROWS` jobs. The jobs in memory are all jobs that
+        no full file has. Full files do not change.
         """
         arrays = {}
         for name, values in self._columns.items():

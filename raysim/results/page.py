@@ -298,12 +298,13 @@ def _results(groups: Sequence[RunGroup], view: TableView) -> PagePart:
 
 
 def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
-    """Return the page's section about the costs until groups of runs reach target scores.
+    """Return the page's section about the costs of reaching target scores.
 
-    The costs are rounds, bytes and times. The target scores are `view.thresholds`. If
-    `view.thresholds` is (), the target scores come from the runs' summaries. The section then has
-    the two highest target scores that any run reached.
+    The costs are the rounds, bytes and times up to the first round that reaches a target score. The
+    target scores are `view.thresholds`. If `view.thresholds` is (), the target scores come from the
+    runs' summaries. The section then has the two highest target scores that any run reached.
     Return None if no run reached any target score.
+    groups: groups of runs that differ only in their seeds.
     """
     columns = threshold_columns(groups, view, MAX_COST_SCORES)
     if not columns:
@@ -863,7 +864,12 @@ def _differences(groups: Sequence[RunGroup]) -> PagePart | None:
 
 
 def _configurations(groups: Sequence[RunGroup]) -> list[Shown]:
-    """Return each setting's configuration as YAML, which `raysim run --config` accepts."""
+    """Return the configuration of each group of runs as YAML, for `raysim run --config`.
+
+    Each entry of the result has the label of a group ("label") and the YAML ("text"). The runs of a
+    group differ only in their seeds. The YAML is the configuration of the group's first run,
+    without passwords.
+    """
     import yaml
 
     shown = []

@@ -77,9 +77,9 @@ class TableView:
 
     columns: keys of a summary, or titles of usual columns; () shows the usual columns.
     percent: True shows scores between 0 and 1, such as accuracy, in percent.
-    thresholds: target scores. The table of costs shows the rounds, bytes and times until runs reach
-    each target score. () takes the target scores that `rounds_to` in the runs' summaries lists. Of
-    those that any run reached, the table has the four highest; the HTML page has the two highest.
+    thresholds: target scores. The table of costs shows the rounds, bytes and times up to the first
+    round that reaches each target score. () takes target scores from `rounds_to` in the runs'
+    summaries: the highest ones that any run reached, four in the table and two on the HTML page.
     bold: the rule by which a value is marked as the best, a name in `BOLD_RULES`.
     """
 
@@ -699,7 +699,7 @@ def difference_rows(
 def threshold_columns(
     groups: Sequence[RunGroup], view: TableView = USUAL_VIEW, limit: int = 4
 ) -> list[Column]:
-    """Return the columns of a table with the costs until groups of runs reach target scores.
+    """Return the columns of a table with the costs of reaching target scores.
 
     The table has a row for each target score and group. The costs are the rounds, bytes, virtual
     seconds and wall seconds up to the first round that reaches the score. Energy, money and CO2

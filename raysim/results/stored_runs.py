@@ -247,12 +247,14 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 def distinguishing_settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
     """Return the configuration keys that distinguish runs, and the number of omitted keys.
 
-    The first result maps a key, such as "local.lr", to the values of all runs. It has the keys of
-    `differing_settings`, except omitted keys.
+    The first result maps a key, such as "local.lr", to a list with the value of each run. It has
+    the keys of `differing_settings`, except omitted keys.
 
-    A key is omitted if it says no more than the name of an option. For example, `partition.alpha`
-    exists only with `partition=dirichlet`. `partition.alpha` is omitted if every run with
-    `partition=dirichlet` has the default alpha.
+    A key is omitted if it differs only because the runs use different options of a group. Some runs
+    then do not have the key, and all runs that have it use the default value of their option. For
+    example, `partition.alpha` exists only with `partition=dirichlet`. It is omitted if every run
+    with `partition=dirichlet` has the default alpha, because the key `partition` already
+    distinguishes these runs. Keys of methods are never omitted.
     """
     differing = differing_settings(runs)
     shown = {}

@@ -43,11 +43,15 @@ class FormatNumber(Protocol):
 class Column:
     """One column of a table: a text for each row, and the numbers behind the texts.
 
-    scores: the numbers; empty for a column of texts.
-    better: +1 if the highest score is the best, -1 if the lowest is, 0 if none is.
+    title: the title of the column.
+    texts: the text of each row.
+    scores: the number of each row, or None for a row without a number; empty for a column of texts.
+    better: +1 if the highest score is the best, -1 if the lowest score is the best, 0 if no score
+    is marked.
     deviations: the standard deviation of each score over seeds, used by the rule "clear" of `bold`;
     None if the scores are no means over seeds.
-    groups: for each row, a value that is equal for rows that are compared. None compares all rows.
+    groups: for each row, the name of its group, or any other value that identifies the group. Only
+    rows of the same group are compared. None means that all rows are one group.
     show: function that formats a number of this column; None uses four decimals.
     key: name of the number in a summary; "" for a column that has none.
     tests: for each row, the paired test against the reference row of its group; None for the
@@ -135,9 +139,10 @@ def text_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Col
 
 
 def number_column(title: str, texts: Sequence[str]) -> Column:
-    """Return a column of numbers in which none is marked as the best.
+    """Return a column of numbers in which no number is marked as the best.
 
-    texts: the number of each row, as text.
+    title: the title of the column.
+    texts: the numbers that the column shows, as texts, one for each row.
     """
     return Column(title, list(texts), [None] * len(texts))
 
