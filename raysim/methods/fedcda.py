@@ -20,7 +20,8 @@ Departures from the paper
 - Clients without an update so far are left out.
 - F_n is the mean training loss in the last epoch of a job. With local.steps, it is the mean over
   the last tenth of the steps.
-- In the warm-up rounds the next version is FedAvg's mean. The participants' models enter the cache.
+- In the warm-up rounds, the server stores models but chooses none. With warmup="fedavg", the next
+  version is then FedAvg's mean. With "selected", it is the mean of all clients' newest models.
 - The groups have equal sizes. If this is impossible, the first groups have one client more.
 - Floating-point buffers (BatchNorm's statistics) are averaged with their model, but are not part of
   the norm.

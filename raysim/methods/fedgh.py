@@ -16,7 +16,7 @@ FedGH. r is a running mean of past aggregates. For each tensor of the model, the
 updates g by <g, r>. It pairs the first update with the last one, the second with the last but one,
 and so on. If a pair (g_i, g_j) conflicts, the server removes from g_i its projection on g_j, and
 from g_j its projection on the original g_i. The two updates of a pair are then replaced by their
-sum. This repeats until one update is left.
+sum. This repeats until one vector is left, which is divided by the number of updates.
 
 Choices, and departures from the paper
 - The authors have published no code, and the listing of the algorithm was not available. The pairs
