@@ -141,17 +141,21 @@ class ScoreColumns:
     ) -> Row:
         """Return columns with the scores of replicas on the central test set.
 
-        The mean model has the mean of the parameters of all replicas. The best round is the round
-        with the best mean validation score of the clients' models. The columns are:
-        - the score of the mean model in this round,
-        - the worst score of the mean model in a domain,
-        - the average and the worst of the replicas' scores,
-        - the number of the best round, and the score of the mean model in that round.
+        The mean model has the mean of the parameters of all replicas. The columns are:
+        - the current score of the mean model,
+        - the current score of the mean model in its worst domain, if there are several domains,
+        - the average and the worst of the replicas' current scores,
+        - the number of the best round so far, and the mean model's score in the best round.
+
+        The best round is the round with the best mean validation score of the clients' models. The
+        columns about the best round are left out if clients have no validation samples, or if this
+        object's metric is not the main metric.
 
         mean: the metric's value of the mean model for each sample of the central test set.
         replicas: for each replica, the metric's value for each sample of the central test set.
         scoring: the scored clients.
-        own: columns with scores of the clients' models. Only the mean validation score is read.
+        own: the current columns with scores of the clients' models. Only the mean validation score
+        is read.
         """
         name = self.metric.name
         values = np.array([self.metric.summarise(scores) for scores in replicas])
@@ -230,19 +234,24 @@ class ScoreColumns:
     def _best_columns(
         self, scoring: ScoredClients, tested: np.ndarray, validated: np.ndarray
     ) -> Row:
-        """Return columns with validation scores, and columns with test scores of best rounds.
+        """Return columns with test scores from best rounds, and columns with validation scores.
 
-        The best round of a client is the round with the client's best validation score so far. The
-        test score of each client is the score from the client's best round. Two columns have mean
-        validation scores of the clients. The first is the mean of the scores in this round. The
-        second is the mean of each client's score in the client's best round.
-        If the metric of this object is not the main metric, the only column is the mean validation
-        score in this round. Columns without validation samples are left out. Return {} if no client
-        is scored.
+        A client's best round is the round with the client's best validation score so far. For a
+        client without validation samples, it is the current round. The columns are:
+        - the mean and the worst of the clients' test scores, each from the client's best round,
+        - the test score in each domain, from the same rounds, if the samples have several domains,
+        - the mean over the clients of the validation score in the current round,
+        - the mean over the clients of the validation score in the client's best round.
+
+        If this object's metric is not the main metric, the only column is the mean validation score
+        in the current round. If the scored clients have no validation samples, the columns with
+        validation scores are left out. Return {} if no client is scored.
 
         scoring: the scored clients.
-        tested: the metric's value for each test sample of these clients, one client after another.
-        validated: the metric's value for each validation sample, in the same order of clients.
+        tested: the metric's current value for each test sample of the scored clients, one client
+        after another.
+        validated: the metric's current value for each validation sample of the scored clients, in
+        the same order of clients.
         """
         sizes, name = self._validation_counts[scoring.clients], self.metric.name
         if not len(scoring.clients):

@@ -53,12 +53,13 @@ class LossPass:
     ) -> Trip:
         """Return the virtual time at which a job ends, and whether its update arrives.
 
-        The job is dispatched at `now`, but its training starts `self.seconds` later, when all
-        losses are known. If the client becomes unavailable before its training starts, the job ends
-        then and its update does not arrive.
+        The job is dispatched at `now`, when the forward pass starts. The training of the job starts
+        `self.seconds` later, when all clients of the pass have sent their losses. If the job's
+        client becomes unavailable before the training starts, the job ends at that moment, and no
+        update arrives.
 
         devices: the simulated devices of the clients.
-        client: the client of the job.
+        client: the client of the job, which was chosen by the losses from this pass.
         participation: the number of the client's earlier jobs; random numbers depend on it.
         now: the virtual time of the dispatch in seconds.
         load: three numbers: the samples to process, and the floats that the client receives and

@@ -154,11 +154,12 @@ class Server:
 
     @functools.cached_property
     def sample_ends(self) -> np.ndarray:
-        """The cumulative shares of the samples, for drawing clients in proportion to their samples.
+        """The cumulative distribution for drawing clients in proportion to their training samples.
 
-        Entry i is (n_0 + ... + n_i) / N, float64. Here n_0, n_1, ... are the sample counts of the
-        clients with samples, by number, and N is their sum. A uniform random number u in [0, 1)
-        selects the first client whose entry is above u.
+        Only clients with training samples have an entry, in the order of their client numbers.
+        Entry i is (n_0 + ... + n_i) / N, float64. Here n_k is the number of training samples of the
+        client with entry k, and N is the sum over all clients. A uniform random number u in [0, 1)
+        draws the client with the first entry above u.
         """
         return np.cumsum(self.counts[self.counts > 0] / self.samples)
 
@@ -180,10 +181,10 @@ class Server:
         return float(self.counts.item(client)) if self.weighting == "samples" else 1.0
 
     def scored(self) -> Tensor:
-        """Return the vector [layout.shared] on which the scores of this model are computed.
+        """Return the shared vector [layout.shared] with which this server's model is scored.
 
-        This is the shared vector. A method may declare a function that returns another vector, for
-        example the average of earlier versions.
+        Normally it is `self.vector`, the current version. A method may declare a function
+        (`run.scores`) that returns a different vector, for example the average of earlier versions.
         """
         declared = self._scored
         if declared is None or declared.scored is None:
@@ -509,13 +510,14 @@ class Server:
 def _ranges_of_sums(
     sums: GroupSums, positions: Mapping[int, int]
 ) -> dict[range, np.ndarray | None]:
-    """Map ranges of positions to the sums of updates that workers made.
+    """Map ranges of job positions to the sums of updates that workers made.
 
-    The position of a job is its index among the jobs of this aggregation, from 0. A sum is stored
-    under the range of the positions of its jobs. Failed jobs have positions, too. A sum whose jobs
-    all failed is left out. No value is None; the type is the one that `sum_in_tree` accepts.
-    sums: each key is a tuple with the numbers of the jobs of a sum, each value the sum.
-    positions: maps the number of each job that did not fail to the job's position.
+    The position of a job is the job's index, from 0, among all jobs of the aggregation, including
+    failed jobs. The jobs of a sum have consecutive positions, and the range of these positions is
+    the key of the sum in the result. A sum is left out if all its jobs failed. `sum_in_tree` also
+    accepts None as a value, but this result has no None.
+    sums: the sums from the workers. The key of a sum is a tuple with the numbers of its jobs.
+    positions: maps job numbers to job positions; failed jobs are missing.
     """
     ranges: dict[range, np.ndarray | None] = {}
     for jobs, total in sums.items():

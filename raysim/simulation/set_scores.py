@@ -111,8 +111,8 @@ class SetScores:
         reports: a report for each scoring task that the method `tasks` returned.
         scoring: the scored clients and the scored version. The clients' scores are appended to the
         lists in `scoring.client_scores`.
-        best: the record of the round with the best mean validation score so far, which is updated.
-        None without validation samples.
+        best: the record of the round with the best mean validation score so far. This method
+        updates the record. None means that clients have no validation samples.
         """
         by_name: dict[str, list[SetReport]] = {}
         for report in reports:
@@ -188,10 +188,11 @@ class SetScores:
 
 
 def _by_metric(reports: Sequence[SetReport]) -> Mapping[str, dict[int, float]]:
-    """Map the name of each metric to a dictionary of scores, one score for each report.
+    """Map the name of each metric to a dictionary with the metric's score from each report.
 
-    The key of a score is the number of the client. A report on samples of several clients, such as
-    the samples of a domain, has the key -1 - its index in `reports`.
+    In this dictionary, the key of a score is the number of the client whose samples were scored.
+    For samples of no single client, such as those of a domain, the key is a negative number: -1 for
+    the first report in `reports`, -2 for the second report, and so on.
     reports: each report has the scores of all metrics on one set of samples.
     """
     values: dict[str, dict[int, float]] = {}

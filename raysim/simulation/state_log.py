@@ -83,9 +83,10 @@ class StateIndex:
         States that must be written get the file number `UNWRITTEN`. These are changed states, and
         states in abandoned files. A file is abandoned if too few of its bytes belong to current
         states.
-        Normally, `jobs` begins with the clients of this index, in the same order, and continues
-        with clients that have their first state. If the run was resumed from an earlier checkpoint
-        than that of this index, `jobs` can begin differently. Then all states must be written.
+        The first clients in `jobs` are normally the clients of this index, in the same order. New
+        clients follow. The order can differ if the run was resumed from a checkpoint that is older
+        than this index. In this case the files of this index are not used: all states must be
+        written.
 
         jobs: maps every client with a committed state to the number of the job that made the
         state. The client whose first state was committed earliest comes first, and so on.
@@ -105,14 +106,16 @@ class StateIndex:
         return StateIndex(states, self.files)
 
     def _abandoned_files(self, states: np.ndarray) -> np.ndarray:
-        """Return the numbers of the files to abandon: too few of their bytes are still needed.
+        """Return the numbers of the state files that the next checkpoint shall not use.
 
-        A file is abandoned if less than half of its bytes belong to unchanged states. A file is
-        small if its unchanged states have less than `SMALL_FILE_BYTES` bytes. If there are more
-        than `MAX_SMALL_FILES` small files, all small files are abandoned, too. The caller must
-        write the unchanged states of abandoned files into new files.
-        states: rows of `StateIndex.states`, for the clients whose state is unchanged since this
-        index was made.
+        A state is unchanged if no job has replaced it since this index was made. A file is
+        abandoned in two cases:
+        - Less than half of its bytes belong to unchanged states.
+        - Its unchanged states have less than `SMALL_FILE_BYTES` bytes in total, and there are more
+          than `MAX_SMALL_FILES` files for which this is true.
+
+        The caller must write the unchanged states of abandoned files into new files.
+        states: the rows of `StateIndex.states` for all clients with an unchanged state.
         """
         number, written = self.files.T
         size = number.max(initial=-1) + 1

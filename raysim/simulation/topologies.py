@@ -230,11 +230,12 @@ class Gossip(Topology):
       2018). Set exchange="pairwise" and schedule=immediate.
     In both papers, a local training is one step. Set mix="before" for both.
 
-    In each aggregation, the clients whose updates are aggregated exchange. For exchanges of all
-    clients, set the schedule's cohort to the number of clients. With
-    exchange="neighbours", the weight of an absent neighbour is added to the client's own weight.
-    With exchange="pairwise", a client can also draw an absent neighbour. The time and traffic of
-    the exchange are counted in the client's job.
+    `every` decides which aggregations include an exchange. A client takes part in the exchange if
+    the aggregation has a job of this client. For exchanges of all clients, set the schedule's
+    cohort to the number of clients. With exchange="neighbours", a neighbour that has no job in the
+    aggregation is left out of a client's mean. The weight of this neighbour is added to the weight
+    of the client itself. With exchange="pairwise", a client can also draw such a neighbour. The
+    time and traffic of the exchange are counted in the client's job.
 
     graph: which clients are neighbours:
     - "ring": each client has two neighbours.

@@ -63,9 +63,11 @@ class Versions(Mapping[int, PublishedVersion]):
         self._drop_unless_needed(before)
 
     def unload(self, version: int) -> None:
-        """Record that a version is on disk; remove it from the store if no job needs it.
+        """Record that a replica's current version is on disk and need not stay in memory.
 
-        version: the current version of a replica. It is read from disk when a job needs it again.
+        The version is removed from the runtime's object store, unless a job needs it. If a later
+        job needs the version, it is read from disk.
+        version: the number of the version.
         """
         self._on_disk.add(version)
         self._drop_unless_needed(version)

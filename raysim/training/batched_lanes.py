@@ -283,8 +283,9 @@ class BatchedLanes(LaneLoop[Lane]):
     def _clip(self, gradients: list[Tensor]) -> list[Tensor]:
         """Clip the gradient of each of the K lanes to the norm `local.clip`.
 
-        If `local.clip` is 0, return `gradients` unchanged. Otherwise return a tensor [K, n] for
-        each contiguous range of n floats in the vector that belongs to trained parameters.
+        A range is a group of trained parameters without a gap between them in the vector.
+        If `local.clip` is 0, return `gradients` unchanged. Otherwise return the clipped gradients,
+        one tensor [K, n] for each range. Here n is the number of floats in the range.
         gradients: one tensor [K, ...] for each trained parameter.
         """
         clip = self.trainer.step.clip

@@ -22,8 +22,9 @@ BASE = "raysim.base_sha256"
 
 @dataclass(frozen=True, eq=False)
 class FrozenWeights:
-    """The frozen parameters of a run's networks, by full name.
+    """The frozen parameters of a run's networks.
 
+    arrays: maps the full name of each frozen parameter, such as "model.head.weight", to its values.
     sha256: the checksum of these weights (`base_sha256`), which is written into files of adapters.
     """
 
@@ -31,7 +32,11 @@ class FrozenWeights:
     sha256: str
 
     def put_into(self, networks: Mapping[str, nn.Module]) -> None:
-        """Let the networks use these arrays; nothing is copied."""
+        """Make the networks use the arrays of this object as frozen parameters, without copies.
+
+        networks: the neural networks of the run, by name. Each frozen parameter of these networks
+        must have an array.
+        """
         for name, parameter in frozen_parameters(networks):
             parameter.data = torch.from_numpy(self.arrays[name])
 

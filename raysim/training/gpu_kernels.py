@@ -74,8 +74,11 @@ def _call_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 class GpuKernels(TorchFunctionMode):
     """A torch function mode that aligns tensors and computes convolutions fast on a GPU.
 
-    Some GPU kernels work only with tensors at aligned addresses. Other tensors are copied before
-    the call.
+    Some GPU kernels work only with tensors at aligned memory addresses. If a tensor is at an
+    unaligned address, such a kernel gets a copy of the tensor at an aligned address.
+
+    modules: the modules of the networks. If a module is a GroupNorm, convolutions use the usual
+    memory layout of tensors. Otherwise they use the layout "channels last", which is faster.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
@@ -86,10 +89,17 @@ class GpuKernels(TorchFunctionMode):
         self.layout = torch.contiguous_format if has_group_norm else torch.channels_last
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` with tensors at memory addresses that its GPU kernels accept.
+        """Return the result of a PyTorch function, computed with suitable GPU kernels.
 
-        Compute a 2D convolution with the fastest kernels. PyTorch calls this method for each of its
-        functions.
+        While the mode is active, PyTorch calls this method in place of each function:
+        - If the function is a layer, such as `linear`, tensors at unaligned memory addresses are
+          first copied to aligned addresses.
+        - If it is `conv2d` for a batch of images, fast kernels are used, too.
+        - All further functions are called without a change.
+
+        func: the function, with its arguments `args` and `kwargs`; kwargs=None means no keyword
+        arguments.
+        types: has no effect.
         """
         kwargs = kwargs or {}
         if func is F.conv2d and not kwargs and args[0].ndim == 4:

@@ -97,12 +97,15 @@ class InitialWeights:
         return [name for name in targets.tensors if name not in chosen]
 
     def check_base(self, networks: Mapping[str, nn.Module], personal: Collection[str]) -> None:
-        """Raise ValueError if the file's adapters belong to other frozen weights than the run's.
+        """Raise ValueError if the adapters in the file do not fit the run's frozen weights.
 
-        Do nothing if the run uses no adapter of the file, or if the file does not say to which
-        weights its adapters belong.
+        Adapters fit if they were trained with the same frozen weights. To decide this, compare the
+        run's frozen weights with a checksum in the file (`self.base`). Do nothing if the file has
+        no checksum, or if the run uses no adapter from the file.
 
-        personal: names of tensors that stay on the clients; the file need not have them.
+        networks: the neural networks of the run, by name.
+        personal: full names of tensors that stay on the clients; the file may have no values for
+        them.
         """
         if not self.base:
             return
@@ -144,14 +147,14 @@ class InitialWeights:
         return chosen
 
     def _rename(self, targets: _Targets) -> dict[str, np.ndarray]:
-        """Return the arrays of the weights file by the full names of the run's tensors.
+        """Map full names of the run's tensors to the arrays of the weights file.
 
-        The file may have the full names, or the names from the user's own model. It may also have
-        names without the prefix "model.". Arrays that match no tensor of the run are left out.
+        The file may use the full names, full names without the prefix "model.", or the names from
+        the user's own model. The result is {} if the run has no tensor for any array.
+        If the run has tensors only for some arrays of the file, raise ValueError in general. There
+        is no error if `init.only` is set, or if `init.redraw` lists all arrays without a tensor. In
+        these two cases, the arrays without a tensor are left out.
         targets: the tensors of the run, with all names that a file may use for them.
-        If no array matches, the result is {}. Raises ValueError if some arrays match and some do
-        not. There is no error if `init.only` is set, or if `init.redraw` names all arrays that do
-        not match.
         """
 
         def known_names(scheme: dict[str, str]) -> int:
@@ -171,9 +174,9 @@ class InitialWeights:
         return {names[name]: array for name, array in self.tensors.items() if name in names}
 
     def _is_redrawn(self, name: str) -> bool:
-        """Return True if `init.redraw` names a tensor of the file, or a module with this tensor.
+        """Return True if `init.redraw` lists the tensor `name`, or a module that contains it.
 
-        name: the name of the tensor in the weights file.
+        name: the name of a tensor in the weights file.
         """
         short = name.removeprefix(MODEL)
         parts = self.init.redraw or ()

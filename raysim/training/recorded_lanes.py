@@ -109,7 +109,8 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def finish(self, lane: RecordedLane) -> None:
         """Put the modules into the train or eval modes that unrecorded steps would have set.
 
-        A replayed step does not change any mode, so `lane.modes` has the modes.
+        A replayed step does not set the modes of modules. Therefore the loop stores in `lane.modes`
+        the modes that the steps of the job would have set.
         lane: the lane of the finished job.
         """
         if self.trainer.declarations.methods:
@@ -371,11 +372,12 @@ class Recording:
         return outputs
 
     def _lane_inputs(self, position: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
-        """Return the batch of a lane, and the tensors that the lane's step may read.
+        """Return the batch of a lane, and tables with the tensors that the lane's step may read.
 
-        The batch and all tensors are input tensors of this recording. The second result maps the
-        name of each table to a dictionary of tensors by name. `tables_of` describes the tables. For
-        example, "state" has the tensors of the client state.
+        A table is a dictionary of tensors by name. The second result has the tables by name. For
+        example, the table "state" has the tensors of the client state. `tables_of` describes all
+        tables. The batch and the tables consist of this recording's input tensors, into which a
+        replay copies the current values.
         position: the index of the lane among the lanes of this recording.
         """
         tables: dict[str, dict[str, Tensor]] = {

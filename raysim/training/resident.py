@@ -64,11 +64,12 @@ def _unpickle(state: StoredState) -> StoredState:
 class ResidentStates:
     """The client states of the clients that a worker has trained.
 
-    Each is the state at the end of the client's last job on this worker. If this job has not been
-    aggregated, the state is not committed yet.
+    For each client, this object has the client state at the end of the client's last job on the
+    worker, even if this job has not been aggregated yet.
 
-    budget: the largest number of bytes on the device. If it is exceeded, the states that were not
-    used for the longest time are moved to CPU memory.
+    device: the device of the worker.
+    budget: the largest number of bytes of states on the device; inf means no limit. If the states
+    have more bytes, the states that were not used for the longest time are moved to CPU memory.
     """
 
     def __init__(self, device: torch.device, budget: float = math.inf):

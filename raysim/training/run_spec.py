@@ -94,16 +94,16 @@ class Faults:
 
 @dataclass(frozen=True)
 class StateBudget:
-    """The limits of memory for client states and replicas.
+    """The limits of memory for client states and for replicas.
 
-    A replica is one model of a topology, with its server state. Only client states of aggregated
-    jobs count for `budget`. If a limit is exceeded, the least recently used states or replicas are
-    moved: from memory to disk, or from the GPU to CPU memory.
+    A replica is one model of a topology, with its server state. If a limit is exceeded, the least
+    recently used states or replicas are moved: from CPU memory to disk, or from a GPU to CPU
+    memory.
 
-    budget: the GiB of client states that may be in CPU memory; further states are on disk. The same
-    number limits the GiB of replicas in CPU memory. None means no limit.
-    device: the GiB of client states that may be on the GPU of each worker; further states are in
-    CPU memory. None means no limit.
+    budget: a number of GiB; None means no limit. The client states in CPU memory may have up to
+    `budget` GiB, without the states of jobs that have not been aggregated. In addition, the
+    replicas in CPU memory may have up to `budget` GiB.
+    device: the GiB of client states that may be on the GPU of each worker; None means no limit.
     """
 
     budget: float | None = None
@@ -339,10 +339,11 @@ def check_base(spec: RunSpec) -> None:
 
 
 def declare_as_drawn(spec: RunSpec) -> Declarations:
-    """Return the declarations of a run's methods, with the run's networks at initial weights.
+    """Return the declarations of a run's methods, without a conversion of frozen weights.
 
-    Frozen weights keep the dtype with which they were initialised or loaded. To convert frozen
-    weights to the dtype `model.lora.base`, call `declare_run` instead.
+    The neural networks in the result have initial weights, which are random or come from
+    `init.file`. Frozen weights keep the dtype with which they were initialised or loaded. To
+    convert frozen weights to the dtype `model.lora.base`, call `declare_run` instead.
     Raises ValueError if settings do not fit the data, the model or the methods.
     """
     settings, task = spec.settings, spec.task

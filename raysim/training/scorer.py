@@ -145,13 +145,16 @@ class Scorer:
         return torch.cat(labels).numpy(), torch.cat(outputs).numpy()
 
     def _load(self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None) -> None:
-        """Load into the trainer's vector the model that a task scores.
+        """Load the model that a task scores into the trainer's vector.
 
-        If the task scores a client, this is the shared model with the client's personal parameters.
-        Then the methods' hooks `load` may change it. For a client, the methods' hooks `personalise`
-        may also change it, if `task.personalised` is True.
+        The model is made in three steps:
+        - Load the shared model. Load the client's personal parameters, too, if the task scores a
+          client's model.
+        - Call the methods' hooks `load`, which may change the model.
+        - Call the methods' hooks `personalise`, which may change the model of a client. Leave this
+          step out if the task scores the shared model, or if `task.personalised` is False.
 
-        task: the task that names the client; a negative client number means no client.
+        task: the scoring task. A negative `task.client` means the shared model.
         broadcast: the version to score, on the device.
         sent: the client state, if the coordinator sent it with the task; otherwise None.
         """
@@ -172,9 +175,10 @@ class Scorer:
     ) -> ScoredModel:
         """Return the argument of the hooks `load` and `evaluate`: a model, and samples to score.
 
-        The model is the one that the trainer's vector contains. The task names the samples.
+        The caller must load the model into the trainer's vector; this function does not load it.
 
-        broadcast: the version to score, on the device.
+        task: the scoring task, which names the client and the samples.
+        broadcast: the scored version. Only the tensors that methods send with it are read.
         sent: the client state, if the coordinator sent it with the task; otherwise None.
         """
         values: Mapping[str, Any] = {}

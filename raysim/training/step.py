@@ -366,10 +366,10 @@ class Step:
         return group
 
     def _parts(self, entries: Sequence[Entry]) -> tuple[OptimizedPart, ...]:
-        """Divide the parameters that a stage trains by optimizer.
+        """Divide a stage's trained parameters into groups, one for each optimizer of the stage.
 
-        Each `OptimizedPart` has the parameters with the same optimizer and the same factor on the
-        learning rate. With muon, parameters with fewer than two dimensions use adamw.
+        Parameters are in the same group if they have the same optimizer type and the same factor on
+        the learning rate. With muon, parameters with fewer than two dimensions use adamw.
         entries: the parameters that the stage trains, as entries of the layout.
         """
         factors = rate_factors(entries, self._rates)

@@ -180,11 +180,12 @@ class Trainer:
         return self.data.class_counts(client)
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return copies of all networks, by name, in eval mode and without gradients.
+        """Return a dictionary with a frozen copy of each network, by network name.
 
-        ctx: the job.
-        name: a name for the copies. In each job, the first call with a name loads `values`. Later
-        calls with this name return the same copies and ignore `values`.
+        The copies are in eval mode and have no gradients.
+        ctx: the context of the job.
+        name: a label that a method chooses for these copies. In each job, the first call with a
+        label loads `values`. Later calls with the label return the same copies and ignore `values`.
         values: the parameters and buffers of the copies [layout.total]; None means the model from
         which training started, with the client's personal parameters.
         """
@@ -315,8 +316,9 @@ class Trainer:
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
         """Fine-tune the model in the trainer's vector with the task loss alone.
 
-        The random streams differ from those of training. Do nothing if `rows` is empty. If the
-        whole model is trained but cannot train on a single row, do nothing for a single row.
+        The random streams differ from those of training. Do nothing if `rows` is empty. Also do
+        nothing if `rows` has one row and the model needs two rows in a batch, for example because
+        of BatchNorm. Fine-tuning of the head alone needs only one row.
         client, version: the client and the scored version; they decide the random numbers.
         rows: the rows of the data set to train on.
         settings: the epochs, and whether only the head is trained (`evaluate.finetune`).

@@ -51,10 +51,10 @@ SMALL = (
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Write a Python package with the name "quietly", and yield its folder.
+    """Write a Python package into the folder "quietly", and yield the path of this folder.
 
-    The package is in an empty folder, which is the current folder during the test. It defines a
-    method, which the option `method=quiet` chooses.
+    During the test, the current folder is the parent of "quietly" and contains nothing else. The
+    package defines a method, which the option `method=quiet` chooses.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -63,7 +63,7 @@ def ran(out: str = "a", **given: Any) -> raysim.Result:
 
 
 class Twice(FedProx):
-    """A method whose attribute differs from its argument."""
+    """FedProx with an attribute `mu` that is twice the argument `mu` of the constructor."""
 
     def __init__(self, mu: float = 0.1):
         super().__init__(2 * mu)

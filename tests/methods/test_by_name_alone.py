@@ -49,7 +49,10 @@ METHOD_FILES = find_groups().files["method"]
 
 @functools.cache
 def every_method() -> dict[str, Any]:
-    """Return the configuration of a small run that has all methods; all tests use one copy."""
+    """Return the configuration of a small run that has all methods.
+
+    All calls return the same dictionary. A test must copy the dictionary before changing it.
+    """
     return to_dict(compose([*SMALL, f"method={'+'.join(METHOD_FILES)}"]))
 
 

@@ -1,4 +1,4 @@
-"""Test functions of methods with rare arguments: equal, extreme and invalid numbers."""
+"""Test that methods' functions handle rare inputs: equal, extreme and invalid numbers."""
 
 from __future__ import annotations
 

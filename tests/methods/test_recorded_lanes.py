@@ -1,9 +1,12 @@
 """Test recorded steps with every method.
 
 A recorded step reads the values of a client only from tensors with fixed addresses. raysim copies
-the values into these tensors before the step. A CPU has no CUDA graphs. Therefore a replay runs the
-Python code of the step again, with the Python values of the recording. If a method uses a Python
-number in place of such a tensor, the replay uses an old number, and a test fails.
+the current values into these tensors before each replay.
+
+The tests find methods that read a Python number in place of such a tensor. A CPU has no CUDA
+graphs. Therefore a replay on a CPU runs the Python code of the step again. This code gets tensors
+with current values, but Python numbers from the time of the recording. If a method uses such a
+number, the replay has a wrong result, and a test fails.
 """
 
 from __future__ import annotations
@@ -103,12 +106,14 @@ def assert_near(ended: FinishedRun, expected: FinishedRun, near: float = NEAR) -
 
 
 def assert_as_in_loop(spec: RunSpec, **settings: Any) -> FinishedRun:
-    """Assert that recorded steps do not change the numbers and the history of a run.
+    """Assert that a run with recorded steps has the results of a run without recorded steps.
 
-    The second run has no recorded steps and trains one client after another. Return the run with
-    recorded steps.
+    The run without recorded steps trains one client after another. The final model and the client
+    states must be equal up to rounding. The rows of both histories must have the same columns; the
+    values in them are not compared. Return the run with recorded steps.
 
-    settings: further arguments of both runs.
+    spec: the run, with recorded steps. Its dtype is replaced by float64.
+    settings: further arguments of the function `run`, for both runs.
     """
     spec = replace(spec, dtype=float64)
     ended, expected = run(spec, **settings), run(replace(spec, lanes=1, graph=False), **settings)
@@ -198,7 +203,8 @@ class TestNumbers:
 class Leaning(Method):
     """A method that pulls the outputs of client c towards c / 4.
 
-    The server sends this number to the client, and the strength of the pull to all clients.
+    The server sends the number c / 4 to client c. It also sends the strength of the pull, which is
+    the same number for all clients.
     """
 
     name = "leaning"

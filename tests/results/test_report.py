@@ -22,8 +22,9 @@ Rows = list[dict[str, int | float | None]]
 
 
 def history(scores: list[float | None], virtual: float = 1.0) -> Rows:
-    """Return a history with one row for each score.
+    """Return a history with one row for each round.
 
+    scores: the score of each round; None for a round that was not scored.
     virtual: the virtual time of one round, in seconds.
     """
     return [
