@@ -200,9 +200,9 @@ class Context:
     views: the `LocalJob` of each method, by the name of the method.
     start: the client's personal tensors before the first step. `Context.frozen` loads `base` and
     these tensors into its copies of the networks.
-    plan: the batches of this job; available after the hook `begin`.
-    losses: [steps with the task loss], the loss of each step without the terms of methods;
-    available in the hook `end`.
+    plan: the batches of this job; set after the hook `begin`.
+    losses: [steps with the task loss], the loss of each such step without the terms of methods. It
+    is set after the last step, for the hook `end`.
     """
 
     trainer: WorkerView
@@ -247,7 +247,8 @@ class Context:
     def networks(self) -> Mapping[str, nn.Module]:
         """All networks that this job trains, by full name.
 
-        The names are "model", and "method.name" for a network that a method has added.
+        The full name of the model is "model". If the method "fedbr" has added a network with the
+        name "projector", its full name is "fedbr.projector".
         """
         return self.vector.networks
 

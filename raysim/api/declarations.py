@@ -424,7 +424,10 @@ class Local:
         return rate
 
     def step_factors(self, steps: int) -> list[float] | None:
-        """Return the factors on the learning rate in a job's steps; None if all factors are 1.
+        """Return for each step of a job the factor by which the job's learning rate is multiplied.
+
+        Return None with `schedule_over="rounds"` and `warmup_steps=0`, because all factors are then
+        1.
 
         steps: the number of steps of the job.
 
@@ -433,9 +436,17 @@ class Local:
             a(k) = (k + 1) / (warmup_steps + 1)   for k < warmup_steps
             a(k) = 1                              for later steps
 
-        With `schedule_over="rounds"`, s(k) is 1. With `schedule_over="steps"`, s(k) is the
-        schedule's learning rate in step k, divided by lr. `Local.rate` has the formulas. They are
-        used here with version = k, T = `steps` and W = `warmup_steps`.
+        With `schedule_over="rounds"`, s(k) is 1. With `schedule_over="steps"`, s(k) follows from
+        the attribute `schedule`. The formulas use three letters:
+
+            f = final_lr / lr
+            t = max(0, k - warmup_steps)
+            T = max(1, steps - warmup_steps)
+
+            constant   1
+            cosine     f + (1 - f) (1 + cos(pi t / T)) / 2
+            linear     1 + (f - 1) t / T
+            step       drop_factor^floor(k / drop_every)
         """
         if self.schedule_over == "rounds" and not self.warmup_steps:
             return None

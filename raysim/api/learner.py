@@ -274,7 +274,11 @@ def _check_bytes(parameters: object, learner: Learner, function: str) -> bytes:
 
 
 def _encode(content: bytes) -> Tensor:
-    """Return bytes as int32 words: first the number of bytes, then the bytes."""
+    """Return bytes as an int32 tensor with four bytes in each element.
+
+    The first element is the number of bytes. If the bytes do not fill the last element, zeros
+    follow them.
+    """
     padded = content + bytes(-len(content) % 4)
     words = np.frombuffer(padded, np.int32)
     return torch.from_numpy(np.concatenate([np.array([len(content)], np.int32), words]))

@@ -100,7 +100,13 @@ class LocalJob:
 
     @property
     def losses(self) -> Tensor:
-        """The task loss of each step [steps], without terms of methods; available in `end`."""
+        """The task loss of each step, without the terms that methods add: a tensor [n].
+
+        Here n is the number of steps that have the task loss. Only the hook `end` may read the
+        tensor, because raysim stores it after the last step. If a method trains with a function
+        from `Setup.train`, the tensor has only the loss that this function returned. The tensor is
+        empty if that loss is unknown.
+        """
         return self.context.losses
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
@@ -183,7 +189,8 @@ class LocalJob:
     def networks(self) -> Mapping[str, nn.Module]:
         """All networks that this job trains, by full name.
 
-        The names are "model", and "method.name" for a network that a method has added.
+        The full name of the model is "model". If the method "fedbr" has added a network with the
+        name "projector", its full name is "fedbr.projector".
         """
         return self.context.networks
 
@@ -353,11 +360,14 @@ class PersonalModel:
 
 
 class ScoredModel(PersonalModel):
-    """A model and the samples that it is scored on: the argument of `run.evaluate`.
+    """A model to score, and the samples on which it is scored.
+
+    It is the argument of the functions that a method passes to `Setup.evaluate` and
+    `Setup.load_model`.
 
     client: the number of the client; -1 for the shared model.
     rows: the samples, int64 positions in the data set.
-    name: the set of samples: "client", "central", "validation" or the name of a domain.
+    name: the name of the set of samples: "client", "central", "validation" or the name of a domain.
     state: the client state that the method declared, by short name; empty for the shared model.
     seed: the seed of the run.
     """

@@ -150,9 +150,11 @@ class Job(NamedTuple):
         base: int,
         bases: tuple[int, ...],
     ) -> Job:
-        """Return the job with the values that are known when its base version exists.
+        """Return a copy of the job in which six fields have the values of the arguments.
 
-        The arguments are the fields of the same names.
+        The planner makes a job before its base version exists, and cannot know these values. The
+        coordinator calls this function when the base version exists and the job is dispatched. Each
+        argument is the value of the field with the same name.
         """
         # By position, because `_replace` takes twice as long.
         return Job(

@@ -100,12 +100,13 @@ class Objective:
 
 # ---- labels with ignored ones among them ---------------------------------------------------------
 def _counted_mean(values: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of a batch's losses without ignored labels; 0 if all labels are ignored.
+    """Return the mean loss of a batch without ignored labels; 0 if all labels are ignored.
 
     labels: [B, ...]. A label with the value `IGNORED` is ignored.
-    values: the losses, [B, ...]. If `values` has the shape of `labels`, it has one loss for each
-    label. If it has another shape, all losses of a sample are averaged first. The result is then
-    the mean of these averages. Samples whose labels are all ignored do not count in it.
+    values: the losses, [B, ...]. If `values` has the shape of `labels`, there is one loss for each
+    label. The result is the mean loss of the labels that are not ignored. If `values` has another
+    shape, the losses of each sample are averaged first. The result is the mean over the samples
+    with at least one label that is not ignored. All these samples have the same weight.
     """
     is_counted = labels != IGNORED
     if values.shape != labels.shape:

@@ -260,7 +260,11 @@ class Setup:
         return self.networks["model"]  # type: ignore[return-value]
 
     def others_fill(self, hook: str) -> list[str]:
-        """Return the names of the run's methods, except this method, that override `hook`."""
+        """Return the names of the other federated methods of the run that override a hook.
+
+        The name of the method that gets this `Setup` is left out, even if it overrides the hook.
+        hook: the name of the hook, such as "weigh".
+        """
         return [
             name for name, hooks in self.methods.items() if name != self.method and hook in hooks
         ]
@@ -510,11 +514,12 @@ class Setup:
         on the server read the tensors of all updates with `aggregation.uploads(name)`.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
-        planned: None if the size is always `floats`. Otherwise a function that estimates the size
-        of the uploaded tensor in floats, before training. The argument of this function is the
-        total size, in floats, of certain tensors that the client receives: those that this method
-        declares with `Setup.send(..., varies=True)`. Virtual time uses `floats` for jobs that start
-        from version 0, and the estimate for later jobs. Traffic counts the real size.
+        planned: None if the size is always `floats`. Otherwise a function that raysim calls as
+        planned(received) before training. It returns an estimate of the size of the uploaded
+        tensor, in floats. The argument `received` is the size of what the client receives, in
+        floats. It counts only the tensors that this method sends with `varies=True`.
+        Virtual time uses `floats` for jobs that start from version 0, and the estimate for later
+        jobs. Traffic counts the real size.
         """
         self.declared.uploads[name] = floats
         if planned is not None:
@@ -642,9 +647,12 @@ class Setup:
     def draw(
         self, name: str, draw: Callable[[LocalJob, np.random.Generator], Sequence[Tensor]]
     ) -> None:
-        """Draw random tensors before the first step; in step i `job.drawn(name)` is tensor i.
+        """Declare random tensors, one for each step of a job; raysim draws them for every job.
 
-        draw(job, generator) returns a sequence of `job.plan.steps` tensors.
+        name: a name for the tensors, which you choose. In step i = 0, 1, ... of a job, hooks get
+        tensor i from `job.drawn(name)`.
+        draw: a function that raysim calls as draw(job, generator), once for each job before the
+        job's first step. It returns a sequence of `job.plan.steps` tensors.
         """
         self.declared.draws[name] = draw
 
@@ -699,9 +707,11 @@ class Setup:
         self.declared.finetune = how
 
     def scores(self, vector: Callable[[ServerView], Tensor]) -> None:
-        """Score `vector(server)` [layout.shared] instead of the current version.
+        """Declare a vector that is scored in place of the parameters of the current version.
 
-        Only one method of a list may do so.
+        Only one method in a run's list of methods may do so.
+        vector: a function that raysim calls as vector(server). It returns the vector to score, with
+        the shape [layout.shared], such as the average of earlier versions.
         """
         self.declared.scored = vector
 

@@ -19,9 +19,10 @@ def unpack_targets(rows: Tensor, fields: Sequence[TargetField]) -> list[dict[str
     """Unpack each sample's row of floats into a dictionary of arrays, by field name.
 
     rows: [n, floats], one row for each sample. A row has a section for each field, in the order of
-    `fields`, and the section contains the field's array. The section begins with the length of the
-    array's first axis. Then come the values of the array. Unused floats follow, so that an array of
-    the largest shape would fit.
+    `fields`, and the section contains the field's array. The first float of a section is the length
+    of the array's first axis. The next floats are the values of the array. Each section is as long
+    as the largest array of its field needs. If the array is smaller, the floats at the end of the
+    section are not used.
     fields: the name, the largest shape and the type of each array.
     """
     targets: list[dict[str, Tensor]] = [{} for _ in range(len(rows))]

@@ -143,9 +143,14 @@ class ClusterRule:
         return {}
 
     def regroup(self, view: ClusterView) -> Mapping[int, np.ndarray]:
-        """Return the clients that move to each free replica; empty if all of them stay.
+        """Choose clients of the replica `view.replica` that move to replicas without clients.
 
-        A free replica that gets clients starts as a copy of `view.replica`.
+        raysim calls this function after an aggregation, once for each replica with updates in this
+        aggregation. Return a dictionary; it is empty if no client moves. A key is the number of a
+        replica in `view.free`. The value has the numbers of the clients that this replica serves
+        from now on. At least one client must stay with `view.replica`. A replica that gets clients
+        starts as a copy of `view.replica`.
+        view: the replica, its clients, and their updates.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no function 'regroup'. Define it in this class."

@@ -78,14 +78,18 @@ METHODS: Mapping[str, tuple[Callable[[], Method], float | None]] = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """The time of a method's local step, compared with its reference, usually FedAvg.
+    """The time of a method's local step, compared with the same time of a reference method.
+
+    The reference method is FedBN for FRAug, and FedAvg for all other methods. The two times are
+    measured several times, one after the other.
 
     method: the name of the method.
-    seconds: the seconds of one local step, the median over blocks. For FedBSS, the seconds of all
-    jobs of a run, the median over blocks.
+    seconds: the seconds of one local step, the median over all measurements. For FedBSS, the
+    seconds of all measured jobs instead of one step.
     ratio: the median of `ratios`.
-    ratios: for each block, the method's seconds divided by those of the reference.
-    limit: the largest ratio that raysim promises; None if it promises none.
+    ratios: for each measurement, the method's seconds divided by the seconds of the reference
+    method.
+    limit: the ratio that raysim promises not to exceed; None if raysim promises nothing.
     """
 
     method: str
@@ -184,8 +188,8 @@ def bench_steps(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
     The measured methods are FedBSS, FRAug and all methods in the table `METHODS`. The reference
     method is FedBN for FRAug, and FedAvg for all other methods.
 
-    For FedBSS, the time of all jobs of a run is measured instead of one step. FedAvg then trains on
-    as many samples as FedBSS, and makes the same additional forward passes.
+    For FedBSS, the time of all jobs after the first round is measured instead of one step. FedAvg
+    then trains on as many samples as FedBSS, and makes the same additional forward passes.
     blocks: how often each method and its reference method are measured, one after another.
     say: function that gets a line each time all methods have been measured once more.
     """
@@ -210,8 +214,8 @@ def measure_pairs(
 
     pairs: for each method, a function that measures once. It returns the seconds of the method and
     the seconds of its reference method.
-    limits: for each method, the largest ratio of these seconds that raysim promises; None if it
-    promises none.
+    limits: for each method, the ratio of these seconds that raysim promises not to exceed; None if
+    raysim promises nothing.
     blocks: how often each pair is measured. All pairs are measured once before any is measured
     again.
     say: function that gets a line each time all pairs have been measured once more.

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """The runs of a study and their comparison.
+    """The result of a study: the folder with the tables of scores, and the runs that failed.
 
-    folder: the study's folder.
+    folder: the study's folder. The properties `runs` and `differences` read tables from it.
     failures: for each failed run, by name, a sentence that says why it failed.
     """
 
@@ -47,11 +47,13 @@ class StudyResult:
     def differences(self) -> pd.DataFrame:
         """Return a table of differences between settings, with intervals and p-values.
 
-        Each row compares a setting with a reference, the first setting of the study. A setting has
-        one value for each compared key. If `method`, or keys that begin with "method.", have
-        several values in the study, these keys are compared. Otherwise only the first key with
-        several values is compared. If further keys have several values, only runs with equal values
-        of these further keys are compared.
+        A setting is a combination of values of the compared keys. If `method`, or keys that begin
+        with "method.", have several values in the study, these keys are compared. Otherwise only
+        the first key with several values is compared, where the seed does not count. Each row
+        compares a setting with a reference, the first setting of the study.
+
+        The study may also vary further keys, such as `partition`. A setting and the reference are
+        then compared separately for each combination of values of the further keys.
 
         The table is empty if nothing can be compared. Raise FileNotFoundError if no run has
         finished.
@@ -82,7 +84,7 @@ def study(
     allow: Sequence[str] = (),
     quiet: bool = False,
 ) -> StudyResult:
-    """Execute the runs of a study, as `raysim study` does; return their comparison.
+    """Execute the runs of a study, as the command `raysim study` does; return the result.
 
         result = raysim.study("method=fedavg,fedprox seed=0..4 rounds=20 out=studies/mine")
         result.runs, result.differences
