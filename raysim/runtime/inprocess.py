@@ -24,9 +24,9 @@ from raysim.vectors.tree_sum import add_up
 
 
 class InProcess:
-    """A `Runtime` whose workers are in this process.
+    """A `Runtime` that does all the work of a run in the run's own process.
 
-    members: the workers.
+    members: one or more objects whose methods train and score clients, usually a single `Worker`.
     """
 
     is_in_process = True
@@ -71,7 +71,7 @@ class InProcess:
         return ref.read() if isinstance(ref, StateHandle) else ref
 
     def ready(self, refs: Sequence[Any], seconds: float) -> int:
-        """Return 0, the index of the first value, because all values exist at once."""
+        """Return 0 without waiting: every value exists already, and 0 is the first one's index."""
         return 0
 
     def revive(self, worker: int) -> None:
@@ -89,22 +89,21 @@ class InProcess:
         return None
 
     def stacks(self, worker: int) -> str:
-        """Return "", because there are no call stacks to show.
+        """Return "", because this runtime never waits for a worker: `call` executes the method.
 
-        They are shown for a worker that has not answered for a long time. Here `call` runs the
-        worker's method itself, so the run never waits for an answer.
+        Only a runtime that waits for an answer returns the call stacks of the silent worker.
         """
         return ""
 
     def find_lost_workers(self) -> Mapping[int, LostNode]:
-        """Return no worker, because this process has no other node."""
+        """Return {}: no worker can be lost, because all workers are in the run's own process."""
         return {}
 
     def release(self, worker: int, may_return: bool = True) -> None:
         """Do nothing, because a worker in this process is never lost."""
 
     def take_new_workers(self) -> Sequence[int]:
-        """Return no worker, because none joins a run in this process."""
+        """Return (): no worker can join a run whose workers are all in its own process."""
         return ()
 
     def take_notices(self) -> Sequence[str]:

@@ -279,9 +279,11 @@ def _describe_shortage(
 
 
 def _describe_nodes(nodes: Sequence[Resources], per_worker: Resources) -> str:
-    """Describe the resources of the nodes; nodes with equal resources are one entry.
+    """Describe nodes as a text such as "2 nodes of 8 CPU each and a node of 4 CPU".
 
-    per_worker: the resources that a worker reserves; no other resources are described.
+    nodes: the resources of each node.
+    per_worker: the resources that a worker reserves. The text leaves out resources of a node that
+    workers do not reserve.
     """
     kinds = Counter(
         format_resources({name: node.get(name, 0.0) for name in per_worker}) for node in nodes

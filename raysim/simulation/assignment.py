@@ -77,7 +77,7 @@ def assign_units(
 
     units: one unit for each client, the units with the most samples first.
     loads: for each worker, the number of samples that it must already train.
-    nodes: the number of each worker's node.
+    nodes: for each worker, the number of its node.
     home_of: function that returns the `StateHome` of a client, or None if the client has no home.
     """
     loads = list(loads)
@@ -111,15 +111,15 @@ def assign_groups(
     """Assign groups of jobs to workers; return the jobs of each worker.
 
     A worker that trains a whole group returns one sum of the group's updates. Therefore groups are
-    split only if a worker would be too busy. For comparison, imagine that every job is assigned
-    alone, each to the least loaded worker. A worker is too busy if its load is more than
-    `MAX_SLOWDOWN` times the load of the busiest worker in this comparison.
+    split only if a worker would have a load above a limit. The limit is `MAX_SLOWDOWN` times the
+    largest load of a worker if all groups were split into single jobs. To compute this load, each
+    job goes to the worker with the smallest load, and the jobs with the most samples come first.
     groups: sequences of jobs, in the order in which they are aggregated. The updates of a group are
     a subtree of the summation tree.
     loads: for each worker, the number of samples that it must already train.
-    nodes: the number of each worker's node.
-    keeps_nodes: True assigns groups first to nodes, and then to the workers of the node. Then a
-    node can add up the sums of its workers.
+    nodes: for each worker, the number of its node.
+    keeps_nodes: True assigns groups first to nodes, and then to the workers of each node. Then a
+    node can add up the sums of its workers. False assigns groups to workers directly.
     """
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:
@@ -339,7 +339,7 @@ def _split_among_nodes(
     Return the units of each worker. Return None if splitting cannot bring all loads down to the
     limit.
     loads: for each worker, the number of samples that it has to train without the given units.
-    nodes: the node of each worker.
+    nodes: for each worker, the number of its node.
     limit: the largest load of a worker, in samples.
     """
     members: dict[int, list[int]] = {}

@@ -112,10 +112,12 @@ class Availability(ABC):
         """Return the changes of availability up to the virtual time `horizon`, in seconds.
 
         The first result has the time of each change. The second result has the position in
-        `clients` of the client that changes. A client can change several times.
-        If there are too many changes, return only the earliest of them.
-        times: float64 [clients], the time of each client's next change. This function changes the
-        array: afterwards it has the time of each client's next change after the returned changes.
+        `clients` of the client that changes. A client can change several times. The function looks
+        up at most `_MAX_CHANGES` changes of each client. If a client has more of them up to
+        `horizon`, return only the changes before the first one that was not looked up.
+        clients: the numbers of the clients.
+        times: float64 [clients], the virtual time of each client's next change. This function
+        replaces each time by the time of the client's first change that it does not return.
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         due = np.flatnonzero(times <= horizon)
@@ -456,13 +458,16 @@ class Intervals(Availability):
         )
 
     def _find(self, client: int, now: float) -> tuple[int, float, float, int]:
-        """Return where the time `now` lies in the recording that belongs to a client.
+        """Return where the virtual time `now`, in seconds, lies in a client's recording.
 
+        An entry of `bounds` is the time at which an interval starts or ends, counted from the start
+        of the recording. With `wrap`, the recording is repeated again and again.
         Returns (row, begin, end, position):
         row: the number of the recording, `row_of[client]`.
-        begin, end: the virtual seconds at which the current repetition of the recording starts and
-        ends; 0 and infinity if `wrap` is False.
-        position: the index in `bounds` of the first start or end of an interval after `now`.
+        begin, end: the virtual times at which the repetition that contains `now` begins and ends; 0
+        and infinity if `wrap` is False.
+        position: the index in `bounds` of the recording's earliest entry that is later than `now`.
+        If this repetition has no later entry, the index after the recording's last entry.
         """
         row, begin, end = self._row[client], 0.0, math.inf
         if self._wrap:
@@ -497,15 +502,17 @@ class Intervals(Availability):
         return until
 
     def _find_all(self, clients: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return where the time `now` lies in each client's recording, as four arrays [clients].
+        """Return where a virtual time lies in each client's recording, as four arrays [clients].
 
-        Returns (row, begin, end, position):
+        An entry of `bounds` is the time at which an interval starts or ends, counted from the start
+        of the recording. With `wrap`, the recording is repeated again and again.
+        Returns (row, begin, end, position), each with an entry for each client:
         row: the number of the client's recording.
-        begin, end: the virtual seconds at which the present repetition of the recording starts and
-        ends; 0 and infinity if `wrap` is False.
-        position: an index in `bounds`, an array with the starts and ends of all intervals. `bounds`
-        has at this index the first start or end of the client's recording that is later than `now`.
-        now: float64 [clients], the virtual time of each client in seconds.
+        begin, end: the virtual times at which the repetition that contains `now` begins and ends; 0
+        and infinity if `wrap` is False.
+        position: the index in `bounds` of the recording's earliest entry that is later than `now`.
+        If this repetition has no later entry, the index after the recording's last entry.
+        now: float64 [clients], for each client the virtual time to look up, in seconds.
         """
         rows = self._rows[clients]
         begin, end = np.zeros(len(clients)), np.full(len(clients), math.inf)

@@ -334,7 +334,12 @@ class WorkerCalls:
 
     # --- nodes that leave or join -----------------------------------------------------------------
     def _leave_lost_nodes(self) -> bool:
-        """Stop using the workers of lost nodes; return True if other workers got their calls."""
+        """Stop using workers whose node is lost or leaves; return True if a node is out of reach.
+
+        If a node is out of reach, the unanswered calls of its workers are moved to other workers.
+        If a node can still be reached, its workers answer the calls that they already have. They
+        get no new calls if the run has workers on other nodes.
+        """
         lost_workers = self._runtime.find_lost_workers()
         has_moved = False
         for worker, node in lost_workers.items():
@@ -423,7 +428,7 @@ class WorkerCalls:
         self._notices.append(Notice(f"worker {worker} leaves: {place}; {workers} left"))
 
     def update_workers(self) -> list[Notice]:
-        """Stop using lost nodes, and start to use new workers; return notices about both."""
+        """Stop using lost nodes, and start using new workers; return notices of these changes."""
         self._leave_lost_nodes()
         for worker in self._runtime.take_new_workers():
             while worker >= len(self._unanswered):

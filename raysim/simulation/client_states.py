@@ -37,15 +37,16 @@ class StateUse(NamedTuple):
 
 
 class ClientStates:
-    """The client states of a run; each state has the number of the job that made it.
+    """The store of a run's client states; a state is identified by the job that made it.
 
     A new state exists twice: on the worker that trained the job, and in the object store. If the
-    same worker trains the client's next job, that job starts from the worker's copy. If another
-    worker trains it, for example because the first one died, the object store sends the state.
+    same worker trains the client's next job, this job starts from the worker's copy. If a different
+    worker trains the next job, that worker receives the state from the object store.
 
-    A state is committed when its job is aggregated (`commit`); only committed states are scored and
-    saved. If committed states need more memory than the budget, states are moved to disk: they are
-    removed from the store and from the workers. The clients that have been idle longest come first.
+    A state is committed when its job is aggregated (`commit`). Models are scored, and checkpoints
+    are written, only with committed states. If committed states need more memory than `budget`,
+    some are moved to disk, and are removed from the object store and the workers. The states of
+    clients that have been idle longest are moved first.
     runtime: the workers of the run, and the object store.
     layout: the tensors of a client state.
     stateful: True if clients have states; otherwise every job starts from the initial state.

@@ -11,10 +11,10 @@ to 3. Client i of a cluster has the update d_i and the weight w_i, its number of
 
 The clusters c_1 and c_2 are the division of the cluster in two that has the smallest a_cross. The
 cluster is divided into c_1 and c_2 if conditions (1) and (4) are true. The thresholds eps_1, eps_2
-and gamma_max are settings. Condition (1) means that the cluster's model is near a stationary point
-of the cluster's objective. For at least one client, however, the model is not near a stationary
-point of the client's objective. Both new clusters start from the model of the old cluster and may
-be divided again later.
+and gamma_max are settings. Condition (1) has two parts. The first part means that the cluster's
+model is near a stationary point of the cluster's objective. The second part means that this model
+is far from a stationary point of at least one client's objective. Both new clusters start from the
+model of the old cluster and may be divided again later.
 
 Departures from the paper
 - Not all clients have to take part in each round. If an aggregation has no update of a client, the

@@ -28,7 +28,7 @@ class DelayKind:
     weight: decides how many clients are of this kind; a larger weight means more clients. For each
     client, `Delays` draws a vector with one number per kind from a Dirichlet distribution. The
     client gets the kind with the largest number. The parameters of the distribution are the weights
-    times `scale`.
+    of all kinds, multiplied by the setting `Delays.scale`.
     least, most: the shortest and the longest time of a job, in virtual seconds.
     """
 
@@ -52,8 +52,8 @@ class Delays(Fleet):
     For each client, draw p ~ Dirichlet(scale * w_1, ..., scale * w_k), where w_i is the weight of
     kind i. The client gets the kind with the largest p_i.
     kinds: the kinds of clients, by name.
-    scale: the factor of all weights. With a larger factor, more clients get the kind of the largest
-    weight.
+    scale: the number by which all weights are multiplied. With a larger number, more clients get
+    the kind of the largest weight.
     """
 
     kinds: dict[str, DelayKind] = field(default_factory=_default_kinds, kw_only=False)

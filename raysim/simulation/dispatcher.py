@@ -42,15 +42,16 @@ BUNDLE_S = 0.02  # a call contains at least this many seconds of work, if enough
 
 @dataclass(eq=False)
 class TrainCall(Call):
-    """A call that lets a worker train jobs.
+    """A call in which a worker trains jobs.
 
-    jobs: the jobs.
-    groups: the groups of these jobs whose updates the worker sums.
+    A result is unused as long as no aggregation has used it.
+    jobs: the jobs that the worker trains.
+    groups: the groups of these jobs for which the worker returns one sum of all updates.
     floats: the number of floats that the call returns, without client states.
-    updates: the updates and failures at the coordinator that no aggregation has used yet. The key
-    is the number of the job.
-    sums: the sums of updates at the coordinator that no aggregation has used yet, by group.
-    remote_sums: references to the sums of updates that are still on the worker's node, by group.
+    updates: the unused updates and failures that the coordinator has received, by the number of the
+    job.
+    sums: the unused sums of updates that the coordinator has received, by group.
+    remote_sums: references to unused sums of updates that are still on the worker's node, by group.
     is_collected: True if an aggregation has used at least one update of the call.
     """
 
@@ -128,8 +129,9 @@ class Dispatcher:
 
     # --- dispatch ---------------------------------------------------------------------------------
     def enqueue(self, job: Job, aggregation: int) -> None:
-        """Put a job into the queue; it is trained as soon as a worker has time.
+        """Put a job into the queue, from which it is sent to a worker later.
 
+        A worker gets queued jobs while it has fewer than `MAX_CALLS` unanswered training calls.
         aggregation: the number of the aggregation that will use the job's update. The run's first
         aggregation has the number 0.
         """
@@ -146,7 +148,8 @@ class Dispatcher:
     def submit(self, jobs: Sequence[Job], aggregation: int) -> None:
         """Send all jobs of the next aggregation to workers, if they were not sent earlier.
 
-        Afterwards workers that have time get jobs of later aggregations from the queue.
+        Afterwards each worker with fewer than `MAX_CALLS` unanswered training calls gets jobs of
+        later aggregations from the queue.
         jobs: all jobs of the aggregation, in the order in which they are aggregated.
         aggregation: its number. The run's first aggregation has the number 0.
         """
@@ -234,7 +237,11 @@ class Dispatcher:
         return StateHome(self._calls.active.index(newest[0]), newest[1] in self._unanswered)
 
     def _fill_workers(self) -> None:
-        """Send jobs from the queue to workers that have time."""
+        """Send queued jobs to workers until each has `MAX_CALLS` unanswered training calls.
+
+        The worker with the smallest load is first. A worker gets fewer calls if the queue has no
+        job for this worker.
+        """
         if not self._queue:
             return
         for worker in sorted(self._calls.active, key=self._loads.__getitem__):
@@ -248,11 +255,12 @@ class Dispatcher:
         return sum(isinstance(call, TrainCall) for call in self._calls.unanswered(worker))
 
     def _take_bundle(self, worker: int) -> list[Job]:
-        """Remove the jobs of this worker's next call from the queue, and return them.
+        """Remove jobs for a worker's next training call from the queue, and return these jobs.
 
-        The worker gets only jobs of clients whose newest state is on no other worker, with one
-        exception. The first job may belong to a client whose newest state is on another worker, if
-        this worker is idle. In addition, the job that makes this state must have ended.
+        A job stays in the queue if a different worker has, or will have, the client's newest state.
+        The first job of the call is an exception if `worker` has no unanswered call and the state
+        exists already.
+        worker: the number of the worker that gets the call.
         """
         is_idle = not self._calls.unanswered(worker)
 

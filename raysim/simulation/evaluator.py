@@ -40,10 +40,10 @@ from raysim.simulation.versions import Versions
 from raysim.training.run_spec import RunSpec, evaluation_of
 
 View: TypeAlias = Literal["shared", "own", "finetuned", "common", "sets", "mean"]
-# A function that returns a reference to a published version in the runtime's store. Tasks with one
-# version have the same function. It is called when tasks are sent, so that versions on disk are
-# read one by one.
-Source: TypeAlias = Callable[[], Ref]
+# A function that returns a reference to a published version in the runtime's store. Tasks that
+# score the same version have the same function. It is called when tasks are sent, so that versions
+# on disk are read one by one.
+VersionLoader: TypeAlias = Callable[[], Ref]
 _NO_ROWS = np.empty(0, np.int64)
 
 
@@ -211,57 +211,60 @@ class Evaluator:
         clients = [*scoring.clients.tolist(), *scoring.unseen.tolist()]
         replica_of = self._replicas_of(clients, replicas, versions)
         scored = set(replica_of.values()) or {0}
-        sources = {
+        loaders = {
             replica: partial(self._scored_ref, replicas, replica, versions)
             for replica in sorted(scored)
         }
         tasks = [
             self._client_task(client, replicas.servers[replica_of[client]]) for client in clients
         ]
-        task_sources = [sources[replica_of[client]] for client in clients]
+        task_loaders = [loaders[replica_of[client]] for client in clients]
         if replicas.network.moves_clients:
             served = np.array([replica_of[client] for client in clients], np.float64)
             scoring.client_scores["replica"] = [(np.array(clients, np.int64), served)]
         own_tasks = tasks if self.best is None else [self._with_validation(task) for task in tasks]
-        scoring.reports["own"] = self._start_each(own_tasks, task_sources)
+        scoring.reports["own"] = self._start_each(own_tasks, task_loaders)
         if self._has_finetuning(replicas.version):
             tuned = [
-                (replace(task, finetune=self.evaluation.finetune), source)
-                for task, source in zip(tasks, task_sources, strict=True)
+                (replace(task, finetune=self.evaluation.finetune), loader)
+                for task, loader in zip(tasks, task_loaders, strict=True)
                 if len(task.rows)
             ]
             tuned_tasks = [task for task, _ in tuned]
-            tuned_sources = [source for _, source in tuned]
-            scoring.reports["finetuned"] = self._start_each(tuned_tasks, tuned_sources)
+            tuned_loaders = [loader for _, loader in tuned]
+            scoring.reports["finetuned"] = self._start_each(tuned_tasks, tuned_loaders)
         if self.evaluation.common:
             common = [replace(task, rows=self.spec.data.central) for task in tasks]
-            scoring.reports["common"] = self._start_each(common, task_sources)
+            scoring.reports["common"] = self._start_each(common, task_loaders)
         if self.complete and len(self.spec.data.central):
             central = self._batches(self.spec.data.central)
             scoring.reports["mean"] = self._start(central, mean)
-            scoring.replicas = self._score_centrally(central, list(sources.values()), replicas)
+            scoring.replicas = self._score_centrally(central, list(loaders.values()), replicas)
         return scoring
 
     def _score_centrally(
-        self, central_tasks: Sequence[ScoringTask], sources: Sequence[Source], replicas: Replicas
+        self,
+        central_tasks: Sequence[ScoringTask],
+        loaders: Sequence[VersionLoader],
+        replicas: Replicas,
     ) -> list[list[Call]]:
         """Start scoring several versions on the central test set; return the calls of each version.
 
         Replicas may be on disk. Then a worker gets its next version only after it has scored its
         previous one, so that few versions are in memory.
         central_tasks: the tasks that score one version on the central test set.
-        sources: for each version, a function that returns a reference to this version. The function
+        loaders: for each version, a function that returns a reference to this version. The function
         reads the version from disk if necessary.
         replicas: the replicas of the run.
         """
         calls: list[list[Call]] = []
         workers = self.calls.active
-        for index, source in enumerate(sources):
+        for index, loader in enumerate(loaders):
             if replicas.bytes_on_disk and index >= len(workers):
                 # A version on disk is read only after previous versions are scored.
                 self.calls.wait(calls[index - len(workers)][0])
             worker = workers[index % len(workers)]
-            calls.append([self.calls.call(worker, "evaluate", central_tasks, source())])
+            calls.append([self.calls.call(worker, "evaluate", central_tasks, loader())])
         return calls
 
     def _replicas_of(
@@ -296,8 +299,8 @@ class Evaluator:
         """
         calls: list[list[Call]] = []
         for number in replicas.numbers:
-            sources = [partial(versions.ref, number)] * len(clients)
-            calls.append(self._start_losses(clients, samples, replicas.version, sources))
+            loaders = [partial(versions.ref, number)] * len(clients)
+            calls.append(self._start_losses(clients, samples, replicas.version, loaders))
         return np.stack([self._collect_losses(clients, started) for started in calls])
 
     def _scored_ref(self, replicas: Replicas, replica: int, versions: Versions) -> Ref:
@@ -400,24 +403,26 @@ class Evaluator:
         """
         return self._start_each(tasks, [lambda: published] * len(tasks))
 
-    def _start_each(self, tasks: Sequence[ScoringTask], sources: Sequence[Source]) -> list[Call]:
+    def _start_each(
+        self, tasks: Sequence[ScoringTask], loaders: Sequence[VersionLoader]
+    ) -> list[Call]:
         """Start the calls for tasks that may score different versions.
 
         A task of a client goes to the worker that has the client's state. All other tasks are
         divided evenly.
-        sources: for each task, a function that returns a reference to the version to score.
+        loaders: for each task, a function that returns a reference to the version to score.
         """
         # By worker: consecutive tasks with one version.
-        tasks_of_worker: dict[int, list[tuple[Source, list[ScoringTask]]]] = {}
+        tasks_of_worker: dict[int, list[tuple[VersionLoader, list[ScoringTask]]]] = {}
         workers = self.calls.active
-        for index, (task, source) in enumerate(zip(tasks, sources, strict=True)):
+        for index, (task, loader) in enumerate(zip(tasks, loaders, strict=True)):
             newest = self.client_states.newest_state(task.client)
             worker = workers[index * len(workers) // len(tasks)]
             if newest is not None and newest[0] in workers:
                 worker = newest[0]
             parts = tasks_of_worker.setdefault(worker, [])
-            if not parts or parts[-1][0] is not source:
-                parts.append((source, []))
+            if not parts or parts[-1][0] is not loader:
+                parts.append((loader, []))
             parts[-1][1].append(task)
         has_states = self.client_states.stateful and any(task.client >= 0 for task in tasks)
         chunks = [
@@ -431,49 +436,60 @@ class Evaluator:
             for chunk in wave:
                 if chunk is None:
                     continue
-                worker, members, source = chunk
+                worker, members, loader = chunk
                 states = []
                 if has_states:
                     states = [StateUse(task.client, task.state) for task in members]
-                call = self.calls.call(worker, "evaluate", members, source(), states=states)
+                call = self.calls.call(worker, "evaluate", members, loader(), states=states)
                 calls.append(call)
         return calls
 
     def _chunks(
-        self, worker: int, parts: Sequence[tuple[Source, Sequence[ScoringTask]]]
-    ) -> list[tuple[int, Sequence[ScoringTask], Source]]:
-        """Divide a worker's tasks into calls, so that no call reads too many bytes from disk.
+        self, worker: int, parts: Sequence[tuple[VersionLoader, Sequence[ScoringTask]]]
+    ) -> list[tuple[int, Sequence[ScoringTask], VersionLoader]]:
+        """Divide a worker's scoring tasks into calls, so that each call reads few bytes from disk.
 
-        Return a tuple for each call: the worker, the tasks, and the `Source` of the scored version.
-        A `Source` is a function that returns a reference to a published version.
-        parts: for each version, its `Source` and the tasks that score this version.
+        These bytes are client states. A `VersionLoader` is a function that returns a reference to
+        the model version that a task scores.
+        Return a tuple for each call: the number of the worker, the tasks, and the `VersionLoader`.
+        worker: the number of the worker.
+        parts: for each version, the `VersionLoader` and the tasks that score this version.
         """
-        chunks: list[tuple[int, Sequence[ScoringTask], Source]] = []
-        for source, tasks in parts:
+        chunks: list[tuple[int, Sequence[ScoringTask], VersionLoader]] = []
+        for loader, tasks in parts:
             reads = self.client_states.split_reads([task.client for task in tasks])
-            chunks += [(worker, tasks[read], source) for read in reads]
+            chunks += [(worker, tasks[read], loader) for read in reads]
         return chunks
 
     def losses(
-        self, clients: Sequence[int], samples: int | None, version: int, sources: Sequence[Source]
+        self,
+        clients: Sequence[int],
+        samples: int | None,
+        version: int,
+        loaders: Sequence[VersionLoader],
     ) -> np.ndarray:
-        """Compute the mean loss on each client's training samples; return float64 [clients].
+        """Return the mean loss of a model on each client's training samples, float64 [clients].
 
         The workers compute the losses, and this function waits for them.
+        clients: the numbers of the clients.
         samples: the largest number of samples that are used for a client. If a client has more
         samples, `samples` of them are drawn at random. None uses all samples.
         version: the number of aggregations so far. It changes only which samples are drawn.
-        sources: for each client, a function that returns a reference to a published version. The
-        loss of this version is computed.
+        loaders: for each client, a function that returns a reference to the model version whose
+        loss is computed.
         """
-        calls = self._start_losses(clients, samples, version, sources)
+        calls = self._start_losses(clients, samples, version, loaders)
         return self._collect_losses(clients, calls)
 
     def _start_losses(
-        self, clients: Sequence[int], samples: int | None, version: int, sources: Sequence[Source]
+        self,
+        clients: Sequence[int],
+        samples: int | None,
+        version: int,
+        loaders: Sequence[VersionLoader],
     ) -> list[Call]:
         tasks = [self._loss_task(client, samples, version) for client in clients]
-        return self._start_each(tasks, sources)
+        return self._start_each(tasks, loaders)
 
     def _collect_losses(self, clients: Sequence[int], calls: Sequence[Call]) -> np.ndarray:
         reports = self._collect(calls)

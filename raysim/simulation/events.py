@@ -90,14 +90,14 @@ class Round:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The event that no worker has answered for a long time.
+    """The event that a run has received no answer from any worker for a long time.
 
-    worker: the worker that the run waits for.
-    clients: the clients that this worker trains, if any.
-    seconds: for how long the run has waited for an answer of the worker.
+    worker: the number of the worker whose answer the run needs next.
+    clients: the clients that this worker trains now; () if it trains none.
+    seconds: the wall time in seconds for which this worker has not answered.
     node: name and address of the worker's node; "" if unknown.
-    replaced_after: the seconds without an answer after which another worker replaces this one;
-    infinite if the run waits forever.
+    replaced_after: the seconds without an answer after which the worker counts as dead and is
+    replaced; infinity if the run waits forever.
     node_timeout: the seconds without an answer after which the worker's node counts as lost; None
     if the node answers.
     stacks: the call stacks of the threads of the worker's process, as text; "" if unknown.

@@ -93,8 +93,8 @@ class Speeds:
 class Fleet:
     """A fleet: a rule that draws the simulated devices of all clients.
 
-    A subclass overrides `speeds` if its devices differ only in their speeds. A subclass with other
-    rules for durations or losses overrides `devices`.
+    A subclass overrides `speeds` if its devices differ only in their speeds. A subclass overrides
+    `devices` if it has different rules for how long jobs take, or for which jobs are lost.
     availability: the rule for when clients are available: "always", "diurnal" or "markov". The job
     of a client that becomes unavailable is lost.
     hours: only for "diurnal": the hours of each day in which a client is available. Clients live in
@@ -104,9 +104,10 @@ class Fleet:
     dropout: the probability that a job is lost for another reason, at a random moment of the job.
     patience: a run ends with an error if no client is available in the first `patience` virtual
     seconds of the run.
-    cost: the power of each device, and what its link costs.
-    kwh_price: money for a kilowatt-hour of the devices.
-    kwh_co2: grams of CO2 for a kilowatt-hour of the devices.
+    cost: the power of each device in watts, and the price and CO2 of a gigabyte that it sends or
+    receives. If all of these are 0, costs are not computed.
+    kwh_price: the price of a kilowatt-hour that devices use, in any currency.
+    kwh_co2: the grams of CO2 for a kilowatt-hour that devices use.
     """
 
     AVAILABILITIES: ClassVar[tuple[str, ...]] = ("always", "diurnal", "markov")

@@ -138,15 +138,16 @@ class RowWriter:
             row |= {name: None, f"{name}_worst": None, f"{name}_global": None}
         return row
 
-    def store_bytes(self, versions: int, results: int) -> int:
+    def store_bytes(self, version_bytes: int, result_floats: int) -> int:
         """Return the bytes in the object store when all updates of a round have arrived.
 
-        The result is the sum of the bytes of versions, results of calls and client states. A client
-        state of unknown size counts as the mean of the other states.
-        versions: the bytes of the stored versions.
-        results: the floats in the updates and sums that no aggregation has used yet.
+        The result is the sum of the bytes of versions, of results of calls and of client states. A
+        client state of unknown size counts as the mean of the states of known size.
+        version_bytes: the bytes of all versions in the store.
+        result_floats: the number of floats, not bytes, in the results that no aggregation has used
+        yet. A result is an update or a sum of updates.
         """
-        return versions + results * self.itemsize + self.client_states.bytes
+        return version_bytes + result_floats * self.itemsize + self.client_states.bytes
 
     def _busy(self) -> Row:
         """Return columns with the share of wall time in which workers worked since the last row.

@@ -99,10 +99,10 @@ class JobTable:
         return self._aggregations
 
     def jobs_of(self, aggregation: PlannedAggregation) -> list[Job]:
-        """Return the jobs of an aggregation, in the order in which they are aggregated.
+        """Return the jobs of a planned aggregation, in the order in which they are aggregated.
 
-        A job that was dispatched also has the fields that the planner cannot know, such as its
-        weight.
+        Some fields of a job, such as its weight, get their values when the coordinator dispatches
+        the job. If a job is only planned so far, these fields have default values.
         """
         return [self._rows[job.number].job for job in aggregation.aggregated]
 
@@ -220,11 +220,11 @@ class JobTable:
     def end(
         self, aggregation: PlannedAggregation, updates: Sequence[Update | Failure]
     ) -> tuple[JobRecord, ...]:
-        """Remove the jobs that end with an aggregation from the table; return their records.
+        """Remove the ended jobs of an aggregation from this table; return a record of each job.
 
-        These are all jobs in `aggregation.aggregated`, `aggregation.lost` and
+        The ended jobs are the jobs in `aggregation.aggregated`, `aggregation.lost` and
         `aggregation.discarded`.
-        aggregation: the aggregation, as it was planned.
+        aggregation: the aggregation that the server has made, as it was planned.
         updates: an update or a failure for each job in `aggregation.aggregated`, in the same order.
         """
         self._aggregations.popleft()

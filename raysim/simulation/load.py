@@ -48,12 +48,11 @@ class _Traffic:
 class VaryingTensors:
     """The tensors of one method whose sizes change from version to version.
 
-    The keys of all fields are full names of tensors, "method.name".
-    sent: the size in version 0, in floats, of each tensor that clients receive.
-    uploaded: the size in version 0, in floats, of each tensor that clients send.
-    planned: for each tensor that clients send, a function that plans its size in floats. The
-    argument of the function is the total size, in floats, of all tensors in `sent` that the client
-    received.
+    A size is a number of floats. The keys of all fields are full names of tensors, "method.name".
+    sent: the size in version 0 of each tensor that the server sends to clients.
+    uploaded: the size in version 0 of each tensor that clients send to the server.
+    planned: for each tensor in `uploaded`, a function that plans the tensor's size. The argument of
+    the function is the total size of all tensors in `sent` that the client received.
     """
 
     sent: Mapping[str, int]
@@ -69,8 +68,10 @@ class VaryingTensors:
         return sum(map(floats_of, self.sent))
 
     def growth(self, floats_of: FloatsOf) -> tuple[int, int]:
-        """Return how many floats a job's download and upload have grown since version 0.
+        """Return how much larger than in version 0 a job's download and upload are, in floats.
 
+        The first number is for the download, and the second one for the upload. The size of the
+        upload follows from the size of the download by the functions in `planned`.
         floats_of: function that returns the size, in floats, of a tensor that the job's client
         receives. Its argument is the tensor's full name, "method.name".
         """
@@ -217,12 +218,12 @@ class StepMessages:
         self.received = np.full(clients, -1, np.int32)
 
     def saved(self, client: int, version: int) -> int:
-        """Return the number of floats that messages save in a client's next download.
+        """Return by how many floats compressed changes make a client's next download smaller.
 
-        The client receives messages instead of the parameters. The messages contain the changes of
-        all versions since the base version of the client's last job. The result is 0 if the client
-        receives the parameters. Call this once for each job, because it also records that the
-        client now has this version.
+        The client receives the changes of all versions since the base version of its last job. The
+        result is 0 if the client receives all parameters instead.
+        Use this function once for each job, because it also records that the client now has
+        `version`.
         version: the base version of the client's next job.
         """
         previous = self.received.item(client)

@@ -220,11 +220,12 @@ def make_replicas(
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
     """Return the sample counts of a replica's clients, and how many clients never train it.
 
-    The counts are int64 [clients], the number of each client's training samples; 0 for clients of
-    other replicas. Clients that never train the replica are clients of other replicas and unseen
-    clients (`evaluate.unseen`).
-    replica_of: int [clients], the replica that serves each client.
-    replica: the number of the replica.
+    A client never trains this replica if it is an unseen client (`evaluate.unseen`), or if a
+    different replica serves it.
+    The counts are int64 [clients], with an entry for each client of the run: the number of training
+    samples, or 0 if the client never trains this replica.
+    replica_of: int [clients], the number of the replica that serves each client.
+    replica: the number of this replica.
     """
     partition = spec.data.partition
     is_member = replica_of == replica

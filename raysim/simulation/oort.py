@@ -95,17 +95,22 @@ class Oort(Selection):
         above("selection.penalty", self.penalty, 0)
 
     def state(self, clients: int) -> Mapping[str, np.ndarray]:
-        """Return the initial arrays that this selection rule remembers between decisions, by name.
+        """Return the initial arrays of this rule's memory, by name.
 
-        During the run, the arrays have these meanings:
-        - "round": the number of the latest round; 0 before the first round.
+        A round of Oort is one choice of clients by this rule; rounds are counted from 1. During the
+        run, the arrays have these meanings:
+
+        - "round": the number of rounds so far.
         - "exploration", "preferred": the present values of the options `exploration` and
           `preferred`, which change from round to round.
         - "chosen_in" [clients]: the number of the latest round that chose the client; 0 for none.
         - "exploited": the clients with a known loss that the latest round chose.
-        - "utilities": the utilities of the rounds that the pacer has yet to compare; fewer than
-          2 * `pacer_step` values. A client's utility is its number of samples times its loss. A
-          round's utility is the mean over the clients that were in "exploited" after this round.
+        - "utilities": the utilities of the latest rounds, in order. The utility of a client is the
+          number of its samples times its loss. The utility of a round is the mean over the clients
+          that were in "exploited" after the round. It is computed when the next round begins. If
+          there are 2 * `pacer_step` values, the sums of the older and the newer half are compared,
+          and the older half is removed. If the newer half has the smaller sum, "preferred" is
+          increased.
         - "picks": the clients that the latest round chose and `select` has not returned yet.
 
         clients: the number of clients.
@@ -123,12 +128,15 @@ class Oort(Selection):
     def select(self, view: SelectionView) -> np.ndarray:
         """Return up to `view.count` idle clients to dispatch, in random order.
 
-        A round of Oort chooses `view.concurrency` clients and stores them as "picks". `select`
-        returns the next `view.count` idle clients from "picks", and drops busy ones. If "picks" has
-        fewer idle clients, a new round begins, and its clients complete the result.
-        "picks" is not used if `view.count` is at least `view.concurrency`, or if the clients are
-        chosen from one pool (`view.pool`). Then each decision is a new round, which chooses
-        `view.count` clients.
+        A round of Oort is one choice of clients by this rule. There are two cases:
+        - If `view.count` is at least `view.concurrency`, each use of `select` is a new round. It
+          chooses and returns `view.count` clients. The same holds if clients are divided into pools
+          (`view.pool` is at least 0).
+        - Otherwise a round chooses `view.concurrency` clients, as many as the schedule keeps in
+          flight, and stores them in the array "picks". `select` takes the first `view.count` idle
+          clients from "picks", and drops busy ones. If "picks" has too few idle clients, a new
+          round fills "picks", and `select` takes the missing clients from there.
+
         view: the number of clients to return, the idle clients, the clients' losses and durations,
         and the arrays of `state`.
         """

@@ -81,13 +81,13 @@ class Messages(Protocol):
     received: np.ndarray
 
     def saved(self, client: int, version: int) -> int:
-        """Return the number of floats that messages save in a client's next download.
+        """Return by how many floats messages make a client's next download smaller.
 
         The client receives the messages of all versions since the base version of its last job, in
         place of all parameters. If the messages would be larger, it receives the parameters, and
-        the result is 0.
-        Use this function once for each job, because it also records that the client now has the
-        version.
+        the result is 0. For the first job of a client, the result is 0, too.
+        Use this function once for each job, because it also records that the client now has
+        `version`.
         client: the number of the client.
         version: the base version of the client's next job.
         """
@@ -152,7 +152,9 @@ class PlannedAggregation:
 def _draw_positions(generator: np.random.Generator, clients: int, count: int) -> Iterator[int]:
     """Yield random positions in an array of clients; a position may be repeated.
 
-    The iterator stops when further draws would take longer than a list of all idle clients.
+    The caller looks for idle clients at these positions. The iterator stops after at least
+    `clients` positions, and at least `DRAWS_PER_CLIENT` positions for each needed client. From then
+    on, it takes the caller less time to list all idle clients and to draw from the list.
     clients: the length of the array; all positions are below this number.
     count: the number of different, idle clients that the caller needs.
     """
@@ -564,7 +566,12 @@ class Planner:
     def _exchange_if_due(self, site: Site, aggregation: PlannedAggregation) -> None:
         """Let the replicas exchange after an aggregation, if an exchange is due now.
 
-        During the virtual time of an exchange, jobs can end, but no schedule decides anything.
+        Virtual time advances to the end of the exchange. Jobs can end in this time, but no job is
+        dispatched and nothing is aggregated.
+        site: the replica (with its clients) that has aggregated, if each replica has a schedule.
+        Otherwise the whole run.
+        aggregation: the planned aggregation. If the replicas exchange, this function adds the
+        exchange to its fields.
         """
         network = self._network
         site.since_meeting += 1
@@ -826,14 +833,15 @@ class Planner:
         return idle_clients
 
     def _next_arrival(self) -> float:
-        """Return the virtual time at which another client becomes available for a dispatch.
+        """Return the virtual time at which a client of a short pool next becomes available.
 
-        Only clients of pools that had too few clients for a dispatch are considered. If none of
-        them becomes available, but jobs are in flight, return infinity. Also return infinity if the
-        fleet's clients are always available.
-        Raises NoClientsLeftError if none of them becomes available and no job is in flight.
-        Raises ValueError if no job was dispatched yet and no client is available in the first
-        `patience` seconds of the run.
+        A pool is short if the schedule has just requested more clients than are idle and available
+        in this pool. The result is infinity in two cases:
+        - All clients of the fleet are always available.
+        - No client of a short pool becomes available any more, but jobs are in flight.
+        Raises NoClientsLeftError if no client of a short pool becomes available any more and no job
+        is in flight.
+        Raises ValueError if no job was dispatched yet and the result is above `patience` seconds.
         """
         if self.devices.presence is None:
             return math.inf
@@ -866,7 +874,8 @@ class Planner:
     def received(self) -> np.ndarray | None:
         """The base version of each client's last job, int32 [clients]; -1 before its first job.
 
-        None if the server sends whole parameters and not compressed changes between versions.
+        None if the server always sends all parameters. The array is only needed if it sends
+        compressed changes between versions in place of the parameters.
         """
         return None if self._messages is None else self._messages.received
 
@@ -915,9 +924,8 @@ class Planner:
         participations: int32 [clients], the number of jobs of each client so far.
         accepted: int32 [clients], the number of aggregated jobs of each client so far.
         selection: what `selection_arrays` returned.
-        received: the base version of each client's last job, which the property `received`
-        returned. None if the server sends whole parameters and not compressed changes between
-        versions.
+        received: what the property `received` returned: the base version of each client's last job;
+        None if the server always sends all parameters.
         """
         self.now, self.version = state["now"], state["version"]
         self.cohorts, self.dispatched = state["cohorts"], state["dispatched"]

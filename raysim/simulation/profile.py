@@ -122,15 +122,15 @@ class Profile:
 def add_idle_time(
     worker_track: WorkerTrack, call_times: Sequence[float], start: float, stop: float
 ) -> Track:
-    """Return a worker's measured times, completed by the time in which the worker was idle.
+    """Add idle time to the times that a worker has measured; return all times by activity.
 
-    A worker is idle from the end of a call until the next call begins. The coordinator makes the
-    next call at some time in between. Idle time before this moment counts as "waiting", and idle
-    time after this moment counts as "messages".
+    A worker is idle from the end of a call until the worker begins the next call. During this
+    time, the coordinator makes the next call. Idle time before the coordinator makes the call is
+    added as "waiting". Idle time after it is added as "messages".
     worker_track: the times that the worker has measured.
     call_times: the times at which the coordinator made the calls, in the order of the calls.
     start, stop: the beginning and the end of the profile.
-    All times are in seconds since the epoch.
+    `call_times`, `start` and `stop` are in seconds since the epoch.
     """
     waiting = messages = 0.0
     last_end = start

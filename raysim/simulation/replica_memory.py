@@ -45,7 +45,7 @@ class ReplicaMemory:
         return 0 if self._file is None else self._file.used
 
     def note_read(self, replica: int) -> None:
-        """Make room in memory for a replica whose tensors the caller reads next.
+        """Make room in memory for the tensors of a replica, before the caller reads these tensors.
 
         A replica on disk is loaded into memory when its tensors are read, and then stays there. If
         this replica and the loaded replicas would exceed a limit together, this function removes
@@ -129,7 +129,11 @@ class ReplicaMemory:
         return torch.from_numpy(self._file.move(array))
 
     def _tensors(self, replica: int) -> list[Tensor]:
-        """Return the tensors of a replica that can be moved to disk."""
+        """Return the tensors that are moved to disk with a replica: its vector and server state.
+
+        Server state is left out if `moves_state` is False. Tensors that cannot be moved are left
+        out, too.
+        """
         server = self._servers[replica]
         if not self._moves_state:
             return [server.vector]

@@ -103,11 +103,11 @@ class Replicas:
         return self._memory.bytes_on_disk
 
     def read(self, replica: int) -> Server:
-        """Return the server of a replica whose tensors the caller reads next.
+        """Make room in memory for a replica's tensors, and return the replica's server.
 
-        Tensors of some replicas may be on disk. They are loaded into memory when they are read, and
-        memory has room for only a few such replicas. This function makes room for the replica. Read
-        the replica's tensors before the next call of this function.
+        Use this function directly before reading tensors of the server. If the replica is on disk,
+        its tensors are loaded into memory when they are read. For this, earlier loaded replicas are
+        removed from memory if necessary. Such replicas are loaded again when they are read again.
         replica: the number of the replica.
         """
         self._memory.note_read(replica)
@@ -383,10 +383,10 @@ class Replicas:
         return changed
 
     def _mean(self, row: MixingRow) -> tuple[Tensor, Tensor]:
-        """Return the weighted mean of several replicas' vectors, and a maximum of integer buffers.
+        """Return two tensors: the weighted mean of vectors, and the maximum of integer buffers.
 
-        The second tensor has the shape of a replica's integer buffers. Each value in it is the
-        largest value at this position in the replicas.
+        The vectors and the integer buffers are those of several replicas. The maximum is
+        elementwise: each value is the largest one that any of these replicas has at its position.
         row: has the numbers of the replicas (`row.sources`) and the weight of each (`row.weights`).
         """
         sources = [self.read(source) for source in row.sources]
@@ -413,16 +413,20 @@ class Replicas:
     def scored(self) -> tuple[Tensor, Tensor]:
         """Return the model to score: the weighted mean of the replicas' vectors, [layout.shared].
 
-        Also return the maximum of the integer buffers, [layout.shared_counters]. A method may
-        declare that another vector is scored in place of a replica's vector, such as a mean of
-        earlier versions.
+        Also return the elementwise maximum of the replicas' integer buffers,
+        [layout.shared_counters]. The weights are those of the function `mean`. A method may declare
+        that a different vector is scored in place of a replica's vector, such as a mean of earlier
+        versions.
         """
         return self._mean_of([server.scored() for server in self.servers])
 
     def mean(self) -> tuple[Tensor, Tensor]:
         """Return the weighted mean of all replicas' vectors, [layout.shared].
 
-        Also return the maximum of their integer buffers, [layout.shared_counters].
+        If clients move between replicas, the weight of a replica is the number of training samples
+        of its clients. Otherwise the topology gives each replica a fixed weight.
+        Also return the elementwise maximum of the replicas' integer buffers,
+        [layout.shared_counters].
         """
         return self._mean_of([server.vector for server in self.servers])
 
@@ -494,11 +498,12 @@ class Replicas:
     def restore(
         self, version: int, numbers: Sequence[int], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """Continue from a checkpoint; the servers must already be restored.
+        """Continue from a checkpoint.
 
-        version, numbers: the values of these attributes in the checkpoint.
-        arrays: the arrays in the checkpoint, which the method `arrays` returned when it was
-        written.
+        The caller must first restore the server of each replica.
+        version: the number of the run's aggregations before the checkpoint.
+        numbers: for each replica, the number of its version in the checkpoint (`self.numbers`).
+        arrays: what the method `arrays` returned when the checkpoint was written.
         """
         self.version, self.numbers = version, list(numbers)
         self._last_number = max(numbers)
@@ -511,11 +516,13 @@ class Replicas:
 
 
 class _Bases(Mapping[int, PublishedVersion]):
-    """The versions of one replica from which jobs started.
+    """The base versions of one replica's jobs, as a mapping from `Job.version` to the version.
 
-    A key is the number of aggregations that the replica had made before the version.
-    versions: the published versions of all replicas. Here a key is unique among all replicas.
-    number_of: maps a key of this object to the version's key in `versions`.
+    `Job.version` counts aggregations, so jobs of different replicas may have the same value.
+    Therefore the store of all replicas, `versions`, has different keys.
+    versions: the published versions of all replicas. A key is `Job.base`, the number of the version
+    among all versions that were published.
+    number_of: maps `Job.version` to `Job.base` for the jobs of this replica.
     """
 
     def __init__(self, versions: Versions, number_of: Mapping[int, int]):

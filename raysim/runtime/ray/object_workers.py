@@ -1,4 +1,4 @@
-"""Run objects of any class as the workers of a Ray cluster, without a coordinator."""
+"""Run objects of any class as Ray actors, in place of raysim's workers and coordinator."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from raysim.runtime.ray.cluster import (
 def object_workers(
     kind: type, spec: object, options: RayOptions, device: str, threads: int, most: int, say: Say
 ) -> Iterator[RayRuntime]:
-    """Start workers on Ray, each with an object `kind(spec)`; end them when the context ends.
+    """Start Ray actors, each with one object `kind(spec)`; end them when the context ends.
 
     Yield the runtime with which the caller calls methods of these objects.
     kind: the class of the objects. It needs a method `ready`.
     spec: the argument with which each object is made.
-    options: the settings `runtime.*`.
-    device: the device of each worker, for example "cuda".
-    threads: the threads of each worker.
-    most: the most workers to start; more workers would have nothing to do.
-    say: function that gets a text if the workers must wait for resources.
+    options: the settings `runtime.*`. `runtime.workers` is the number of actors; None starts as
+    many as fit on the nodes.
+    device: the device of each actor, for example "cuda".
+    threads: the number of threads of each actor.
+    most: the largest number of actors to start; more actors would have nothing to do.
+    say: function that gets a text if the actors must wait for resources.
     Raises ValueError if Ray does not start or the cluster is too small.
     """
     with connection(options):

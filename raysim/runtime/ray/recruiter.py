@@ -68,7 +68,7 @@ class _Recruit:
     worker: the number of the worker.
     place: where the worker was started.
     actor: the actor of the worker.
-    answer: a reference to the worker's identity, which exists when the worker is ready.
+    answer: a reference to the worker's identity. The identity can be read once the worker is ready.
     since: when the worker was started, in seconds of `time.monotonic`.
     """
 
