@@ -218,7 +218,7 @@ def make_replicas(
 
 
 def replica_clients(spec: RunSpec, replica_of: np.ndarray, replica: int) -> tuple[np.ndarray, int]:
-    """Return the sample counts of a replica's clients, and how many clients never train it.
+    """Return each client's sample count for a replica, and how many clients never train it.
 
     A client never trains this replica if it is an unseen client (`evaluate.unseen`), or if a
     different replica serves it.
