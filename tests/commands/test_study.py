@@ -63,7 +63,7 @@ def names(planned: StudyPlan) -> list[str]:
 
 # --- the plan -----------------------------------------------------------------------------------
 class TestPlan:
-    def test_study_plans_all_combinations_of_values_in_the_order_of_the_seeds(self) -> None:
+    def test_study_plans_every_combination_of_values_for_one_seed_after_another(self) -> None:
         values = ["partition.alpha=0.1,0.5", "rounds=3", "out=s"]
         planned = plan(["method=fedavg,fedprox+mixup", "seed=0..1", *values])
         quoted = plan(["method=[],[fedprox,mixup]", "seed=range(2)", *values])

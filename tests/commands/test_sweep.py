@@ -218,7 +218,7 @@ class TestPlan:
         tau2 = shipped("fedbr").space["method.fedbr.tau2"]
         assert 0.0 in tau2.corners()
 
-    def test_shipped_sweep_option_methods_compares_ten_methods(self) -> None:
+    def test_shipped_sweep_option_named_methods_compares_ten_methods(self) -> None:
         assert len(plan(["sweep=methods"]).points()) == 10
 
     @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ class Drawing(Source):
         return Raw(images, np.arange(30) % 3, 25, ["a", "b"])
 
 
-def test_check_finds_unstable_samples_and_labels_without_a_name() -> None:
+def test_check_finds_classes_without_a_name_and_samples_that_change_when_read_again() -> None:
     assert "differ when the data are read again" in message_of(Drawing(), "the same samples twice")
     assert "a label has no name: there are 2" in message_of(Drawing(), "labels and domains")
 

@@ -358,7 +358,7 @@ def test_leaf_reads_pictures_from_the_folder_in_the_setting_data_images(tmp_path
         Leaf(str(root), images=str(tmp_path)).build()
 
 
-def test_leaf_reads_text_from_the_list_index_that_the_key_data_field_sets(tmp_path: Path) -> None:
+def test_leaf_reads_text_at_the_list_index_given_by_the_setting_data_field(tmp_path: Path) -> None:
     root = write_users(
         tmp_path, lambda user, row: ["14", "Mon", user, "I am happy", row], lambda row: row % 2
     )

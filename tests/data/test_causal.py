@@ -343,7 +343,7 @@ def test_error_of_a_misspelt_tokenizer_suggests_the_nearest_name(
         Text(root=str(tmp_path), tokenizer="gpt2").read()
 
 
-def test_hugging_face_tokenizer_reads_and_writes_text(tmp_path: Path) -> None:
+def test_hugging_face_tokenizer_encodes_text_and_decodes_tokens(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     save_tokenizer(tmp_path / "words")
     (tmp_path / "a.txt").write_text("the cat saw the dog")

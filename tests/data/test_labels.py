@@ -227,7 +227,7 @@ def test_classification_rejects_several_labels_of_a_sample(labels: Any) -> None:
         read_labels(labels, "classification", None, "place")
 
 
-def test_lists_of_one_label_can_be_classes() -> None:
+def test_list_with_a_single_integer_is_read_as_the_class_of_the_sample() -> None:
     labels = read_labels([[1], [0], [1]], "classification", None, "place")
     assert labels.values.tolist() == [1, 0, 1]
     assert (labels.names, labels.kind) == (["0", "1"], "classification")

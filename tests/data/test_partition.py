@@ -158,7 +158,7 @@ def test_dirichlet_with_large_alpha_gives_clients_the_global_class_shares() -> N
         assert np.abs(shares - 0.1).max() < 0.06, partitioner
 
 
-def test_small_alpha_scaled_by_class_shares_gives_a_client_mainly_one_class() -> None:
+def test_most_clients_get_mainly_one_class_if_alpha_is_small_and_scaled_by_class_size() -> None:
     settings = {
         "concentration": "prior_scaled",
         "remaining": True,
@@ -169,7 +169,7 @@ def test_small_alpha_scaled_by_class_shares_gives_a_client_mainly_one_class() ->
     assert np.median(counts.max(axis=1)) > 180
 
 
-def test_partition_dirichlet_client_gives_all_clients_equally_many_samples() -> None:
+def test_all_clients_have_equally_many_samples_if_partition_is_dirichlet_client() -> None:
     partition = split(DirichletClient(30, 0.5, test_fraction=0))
     assert set(partition.train.counts.tolist()) == {len(LABELS) // 30}
     assert len(set(partition.train.indices.tolist())) == 30 * (len(LABELS) // 30)

@@ -175,7 +175,7 @@ def test_columns_become_inputs_and_a_dictionary_column_becomes_two_targets(
     ]
 
 
-def test_columns_that_data_targets_lists_become_one_structured_target(tmp_path: Path) -> None:
+def test_setting_data_targets_combines_columns_into_one_structured_target(tmp_path: Path) -> None:
     lines = ["a,b,width,height", *(f"{row},{2 * row},{row}.5,{row}" for row in range(10))]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
     source = Csv(root=str(tmp_path / "rows.csv"), targets=["width", "height"], test_fraction=0)

@@ -165,13 +165,15 @@ def test_checksum_of_a_data_file_is_verified_only_once_on_a_machine(
 
 
 # ---- data sets by name ---------------------------------------------------------------------------
-def test_digits_data_have_pixel_values_up_to_255_and_a_fifth_as_test_samples() -> None:
+def test_digits_source_has_images_of_ten_classes_with_pixel_values_up_to_255() -> None:
     digits = Digits().build()
-    assert (
-        digits.inputs.shape == (1797, 1, 8, 8)
-        and digits.inputs.max() == 255
-        and digits.num_classes == 10
-    )
+    assert digits.inputs.shape == (1797, 1, 8, 8)
+    assert digits.inputs.max() == 255
+    assert digits.num_classes == 10
+
+
+def test_digits_source_uses_a_fifth_of_each_class_as_test_samples() -> None:
+    digits = Digits().build()
     test = np.bincount(digits.labels[digits.train_rows :])
     assert (test == np.bincount(digits.labels) // 5).all()
 

@@ -111,7 +111,9 @@ def test_parquet_error_mentions_the_key_or_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", [10**6, 10**12, 2**63 - 1])
-def test_parquet_label_above_number_of_rows_is_rejected(label: int, tmp_path: Path) -> None:
+def test_parquet_rejects_a_label_that_is_greater_than_the_number_of_rows(
+    label: int, tmp_path: Path
+) -> None:
     for split in ("train", "test"):
         write_parquet(tmp_path / f"{split}.parquet", [picture(), picture()], [0, label])
     with pytest.raises(

@@ -91,7 +91,7 @@ def test_checkpoint_folder_of_another_run_is_refused() -> None:
     assert open_store(where).names() == before and not Path("b").exists()
 
 
-def test_out_that_exists_is_refused_for_a_checkpoint_of_another_folder() -> None:
+def test_existing_output_folder_is_refused_if_the_checkpoint_is_from_another_folder() -> None:
     run(out="a", rounds=2)
     run("apart", out="b", rounds=2)
     for address, action in (

@@ -47,7 +47,7 @@ def test_existing_folder_of_a_study_is_refused(tmp_path: Path) -> None:
         check_free(tmp_path)
 
 
-def test_resuming_a_study_or_sweep_needs_both_overrides_out_and_resume_latest() -> None:
+def test_study_or_sweep_resumes_only_if_resume_is_latest_and_output_folder_is_set() -> None:
     assert is_resume_requested(["out=s", "resume=latest"], "study")
     assert not is_resume_requested(["out=s"], "study")
     for words in (

@@ -151,7 +151,7 @@ def test_partition_passed_as_a_dictionary_has_client_names_as_keys() -> None:
 @pytest.mark.parametrize(
     "part", [FedProx(0.3), Mlp([3, 4]), IID(clients=3), Lognormal(sigma=0.5), Buffered(4, 2)]
 )
-def test_object_with_storable_arguments_is_stored_by_class(part: object) -> None:
+def test_object_is_stored_as_a_class_path_if_its_arguments_can_be_stored(part: object) -> None:
     node = object_node(part)
     assert OBJECT not in node
     assert node["_target_"] == f"{type(part).__module__}.{type(part).__name__}"

@@ -104,7 +104,7 @@ def test_fetch_copies_the_files_of_a_url(
 
 
 @pytest.mark.parametrize("words", ["report {}", "fetch {}", "run out={} resume=latest"])
-def test_error_of_a_command_for_a_url_without_a_run_contains_the_url(
+def test_command_that_finds_no_run_at_a_url_prints_an_error_with_the_url(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.call(words.format("memory://nothing/here").split()) == 2

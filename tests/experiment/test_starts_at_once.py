@@ -124,7 +124,7 @@ def test_run_folder_cannot_be_created_if_its_parent_is_a_file() -> None:
         pass
 
 
-def test_study_that_gets_another_folder_writes_its_runs_there() -> None:
+def test_planned_runs_use_the_new_study_folder_if_the_study_folder_changes() -> None:
     first = plan(["method=fedavg,fedprox"])
     assert first.is_new and first.is_dated and first.folder == Path("studies/now")
     second = move(first, Path("studies/now-2"))
@@ -139,7 +139,7 @@ def test_sweep_folder_has_a_date_unless_out_is_set() -> None:
     assert read_request(words).is_dated and not read_request([*words, "out=s"]).is_dated
 
 
-def test_only_one_of_several_processes_creates_a_package_of_the_same_name() -> None:
+def test_only_one_of_several_processes_creates_the_package_folder_of_raysim_new() -> None:
     def write() -> str:
         try:
             return str(package.write("mine"))

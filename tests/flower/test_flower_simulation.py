@@ -90,7 +90,7 @@ class OlderServer(Server):
         return history
 
 
-def test_function_start_simulation_gives_clients_of_an_older_server_numbers_from_zero():
+def test_function_start_simulation_accepts_old_flower_servers_and_numbers_clients_from_0():
     server = OlderServer(client_manager=SimpleClientManager(), strategy=FedAvg())
     history = start(server=server, strategy=None)
     assert server.cids == {"0", "1", "2", "3", "4", "5"}

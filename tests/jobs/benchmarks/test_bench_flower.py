@@ -56,7 +56,7 @@ def test_shortened_idx_file_has_only_its_first_images():
     assert cut_idx(idx_file(images), 0.6) == idx_file(images[:3])
 
 
-def test_function_copy_data_shortens_all_files_except_small_parquet_files(tmp_path):
+def test_function_copy_data_copies_fewer_rows_except_from_small_parquet_files(tmp_path):
     import pandas as pd
 
     source, target = tmp_path / "source", tmp_path / "target"
@@ -89,7 +89,7 @@ def test_flower_and_raysim_get_the_same_seed_for_a_start_simulation_program():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_cpu_clock_includes_a_process_if_its_parent_ignores_its_exit():
+def test_cpu_clock_includes_a_process_whose_exit_is_ignored_by_the_parent_process():
     burn = "import time\nwhile time.process_time() < 0.6: pass"
     parent = (
         "import signal, subprocess, sys, time\n"

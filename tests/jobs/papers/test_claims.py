@@ -143,7 +143,9 @@ def test_every_stored_run_belongs_to_a_named_setting(paper: str) -> None:
 
 
 @pytest.mark.slow
-def test_command_of_each_study_contains_the_overrides_of_its_setting(tmp_path: Path) -> None:
+def test_study_command_of_a_paper_setting_contains_the_overrides_of_that_setting(
+    tmp_path: Path,
+) -> None:
     for setting in SETTINGS:
         if not setting.study.startswith("bash jobs/studies.sh "):
             continue

@@ -460,7 +460,7 @@ def test_table_of_loss_terms_has_only_terms_that_all_its_runs_measured() -> None
     )
 
 
-def test_paper_page_shows_rank_correlation_of_gain_over_fedavg_and_label_entropy() -> None:
+def test_paper_page_shows_rank_correlation_of_label_entropy_with_gain_over_fedavg() -> None:
     runs = [stored("fedavg", seed, 0.5, entropy=seed) for seed in range(4)]
     runs += [stored("fedbr", seed, 0.9 - 0.1 * seed, entropy=seed) for seed in range(4)]
     assert "with the label entropy, 4 splits: local mean -1.00 (p = 0.0000)." in "\n".join(
@@ -468,9 +468,7 @@ def test_paper_page_shows_rank_correlation_of_gain_over_fedavg_and_label_entropy
     )
 
 
-def test_paper_page_shows_the_splits_of_the_own_method_if_other_methods_have_as_many_seeds() -> (
-    None
-):
+def test_fedbr_page_shows_fedbr_gain_on_each_data_split_if_no_method_has_more_seeds() -> None:
     runs = [
         stored(method, seed, 0.5, entropy=seed)
         for method in ("fedavg", "fedbn", "fedbr", "scaffold")

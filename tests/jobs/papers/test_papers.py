@@ -121,7 +121,9 @@ def test_paper_table_averages_runs_over_their_seeds(tmp_path: Path) -> None:
     assert "seed=" not in text
 
 
-def test_paper_table_has_no_mean_of_rounds_if_a_seed_misses_the_threshold(tmp_path: Path) -> None:
+def test_paper_table_omits_rounds_until_the_threshold_if_one_run_never_reaches_it(
+    tmp_path: Path,
+) -> None:
     runs = [
         make(tmp_path / str(score), [*MNIST, "method=[]"], rows([score])) for score in (0.79, 0.81)
     ]

@@ -344,7 +344,7 @@ def test_run_takes_methods_of_preset_unless_others_are_chosen() -> None:
         compose(["experiment=fedbr/rotated_mnist", "method.fedprox.mu=1"])
 
 
-def test_method_option_without_a_python_class_is_added_to_the_configuration(
+def test_run_of_a_preset_can_use_a_method_that_has_only_a_yaml_file(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "method").mkdir()
