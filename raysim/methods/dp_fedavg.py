@@ -257,9 +257,9 @@ class DPFedAvg(Method):
         return total.div_(cohort)
 
     def _record(self, server: ServerView, bound: float, within: float) -> None:
-        """Write the clipping bound, the share of unclipped updates, and epsilon into the history.
+        """Write the clipping bound and the share of unclipped updates into the history.
 
-        Epsilon is the privacy loss of all rounds so far.
+        If `noise` is above 0, also write epsilon, the privacy loss of all rounds so far.
         bound: the clipping bound of this round.
         within: the share of updates that the bound did not clip. If the bound adapts, this share
         contains the noise that protects it.
