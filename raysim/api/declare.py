@@ -227,7 +227,8 @@ def declare(
             layout_later,
         )
         declared.hooks = {hook: getattr(method, hook) for hook in filled_hooks(method)}
-        torch.manual_seed(torch_seed(settings.seed, f"networks.{method.name}"))
+        # Methods make their networks on the CPU.
+        torch.default_generator.manual_seed(torch_seed(settings.seed, f"networks.{method.name}"))
         needs_before = len(declared.needs)
         _call_setup(method, setup, has_features)
         if len(declared.needs) > needs_before or declared.targets != "any":
@@ -261,7 +262,7 @@ def _replace_model(
     """
     for method in methods:
         if "model" in filled_hooks(method):
-            torch.manual_seed(torch_seed(seed, f"model.{method.name}"))
+            torch.default_generator.manual_seed(torch_seed(seed, f"model.{method.name}"))
             try:
                 return method.model(task, model), None
             except Exception as error:

@@ -256,7 +256,8 @@ def _drawn_vector(
     Raises ValueError if a layer of the model cannot draw initial values.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(torch_seed(spec.settings.seed, "topology.initial", replica))
+        seed = torch_seed(spec.settings.seed, "topology.initial", replica)
+        torch.default_generator.manual_seed(seed)
         model = draw_again(declarations.networks["model"])
     drawn = vector.clone()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -43,8 +43,17 @@ def seed_generators(seed: int, device: torch.device) -> None:
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
+    seed_torch(seed, device)
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed torch's global random generators for the CPU and for the device.
+
+    seed: the seed of both generators.
+    """
     if device.type == "cpu":
-        # torch.manual_seed would store a traceback for each unused GPU library.
+        # `torch.manual_seed` takes a hundred times as long: it formats the stack of calls for each
+        # GPU library that is installed but not in use.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)

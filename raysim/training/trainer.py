@@ -35,7 +35,7 @@ from raysim.training.batch_plan import BatchPlanner, layer_needing_two_rows, usu
 from raysim.training.client_data import ClientData, PreparedBatches
 from raysim.training.client_vector import copy_client_state, load_vector
 from raysim.training.frozen_networks import FrozenNetworks
-from raysim.training.own_training import OwnTraining
+from raysim.training.own_training import OwnTraining, seed_torch
 from raysim.training.step import Step
 from raysim.training.transfer import has_own_memory
 from raysim.vectors.layout import Vector
@@ -237,7 +237,8 @@ class Trainer:
         ctx.start = state
         self.load(base, counters, state)
         if self.is_stochastic:
-            torch.manual_seed(torch_seed(self.seed, "torch", job.client, job.participation))
+            seed = torch_seed(self.seed, "torch", job.client, job.participation)
+            seed_torch(seed, self.vector.data.device)
         # Hooks may have changed the mode of any part. Without methods only evaluation changes it.
         networks = self.vector.networks.values()
         if self.declarations.methods or not all(network.training for network in networks):
@@ -328,7 +329,8 @@ class Trainer:
             return
         plan = self.planner.plan_finetuning(samples, settings.epochs, client, version)
         if self.is_stochastic:
-            torch.manual_seed(torch_seed(self.seed, "finetune.torch", client, version))
+            seed = torch_seed(self.seed, "finetune.torch", client, version)
+            seed_torch(seed, self.vector.data.device)
         job = Job(number=-1, client=client, participation=0, version=version)
         base, counters = self.vector.shared, self.vector.shared_counters
         ctx = self._context(job, samples, base, counters, {}, {})
