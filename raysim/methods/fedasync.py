@@ -181,7 +181,7 @@ class FedAsync(Method):
         if not run.has_stale_updates and run.max_updates > 1:
             run.warn(
                 f"method 'fedasync' mixes the models of a round (at most {run.max_updates}) into "
-                "the server's model one after the other, so that the last model counts most. "
+                "the server's model one after the other, so that their order changes the result. "
                 "Choose a schedule that aggregates each update when it arrives, such as "
                 "schedule=immediate."
             )

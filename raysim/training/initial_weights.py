@@ -150,7 +150,8 @@ class InitialWeights:
         """Map full names of the run's tensors to the arrays of the weights file.
 
         The file may use the full names, full names without the prefix "model.", or the names from
-        the user's own model. The result is {} if the run has no tensor for any array.
+        the user's own model. If the run has a tensor for none of these arrays, and `init.redraw`
+        lists none of them, the result is {}.
         If the run has tensors only for some arrays of the file, raise ValueError in general. There
         is no error if `init.only` is set, or if `init.redraw` lists all arrays without a tensor. In
         these two cases, the arrays without a tensor are left out.
