@@ -228,7 +228,7 @@ class TestRefusals:
         assert "out=a " in printed(["run", "out=a", "resume=latest"], capsys, status=2)
         assert list(Path().iterdir()) == []
 
-    def test_auto_resume_is_accepted_if_only_the_output_folder_is_set(
+    def test_auto_resume_is_accepted_if_out_folder_is_set_and_resume_is_not_set(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folders: list[Any] = []
@@ -655,7 +655,7 @@ class Failing(Method):
 class TestFailures:
     @pytest.mark.parametrize("hook", ["personalise", "absorb"])
     @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-    def test_error_of_a_run_stopped_by_a_failing_hook_contains_the_method(
+    def test_error_of_a_failing_hook_contains_the_name_of_the_federated_method(
         self, hook: str, error: type[BaseException]
     ) -> None:
         experiment = build([*QUICK, "out=a"])

@@ -354,7 +354,7 @@ raysim() {
 
 
 @pytest.mark.slow
-def test_documented_commands_succeed_if_they_are_quick(
+def test_short_examples_of_documented_commands_succeed_in_zsh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -127,7 +127,7 @@ def test_meaning_of_an_option_is_shown_whole_if_it_contains_a_colon(from_docs: A
     assert described(Trimming, "size") == "the number of all numbers"
 
 
-def test_tables_of_many_nodes_page_equal_computed_tables(from_docs: Any) -> None:
+def test_tables_on_the_page_about_many_nodes_equal_computed_tables(from_docs: Any) -> None:
     many: ModuleType = from_docs("many_nodes")
     text = many.PAGE.read_text(encoding="utf-8")
     assert many.fill_tables(text) == text, "uv run python docs/many_nodes.py"

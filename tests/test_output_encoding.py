@@ -127,6 +127,6 @@ def test_characters_that_an_encoding_lacks_are_replaced_by_readable_ones() -> No
     assert [ascii_equivalent(character) for character in "━⠋\udcff"] == ["-", "*", "?"]
 
 
-def test_lossy_output_function_accepts_stringio_none_and_closed_streams() -> None:
+def test_function_lossy_output_accepts_stringio_objects_and_none_and_closed_streams() -> None:
     with lossy_output(io.StringIO(), None, closed := strict("ascii")):
         closed.close()

@@ -72,7 +72,7 @@ def test_raysim_new_refuses_a_package_name_that_is_invalid_or_taken(
 
 
 @pytest.mark.parametrize("words", [["run"], ["submit", "--with", "mine", "run"]])
-def test_error_suggests_the_package_folder_if_allow_is_the_project_folder(
+def test_error_suggests_the_package_folder_if_the_user_allows_the_project_folder(
     words: list[str],
     mine: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -59,7 +59,7 @@ def test_grid_search_refuses_a_key_with_an_interval() -> None:
         grid_points(SPACE)
 
 
-def test_corner_points_have_every_choice_and_both_ends_of_each_range() -> None:
+def test_corner_points_together_contain_every_choice_and_both_ends_of_each_range() -> None:
     points = corner_points(SPACE)
     assert [point["a"] for point in points] == [1, 2, 3]
     assert {point["b"] for point in points} == {0.5, 2.0}

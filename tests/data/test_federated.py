@@ -214,7 +214,7 @@ def test_clients_can_be_tested_on_central_test_samples_of_their_domain() -> None
         (Synthetic(rotation=Rotation(per="client")), "data.rotation.per=client"),
     ],
 )
-def test_setting_test_fraction_to_null_needs_central_test_samples_that_fit(
+def test_null_as_test_fraction_is_refused_if_central_test_samples_are_missing_or_rotated(
     source: Synthetic, key: str
 ) -> None:
     with pytest.raises(ValueError, match=f"partition.test_fraction=null .*{key}"):

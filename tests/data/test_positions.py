@@ -148,7 +148,7 @@ def test_model_whose_outputs_are_images_is_trained_by_regression() -> None:
 
 
 # --- samples without a label --------------------------------------------------------------
-def test_unlabelled_samples_are_ignored_by_losses_and_predictions(tmp_path: Path) -> None:
+def test_losses_and_lists_of_predictions_exclude_samples_without_a_label(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(90, 4)).astype(np.float32)
     y = (x[:, 0] > 0).astype(int)

@@ -204,7 +204,7 @@ def test_data_frames_are_accepted_as_data(make: Any) -> None:
     assert again.spec.data.open().path == dataset.path
 
 
-def test_central_test_set_is_read_from_the_data_frame_with_the_key_test() -> None:
+def test_data_frame_under_the_dictionary_key_test_becomes_the_central_test_set() -> None:
     data = {"train": frame(), "test": frame()[:7]}
     words = "data.label=kind data.columns=a+b model=mlp"
     experiment = raysim.build(words, **FAST, data=data)

@@ -68,7 +68,7 @@ def test_main_configuration_file_has_the_defaults_of_its_dataclasses() -> None:
     assert values["faults"] == defaults(Faults)
 
 
-def test_configuration_group_local_equals_the_defaults_of_its_dataclass(
+def test_configuration_group_named_local_has_the_defaults_of_its_dataclass(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "experiment").mkdir()
@@ -546,7 +546,7 @@ def test_reference_to_an_environment_variable_is_refused(
 @pytest.mark.parametrize(
     "choices", [{"schedule": []}, {"model": None}, {"method": "fedprox"}, {"data": ["digits"]}]
 )
-def test_stored_configuration_is_refused_if_its_key_choices_is_malformed(
+def test_stored_configuration_is_refused_if_its_entry_named_choices_is_malformed(
     choices: dict[str, Any], tmp_path: Path
 ) -> None:
     content = to_dict(compose(QUICK))

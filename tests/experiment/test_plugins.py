@@ -150,7 +150,9 @@ def test_error_of_unknown_option_suggests_package_in_the_working_folder(
     )
 
 
-def test_allow_refuses_missing_package(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_allowed_package_is_refused_if_it_is_missing_or_not_in_a_list(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.call(["run", "--allow", "quitely", "method=quiet"]) == 2
     assert capsys.readouterr().err.startswith("raysim: allow=quitely")
     with pytest.raises(RefusedError, match=r"^allow=quitely\.parts"):

@@ -99,7 +99,7 @@ def test_learner_accepts_apps_with_every_kind_of_client(project, tmp_path, name)
     assert run(project, tmp_path, **settings).summary["failures_total"] == 0
 
 
-def test_client_without_initial_arrays_is_asked_with_get_parameters(project, tmp_path):
+def test_initial_parameters_come_from_get_parameters_if_no_server_app_exists(project, tmp_path):
     alone = tmp_path / "alone"
     alone.mkdir()
     result = run(alone, tmp_path, app="tiny_flower_app.numpy_client:app")

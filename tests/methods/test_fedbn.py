@@ -93,7 +93,7 @@ def test_fedbn_makes_every_normalisation_layer_personal_if_setting_layers_is_all
     assert more == wanted
 
 
-def test_fedbn_makes_tensors_personal_if_their_names_contain_the_name_rule() -> None:
+def test_fedbn_makes_tensors_personal_if_their_names_contain_the_given_text() -> None:
     model, method = Trap(), FedBN(name_rule="bn")
     in_order = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     assert private_names(method, model) == [name for name in in_order if "bn" in name]

@@ -153,12 +153,12 @@ def test_fedexp_scores_the_mean_of_the_last_two_models() -> None:
     assert not torch.equal(scored, watch.vectors[3])
 
 
-def test_fedexp_scores_the_initial_model_before_a_step() -> None:
+def test_fedexp_scores_the_initial_model_before_the_first_round() -> None:
     at = coordinate(run_spec(FedExP())).server
     assert torch.equal(at.scored(), at.vector)
 
 
-def test_fedexp_scores_the_newest_model_without_a_mean_after_the_first_round() -> None:
+def test_fedexp_scores_the_newest_model_and_no_mean_after_only_one_round() -> None:
     ended, watch = watched(FedExP(), rounds=1)
     assert torch.equal(ended.coordinator.server.scored(), watch.vectors[1])
 

@@ -156,7 +156,7 @@ def test_fedpac_head_weights_minimise_their_objective_on_the_simplex(
         assert ((slope - value).abs()[a > 1e-9] <= scale).all()
 
 
-def test_fedpac_weights_are_unchanged_if_a_constant_is_added_to_all_class_means() -> None:
+def test_fedpac_combination_weights_ignore_a_constant_added_to_all_class_means() -> None:
     weighted = torch.randint(-9, 10, (4, 3, 5), generator=torch.Generator().manual_seed(0)).double()
     for client in range(4):
         settings = {"variances": torch.tensor([10.0, 20.0, 40.0, 80.0]).double(), "client": client}
@@ -447,7 +447,7 @@ class Alternation(Method):
 @pytest.mark.parametrize(
     "schedule", [Synchronous(4), Buffered(concurrency=4, size=1)], ids=["rounds", "one by one"]
 )
-def test_fedpac_with_alignment_and_mixing_off_equals_alternating_training(
+def test_fedpac_equals_alternating_training_if_alignment_and_mixing_are_both_off(
     schedule: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def identity(variances: Tensor, points: Tensor, client: int, min_weight: float) -> Tensor:
@@ -575,7 +575,7 @@ def test_fedpac_refuses_head_that_is_not_linear(head: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("key", ["epochs", "steps"])
-def test_fedpac_refuses_epochs_that_only_train_the_head(key: str) -> None:
+def test_fedpac_is_refused_if_no_local_epoch_or_step_trains_the_extractor(key: str) -> None:
     def declare(budget: int) -> None:
         local: Any = {"epochs": None, key: budget}
         declare_run(run_spec(FedPAC(head_epochs=2), local=Local(**local)))

@@ -53,7 +53,7 @@ class TestScaffold:
 
 
 class TestDelayedNesterov:
-    def test_delayed_nesterov_refuses_settings_if_activation_times_every_exceeds_1(self) -> None:
+    def test_settings_activation_and_every_are_refused_if_their_product_exceeds_1(self) -> None:
         with pytest.raises(ValueError, match=r"method\.delayed_nesterov\.activation=0\.26"):
             DelayedNesterov(every=4, activation=0.26)
 
@@ -116,7 +116,7 @@ class TestFedBSS:
         probabilities = torch.stack([vector(0.25, 0.25, 0.25, 0.25), vector(0, 1, 0, 0)])
         assert fedbss.uncertainty(probabilities=probabilities).tolist() == [1.0, 0.0]
 
-    def test_fedbss_inclusion_fraction_is_refused_for_epoch_0_and_unknown_formula(self) -> None:
+    def test_fedbss_inclusion_fraction_is_refused_if_epoch_is_0_or_formula_is_unknown(self) -> None:
         with pytest.raises(ValueError, match="cosin"):
             fedbss.inclusion_fraction(epoch=1, total_epochs=2, kind="cosin")
         with pytest.raises(ValueError, match="epoch"):

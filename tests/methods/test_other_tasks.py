@@ -81,7 +81,9 @@ def data(kind: str) -> FederatedData:
 
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("name", TABLE)
-def test_method_trains_on_each_task_or_raises_an_error_with_its_name(name: str, kind: str) -> None:
+def test_method_trains_on_each_task_or_raises_an_error_that_names_the_method(
+    name: str, kind: str
+) -> None:
     method = TABLE[name].make()
     lacks = LACKS[kind]
     model = MODELS[kind]

@@ -177,7 +177,7 @@ def test_partialfed_layers_exclude_networks_that_other_methods_add() -> None:
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_partialfed_job_starts_with_received_values_only_in_layers_that_it_loads(
+def test_partialfed_job_takes_loaded_layers_from_the_server_and_keeps_the_others(
     name: str,
 ) -> None:
     method, loaded = LOADED[name]
@@ -244,7 +244,7 @@ def test_partialfed_update_is_the_trained_model_minus_the_shared_model() -> None
         assert np.array_equal(delta, watch.ended[clients[job], turns[job]].numpy() - published[job])
 
 
-def test_other_methods_use_the_model_from_which_a_partialfed_job_starts() -> None:
+def test_frozen_copy_and_fedbss_losses_come_from_the_start_model_of_partialfed() -> None:
     seen: list[Tensor] = []
 
     class Look(Method):

@@ -406,7 +406,7 @@ def test_cct_drop_rates_rise_evenly_from_block_to_block() -> None:
     assert torch.equal(path.eval()(out), out)
 
 
-def test_function_is_stochastic_detects_dropout_and_stochastic_depth() -> None:
+def test_model_is_stochastic_if_it_has_dropout_or_stochastic_depth() -> None:
     import torchvision
 
     assert not is_stochastic(Cct7(attention_dropout=0.0, drop_path=0.0).build(CIFAR, 10, seed=1))

@@ -449,7 +449,7 @@ def test_mlflow_gets_the_data_set(tracked: Path, client: MlflowClient, name: str
     assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
-def test_new_mlflow_experiment_gets_a_tag_that_says_model_development(
+def test_new_mlflow_experiment_is_tagged_as_model_development(
     tracked: Path, client: MlflowClient
 ) -> None:
     experiment = client.get_experiment_by_name("raysim")
@@ -457,7 +457,7 @@ def test_new_mlflow_experiment_gets_a_tag_that_says_model_development(
 
 
 @pytest.mark.usefixtures("mlflow_database")
-def test_existing_mlflow_experiment_gets_a_tag_that_says_model_development(tmp_path: Path) -> None:
+def test_existing_mlflow_experiment_is_tagged_as_model_development(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     older = MlflowClient(tracking_uri=default_uri(tmp_path))

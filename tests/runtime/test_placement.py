@@ -104,7 +104,7 @@ def test_worker_needs_its_whole_gpu_share_on_one_gpu() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 6, 7, 9, 11, 64])
-def test_number_of_workers_that_fit_on_a_gpu_equals_the_requested_number(workers: int) -> None:
+def test_gpu_that_is_divided_among_n_workers_has_room_for_exactly_n_workers(workers: int) -> None:
     assert node_capacity({"GPU": 1.0}, {"GPU": gpu_share(workers)}) == workers
 
 
@@ -273,7 +273,7 @@ def test_data_restricted_to_one_client_contain_no_training_samples_of_others() -
     assert len(data.partition.test) == len(tiny_data().partition.test) and len(data.central) == 3
 
 
-def test_preflight_with_two_lanes_trains_the_largest_client_in_both_lanes() -> None:
+def test_preflight_measures_memory_of_two_lanes_by_training_largest_client_in_both() -> None:
     data = restrict_data(tiny_data(), [3, 0], central=3)
     assert np.flatnonzero(data.partition.train.counts).tolist() == [0, 3]
     largest = tiny_data().partition.train.rows(3).tolist()

@@ -117,7 +117,7 @@ def test_jobs_of_one_part_of_the_summation_tree_go_to_one_node() -> None:
     assert [parts_of(share, 24) for share in on_node] == [1, 1, 1]
 
 
-def test_two_idle_workers_get_equally_many_consecutive_jobs_for_every_lane() -> None:
+def test_two_idle_workers_get_half_of_all_jobs_and_half_of_the_jobs_of_each_lane() -> None:
     jobs = jobs_of([60.0] * 100)
     shares = assign_consecutive_jobs(jobs, [0.0, 0.0], [0, 0])
     assert [len(share) for share in shares] == [50, 50]

@@ -151,7 +151,7 @@ presences = st.one_of(
 
 @given(presence=presences, now=st.integers(0, 400_000), parts=st.integers(1, 20))
 @settings(max_examples=80, deadline=None)
-def test_availability_is_constant_until_the_time_that_next_change_returns(
+def test_availability_is_constant_until_the_computed_time_of_the_next_change(
     presence: Availability, now: int, parts: int
 ) -> None:
     until = now + 200_000.0
@@ -323,7 +323,7 @@ def test_markov_availability_of_two_clients_is_independent() -> None:
     assert abs(correlations).max() < 5 / math.sqrt(4_000)
 
 
-def test_one_query_of_markov_availability_equals_a_query_for_each_client() -> None:
+def test_one_query_for_many_markov_clients_equals_a_query_for_each_client() -> None:
     """A query for many clients gives the same answers as a query for each client.
 
     In each step of the Markov chain, two random ranges of client numbers are drawn. Clients in the
@@ -409,7 +409,7 @@ def test_diurnal_time_zones_are_spread_over_the_day() -> None:
         assert abs(share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 4000)
 
 
-def test_diurnal_client_of_24_hours_is_always_available() -> None:
+def test_diurnal_client_is_always_available_if_the_setting_hours_is_24() -> None:
     assert Ideal(availability="diurnal", hours=24.0).presence(0, 5) is None
 
 

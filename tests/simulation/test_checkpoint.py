@@ -592,7 +592,7 @@ def test_raysim_does_not_pickle() -> None:
         "np.load(path, allow_pickle=flag)",
     ],
 )
-def test_search_for_pickle_calls_finds_code_that_pickles(line: str) -> None:
+def test_search_in_source_code_detects_lines_that_can_load_pickles(line: str) -> None:
     assert pickle_functions(line)
 
 
@@ -650,7 +650,7 @@ def test_resumed_run_can_be_resumed_again(tmp_path: Path) -> None:
     assert (resumed.bits, resumed.history) == (straight.bits, straight.history)
 
 
-def test_checkpoint_of_an_earlier_raysim_release_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_in_the_format_of_an_old_raysim_release_is_refused(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).write(1, states(range(2), job=1))
     manifest = json.loads((Path(path) / "manifest.json").read_text())
     manifest["clients.safetensors"] = manifest.pop("index.safetensors")

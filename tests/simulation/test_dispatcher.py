@@ -114,7 +114,7 @@ def test_worker_has_two_or_three_calls_in_flight() -> None:
     assert 2 <= result.most <= 3
 
 
-def test_each_of_two_workers_gets_more_than_40_percent_of_immediate_jobs() -> None:
+def test_immediate_schedule_gives_each_of_two_workers_over_40_percent_of_jobs() -> None:
     result = calls(Immediate(10), Lognormal(), 0.01, 80)
     jobs = [sum(size for worker, size in result.calls if worker == own) for own in range(2)]
     assert min(jobs) > 0.4 * sum(jobs)

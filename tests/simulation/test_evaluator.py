@@ -257,7 +257,7 @@ def test_loss_decomposition_ignores_the_hook_personalise_of_a_method() -> None:
     assert plain == zeroed and all(plain)
 
 
-def test_loss_from_distribution_shift_and_aggregation_is_0_if_one_client_trains() -> None:
+def test_losses_from_distribution_shift_and_from_aggregation_are_0_if_one_client_trains() -> None:
     (part, *_) = decomposed(
         run(run_spec(data=data_with_tests()), Synchronous(1), evaluate=Evaluation(decompose=1)).rows
     )

@@ -227,7 +227,7 @@ def test_failed_client_does_not_change_the_aggregate(kind: Any) -> None:
     )
 
 
-def test_failure_record_contains_client_version_method_and_worker() -> None:
+def test_failure_record_contains_client_and_version_and_method_and_worker() -> None:
     (failure,) = run(run_spec(Raising(frozenset({(2, 1)}))), ALL, tolerate=0.5).failures
     assert (failure.client, failure.version, failure.worker, failure.method) == (
         2,
@@ -556,7 +556,7 @@ def test_hook_that_returns_no_tensor_raises_hook_error(setup: Any, sentence: str
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, ValueError, SystemExit])
 @pytest.mark.parametrize("hook", ["weigh", "step", "absorb"])
-def test_error_of_a_failing_server_hook_contains_its_method(
+def test_error_of_a_failing_server_hook_contains_the_name_of_the_federated_method(
     hook: str, error: type[BaseException]
 ) -> None:
     with pytest.raises(RunStoppedError) as stopped:

@@ -175,7 +175,7 @@ def test_client_kind_such_as_slow_sets_the_bounds_of_job_durations() -> None:
         assert kind.least <= min(times) < max(times) < kind.most
 
 
-def test_client_gets_the_kind_such_as_slow_with_the_largest_dirichlet_value() -> None:
+def test_client_gets_the_delay_kind_with_the_largest_dirichlet_value() -> None:
     # Of Dirichlet(1, 1) each part is the larger one half of the time; of a large scale the heavier
     # one always is.
     even = {"a": DelayKind(1.0, 1.0, 2.0), "b": DelayKind(1.0, 3.0, 4.0)}

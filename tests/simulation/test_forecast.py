@@ -85,7 +85,7 @@ def test_forecast_accepts_jobs_that_last_0_seconds() -> None:
     assert forecast(planner(BUFFER, TimedFleet((0.0,) * 6), 6), 3).in_flight == 0
 
 
-def test_forecast_uses_the_finished_rounds_if_the_run_stops_early(
+def test_forecast_uses_all_planned_rounds_if_the_planner_stops_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = planner(Synchronous(2), TimedFleet((1.0, 3.0)), 2)

@@ -62,14 +62,14 @@ def test_jobs_that_a_worker_does_not_accept_stay_in_the_queue() -> None:
     assert take_bundle(queue) == [0, 2, 4, 5]
 
 
-def test_queue_offers_no_more_jobs_if_the_worker_has_refused_the_maximum() -> None:
+def test_queue_offers_no_more_jobs_after_the_maximum_number_of_refusals() -> None:
     queue = queue_of([(job(number), 0) for number in range(MAX_PASSED_JOBS + 1)])
     bundle = queue.take_bundle(lambda job, is_first: job.number == MAX_PASSED_JOBS, 10, math.inf)
     assert bundle == []
     assert len(take_bundle(queue, max_jobs=1000)) == MAX_PASSED_JOBS + 1
 
 
-def test_queue_says_whether_an_offered_job_would_be_the_first_of_the_bundle() -> None:
+def test_queue_tells_the_worker_whether_its_bundle_of_jobs_is_still_empty() -> None:
     heard: list[tuple[int, bool]] = []
 
     def accepts(job: Job, is_first: bool) -> bool:

@@ -488,7 +488,7 @@ def test_plan_starts_when_the_first_client_of_any_tier_is_available() -> None:
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_empty_tier_can_be_tried_again_after_each_aggregation() -> None:
+def test_tier_without_available_clients_can_be_tried_again_after_each_aggregation() -> None:
     first_view: dict[int, list[int]] = {}  # by version: the tiers without clients
 
     class Watched(Tiered):
@@ -538,7 +538,7 @@ KNOWN: dict[str, list[tuple[float, list[int], list[int], list[int]]]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plan_of_a_fixed_seed_equals_a_stored_plan(name: str) -> None:
+def test_planner_with_a_fixed_seed_plans_the_stored_jobs_and_aggregations(name: str) -> None:
     schedule, fleet = PLANS[name]
     plan = planner(schedule, fleet, 7, range(1, CLIENTS + 1))
     result = [

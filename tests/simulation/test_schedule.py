@@ -163,7 +163,7 @@ def test_schedule_values_out_of_range_are_refused(make: Callable[[], object], va
         (Buffered(2, 3), "size=3", "size=2"),
     ],
 )
-def test_schedule_that_needs_too_many_clients_is_refused_with_the_largest_value(
+def test_error_suggests_the_largest_value_if_a_schedule_needs_too_many_clients(
     schedule: Schedule, value: str, largest: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"schedule\.{value} .* schedule\.{largest} "):

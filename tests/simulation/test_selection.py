@@ -276,7 +276,7 @@ def test_round_robin_chooses_clients_in_turn() -> None:
     assert chosen == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [0, 3, 4, 5, 6]]
 
 
-def test_fewest_jobs_selection_chooses_all_clients_equally_often() -> None:
+def test_selection_by_fewest_jobs_chooses_all_clients_equally_often() -> None:
     plan = planner(FewestJobs(), Synchronous(5), Lognormal(), counts=[5] * 12)
     for _ in range(9):
         step(plan)

@@ -102,7 +102,7 @@ class TestMixing:
         with pytest.raises(ValueError, match=match):
             mixing_matrix(weights, "key")
 
-    def test_replicas_with_equal_weights_have_one_row_of_the_mixing_matrix(self) -> None:
+    def test_replicas_with_the_same_weights_share_one_row_of_the_mixing_matrix(self) -> None:
         rows = mixing_rows(mixing_matrix([{0: 0.25, 1: 0.75}] * 2, "key"), range(2))
         assert rows == [((0, 1), (0, 1), (0.25, 0.75))]
 

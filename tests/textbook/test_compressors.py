@@ -115,7 +115,7 @@ class TestTopK:
         assert (positions == np.sort(order[:count])).all()
         assert (entries == values[positions]).all()
 
-    def test_topk_with_ratio_1_percent_sends_few_more_floats_than_1_percent(self) -> None:
+    def test_topk_with_ratio_1_percent_sends_under_1_point_3_percent_of_all_floats(self) -> None:
         layout = layout_of(nn.Linear(1000, 300))
         assert TopK(0.01).words(layout) / layout.trained < 0.013
 
@@ -225,7 +225,7 @@ class TestSigns:
 
 
 class TestRounded:
-    def test_float16_agrees_with_numpy_and_saturates(self) -> None:
+    def test_float16_rounds_like_numpy_and_clips_values_that_are_too_large(self) -> None:
         values = values_of(LAYOUT)
         values[:2] = 1e9, -1e9
         expected = values.clip(-65504, 65504).astype(np.float16).astype(np.float32)
@@ -395,7 +395,7 @@ class TestFeedback:
 
     @pytest.mark.parametrize("compressor", FAST, ids=str)
     @pytest.mark.parametrize("kind", ["ef21", "ef14"])
-    def test_optimized_error_feedback_has_the_bits_of_the_base_class_code(
+    def test_faster_error_feedback_of_a_subclass_equals_class_compressor_bit_for_bit(
         self, compressor: Compressor, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(compressor, "feedback", kind)

@@ -174,7 +174,7 @@ def test_flexlora_split_is_the_best_low_rank_approximation() -> None:
         assert float((left @ right - b @ a).norm()) == pytest.approx(float(dropped), abs=1e-12)
 
 
-def test_flexlora_keeps_rows_of_a_if_the_product_has_a_smaller_rank() -> None:
+def test_flexlora_keeps_rows_of_matrix_a_if_the_product_has_a_smaller_rank() -> None:
     column, row = torch.ones(5, 1).double(), torch.arange(1.0, 5.0).double().unsqueeze(0)
     left, right = torch.cat([column, 2 * column], 1), torch.cat([row, row])
     old_a = torch.full((2, 4), 7.0, dtype=torch.float64)

@@ -138,7 +138,7 @@ def test_projection_is_the_nearest_point_of_the_simplex(scale: float) -> None:
         torch.testing.assert_close(projected, nearest_on_simplex(values))
 
 
-def test_fedbabu_without_epochs_does_not_fine_tune() -> None:
+def test_fedbabu_with_0_fine_tuning_epochs_reports_no_fine_tuned_accuracy() -> None:
     assert run(run_spec(FedBABU(0))).rows[-1].get("accuracy_finetuned") is None
     assert run(run_spec(FedBABU(1))).rows[-1]["accuracy_finetuned"] is not None
 

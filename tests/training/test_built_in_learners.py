@@ -49,7 +49,7 @@ def _run(words: str, out: Path, **parts: Any) -> raysim.Result:
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_built_in_learner_has_the_same_bits_on_two_workers(name: str) -> None:
+def test_built_in_learner_is_bit_identical_on_one_and_two_workers(name: str) -> None:
     spec = run_spec(LEARNERS[name](), FedBuff())
     one = run(spec, BUFFER, rounds=2)
     two = run(spec, BUFFER, runtime=several_workers(spec, 2), rounds=2)

@@ -159,7 +159,7 @@ def test_error_of_a_predict_function_contains_the_name_of_the_learner(
     [(sys.exit, "SystemExit"), (lambda: {"a": "text"}, "'a'.*bytes"), (lambda: None, "bytes")],
     ids=["exit", "text", "none"],
 )
-def test_run_is_refused_if_the_learner_has_a_faulty_initial_function(
+def test_run_is_refused_if_the_learner_creates_no_valid_initial_parameters(
     initial: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Centroids, "initial", lambda self, task, rng: initial())

@@ -111,7 +111,7 @@ def test_learner_with_bytes_parameters_has_same_bits_on_several_workers(schedule
         assert [row[column] for row in one.rows] == [row[column] for row in two.rows]
 
 
-def test_learner_with_bytes_parameters_resumes_to_the_same_result_if_jobs_are_lost(
+def test_learner_with_bytes_parameters_and_lost_jobs_resumes_to_the_same_result(
     tmp_path: Path,
 ) -> None:
     words = f"{QUICK} fleet=lognormal fleet.dropout=0.3 schedule=buffered schedule.concurrency=3"
@@ -265,7 +265,7 @@ def test_virtual_time_follows_size_of_a_learner_upload() -> None:
         assert (row["floats_down"], row["floats_up"]) == (down, up)
 
 
-def test_uploaded_floats_include_the_expected_size_of_discarded_uploads() -> None:
+def test_uploaded_floats_include_discarded_uploads_with_the_size_from_upload_bytes() -> None:
     fleet = Lognormal(100.0, 1.0, 1000.0, 500.0, 0.0)
     result = run(run_spec(Growing()), Oversample(2, 2.0), fleet, rounds=4)
     planned, now = 0, result.rows[-1]["virtual_seconds"] or 0.0
@@ -298,7 +298,7 @@ def test_printed_plan_of_a_run_says_that_message_sizes_change() -> None:
     assert lines["schedule"].endswith("if messages did not change in size")
 
 
-def test_message_is_refused_if_the_options_once_and_varies_are_both_true() -> None:
+def test_message_that_is_sent_only_once_is_refused_if_its_size_varies() -> None:
     class Once(Means):
         name = "once"
 

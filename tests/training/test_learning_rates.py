@@ -61,7 +61,7 @@ def test_learning_rate_of_each_version_equals_that_of_a_torch_scheduler(
     assert rates == pytest.approx(torch_rates(make), rel=1e-12)
 
 
-def test_warmup_rises_to_learning_rate_and_delays_the_schedule() -> None:
+def test_learning_rate_rises_in_the_warmup_rounds_and_decays_afterwards() -> None:
     local = Local(lr=0.4, schedule="linear", schedule_rounds=7, warmup_rounds=3)
     rates = [local.rate(version) for version in range(9)]
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0])

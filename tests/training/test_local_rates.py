@@ -106,7 +106,7 @@ def test_learning_rates_of_modules_equal_parameter_groups_of_torch(kind: Any) ->
     assert same(ours, plain_loop(recorder, make_optimizers))
 
 
-def test_rate_for_the_path_model_head_overrides_the_rate_for_head() -> None:
+def test_rate_of_a_module_overrides_the_rate_of_the_model_part_that_contains_it() -> None:
     recorder, ours = trained(Local(rates={"head": 0.5, "model.head": 0.0}, **LOCAL))
     start = [param.detach() for param in build_model(run_spec()).parameters()]
     assert torch.equal(ours[-1], start[-1]) and torch.equal(ours[-2], start[-2])

@@ -151,7 +151,7 @@ def test_own_training_combines_with_server_methods() -> None:
     assert plain.bits != with_momentum.bits
 
 
-def test_combination_of_own_training_and_fedprox_is_refused_with_both_names() -> None:
+def test_combination_of_own_training_and_fedprox_raises_an_error_that_names_both() -> None:
     with pytest.raises(ValueError, match=r"'fedprox'.*'plain_sgd'"):
         run(run_spec(PlainSgd(), FedProx(0.1)), rounds=1)
 

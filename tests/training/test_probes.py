@@ -146,8 +146,8 @@ def test_probe_summary_averages_only_clients_that_have_a_value() -> None:
     }
 
 
-def test_client_weight_in_probe_means_is_its_number_of_unseen_class_samples() -> None:
-    """Check the weights of clients in probe means over classes that a client has not seen.
+def test_weight_of_a_client_equals_its_number_of_probe_samples_of_unseen_classes() -> None:
+    """Check the weight of each client in a mean over the classes that it has not seen.
 
     The weight of a client is the number of probe samples of its unseen classes. Class 1 has one
     probe sample, and class 2 has two. The first client has not seen class 1, so its weight is 1.
@@ -220,7 +220,9 @@ def test_probe_file_stores_features_of_a_received_version_once(tmp_path: Path) -
     assert length((3, 4)) - length((3, 3)) >= make(features=500).received.nbytes
 
 
-def test_probe_file_stores_different_received_features_for_each_client(tmp_path: Path) -> None:
+def test_probe_file_keeps_separate_features_if_clients_received_different_models(
+    tmp_path: Path,
+) -> None:
     probes = [make(0), make(1)]
     probes[1].received[0, 0] += 1
     save_probes(probes, tmp_path / "probes.safetensors")

@@ -77,7 +77,7 @@ def test_second_gradient_uses_shifted_values_of_shared_and_personal_parameters()
     assert torch.equal(there, torch.cat([grad.flatten() for grad in grads]))
 
 
-def test_gradient_hook_decay_and_clipping_come_after_the_perturb_hook() -> None:
+def test_perturb_hook_is_called_before_the_gradient_hook_and_decay_and_clipping() -> None:
     class Ones(Method):
         name = "ones"
 

@@ -84,7 +84,7 @@ def test_sgd_equals_pytorch_bit_for_bit(settings: dict[str, Any], flat: bool) ->
 @pytest.mark.parametrize("flat", [False, True], ids=["on views", "on one flat tensor"])
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 @pytest.mark.parametrize("kind", ["adam", "adamw", "lion"])
-def test_adam_and_lion_equal_their_libraries_bit_for_bit(
+def test_adam_equals_pytorch_and_lion_equals_timm_bit_for_bit(
     kind: Literal["adam", "adamw", "lion"], decay: float, flat: bool
 ) -> None:
     ours = by_us(OptimizerSettings(kind, weight_decay=decay), flat)
@@ -110,7 +110,7 @@ def test_muon_equals_pytorch_bit_for_bit() -> None:
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_orthogonalized_function_does_not_change_its_argument() -> None:
+def test_orthogonalization_does_not_change_the_original_matrix() -> None:
     matrix = torch.randn((4, 3), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     before = matrix.clone()
     orthogonalized(matrix)

@@ -122,7 +122,7 @@ def test_last_batch_of_one_sample_can_be_dropped() -> None:
     assert [part.tolist() for part in cut_batches(order[:1], 4, True)] == [[0]], "the only batch"
 
 
-def test_usual_batch_sizes_include_a_last_batch_that_most_clients_have() -> None:
+def test_size_of_a_last_batch_is_usual_only_if_most_clients_have_this_size() -> None:
     assert usual_batch_sizes(np.array([23, 23, 13, 8, 0]), 10) == {10, 3}
     assert usual_batch_sizes(np.array([23, 24, 25, 20]), 10) == {10}, "no rest is that of most"
     assert usual_batch_sizes(np.array([20, 30, 20, 24]), 10) == {10}, "most have none"
@@ -199,7 +199,7 @@ class Starting(Method):
         return loss
 
 
-def test_frozen_copy_of_the_model_contains_personal_tensors_set_in_begin() -> None:
+def test_frozen_model_contains_personal_tensors_that_the_begin_hook_has_set() -> None:
     method = Starting()
     assert not run(run_spec(method), ROUNDS, rounds=2).failures
     assert method.steps

@@ -89,7 +89,7 @@ class TestCopiesAndWaits:
         [(Scaffold(), 1), (Moon(out=8), 0), (Ditto(), 0)],
         ids=["scaffold", "moon", "ditto"],
     )
-    def test_client_state_is_copied_from_the_device_at_the_first_read_only(
+    def test_client_state_is_copied_from_the_device_once_when_it_is_first_read(
         self, method: Method, uploads: int
     ) -> None:
         count, result = count_calls(method, is_summed=False)
@@ -105,7 +105,7 @@ class TestCopiesAndWaits:
     @pytest.mark.parametrize(
         "methods", [(), (Scaffold(),), (FedPAC(),)], ids=["fedavg", "scaffold", "fedpac"]
     )
-    def test_training_has_the_same_bits_on_a_device_with_memory_and_on_a_cpu(
+    def test_training_is_bit_identical_on_the_cpu_and_a_device_with_separate_memory(
         self, methods: tuple[Method, ...], request: pytest.FixtureRequest
     ) -> None:
         local = replace(LOCAL, epochs=2)

@@ -139,7 +139,7 @@ def test_weighted_sum_computed_in_blocks_equals_a_pairwise_sum_exactly(
     assert torch.equal(got, ((a + b) + (c + d)) + ((e + f) + g))
 
 
-def test_recombined_update_is_the_product_of_weights_mixture_and_updates() -> None:
+def test_recombined_update_equals_weights_times_mixture_times_updates() -> None:
     rows, mixture = normal(3, LAYOUT.shared), normal(3, 3, seed=1).double()
     got = recombine(
         given(rows, [1.0, 2.0, 4.0], 8.0), view(server()), "model", lambda products: mixture

@@ -60,7 +60,7 @@ def test_row_cache_refuses_more_rows_than_it_has_reserved() -> None:
         extend_rows(filled("disk"), 6)
 
 
-def test_row_cache_on_disk_uses_a_file_without_a_name_in_the_folder(folder: Path) -> None:
+def test_row_cache_on_disk_uses_a_file_that_is_not_listed_in_its_folder(folder: Path) -> None:
     rows = filled("disk")
     assert in_file(rows.data_ptr())
     assert not list(folder.iterdir())
@@ -77,7 +77,7 @@ def test_row_cache_is_copied_only_if_it_lacks_space_for_more_rows(place: cache.P
     assert in_file(found.data_ptr()) == (place == "disk")
 
 
-def test_row_cache_in_memory_is_moved_to_a_file_if_the_place_is_disk() -> None:
+def test_row_cache_in_memory_is_moved_to_a_file_if_a_cache_on_disk_is_requested() -> None:
     restored = filled("disk", 5).clone()
     assert in_file(rows_with_room(restored, 5, "disk").data_ptr())
 

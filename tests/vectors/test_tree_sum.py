@@ -100,7 +100,7 @@ def test_leaves_of_the_summation_tree_are_covered_by_the_fewest_subtrees(
     assert all(siblings.get(part) not in ranges for part in ranges)
 
 
-def test_ranges_that_cover_given_leaves_equal_ranges_computed_by_hand() -> None:
+def test_subtrees_that_cover_a_set_of_leaves_are_the_ones_computed_by_hand() -> None:
     assert covered_ranges(range(10), 10) == [range(10)]
     assert covered_ranges(range(8, 10), 10) == [range(8, 10)]
     assert covered_ranges([1, 2, 3, 4], 10) == [range(1, 2), range(2, 4), range(4, 5)]

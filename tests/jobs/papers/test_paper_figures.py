@@ -121,7 +121,7 @@ def test_command_of_a_run_contains_no_path_of_this_machine(tmp_path: Path) -> No
     assert f"init=figures/runs/{first.folder.name}/model.safetensors" in runs.commands[-1]
 
 
-def test_method_loss_half_trains_on_samples_with_the_lowest_or_highest_losses(
+def test_method_named_loss_half_trains_on_samples_with_lowest_or_highest_losses(
     tmp_path: Path,
 ) -> None:
     runs = Runs(tmp_path, DIGITS)
@@ -133,7 +133,7 @@ def test_method_loss_half_trains_on_samples_with_the_lowest_or_highest_losses(
     assert float(every.rows[-1]["moved.moved"] or 0) > 0
 
 
-def test_method_split_points_reports_the_fraction_of_unbiased_samples_per_client(
+def test_method_named_split_points_stores_the_share_of_unbiased_samples_per_client(
     tmp_path: Path,
 ) -> None:
     words = ("method=split_points", "method.split_points.clients=2")

@@ -67,7 +67,7 @@ def same(stored: Mapping[str, str], planned: Mapping[str, str]) -> bool:
 
 
 @pytest.mark.slow
-def test_commands_of_studies_still_plan_every_run_that_has_stored_results(tmp_path: Path) -> None:
+def test_study_commands_include_every_run_that_has_stored_results(tmp_path: Path) -> None:
     names = [
         "rotated_mnist",
         "small",
