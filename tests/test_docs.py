@@ -110,7 +110,7 @@ def test_reference_explains_every_option_of_the_configuration(from_docs: Any) ->
 
 def test_meaning_of_an_option_is_shown_whole_if_it_contains_a_colon(from_docs: Any) -> None:
     class Trimming:
-        """Leave out the largest numbers.
+        """Leave out the smallest and the largest numbers, equally many at each end.
 
         share: the share that is left out at each end: 0.2 leaves out 20 %.
         size: the number of all numbers.

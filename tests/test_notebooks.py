@@ -38,7 +38,7 @@ def kernel() -> Iterator[Any]:
 
 
 def shorten(source: str) -> str:
-    """Return the source of a cell with at most `MAX_ROUNDS` rounds."""
+    """Return a cell's code in which each `rounds=N` is reduced to at most `MAX_ROUNDS`."""
     return re.sub(
         r"\brounds=(\d+)", lambda match: f"rounds={min(int(match[1]), MAX_ROUNDS)}", source
     )

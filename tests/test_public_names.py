@@ -107,7 +107,7 @@ def is_private_module(name: str) -> bool:
 
 
 def uses_private_part(names: Mapping[str, str], path: str) -> bool:
-    """Return whether the attributes of an imported name include a private name.
+    """Return whether a dotted path has a private name after the imported name.
 
     In a package of `STRICT`, a name with a single leading underscore is private. In other packages,
     only the names "_internal" and "_private" are private.

@@ -1,4 +1,4 @@
-"""Test functions of raysim with stored examples: files of arguments and expected results."""
+"""Call functions of raysim with stored arguments; compare the results with stored results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ SCRIPT = Path(os.environ.get("RAYSIM_SHARED") or "missing") / "check_vectors.py"
 
 
 def rules() -> ModuleType:
-    """Load the script `check_vectors.py` from the folder RAYSIM_SHARED; return it as a module.
+    """Load the script `check_vectors.py`, and return it as a module.
 
-    The script reads files with test vectors and compares values.
+    The script is in the folder that the environment variable RAYSIM_SHARED names. It reads files
+    with test vectors and compares values.
     """
     spec = importlib.util.spec_from_file_location("check_vectors", SCRIPT)
     assert spec is not None and spec.loader is not None
@@ -33,7 +34,8 @@ def every_block() -> list[dict[str, Any]]:
     """Return the contents of all files with test vectors.
 
     An entry has the name and the cases of one function. A case is a pair of stored arguments and
-    result. The list is empty if the folder RAYSIM_SHARED has no script `check_vectors.py`.
+    result. The list is empty if the script `check_vectors.py` is missing. It must be in the folder
+    that the environment variable RAYSIM_SHARED names.
     """
     return (
         [] if RULES is None else [block for _, block in RULES.blocks([SCRIPT.parent / "vectors"])]
@@ -43,7 +45,8 @@ def every_block() -> list[dict[str, Any]]:
 def functions_with_vectors() -> set[str]:
     """Return the names, as "module:function", of the functions that have stored examples.
 
-    Skip the calling test if the folder RAYSIM_SHARED has no script `check_vectors.py`.
+    Skip the calling test if the environment variable RAYSIM_SHARED does not name a folder with the
+    script `check_vectors.py`.
     """
     if RULES is None:
         pytest.skip("RAYSIM_SHARED does not name a folder with vectors")

@@ -128,13 +128,23 @@ class Compressor(Method):
     def exchange(
         self, values: Tensor, memory: Tensor, layout: Layout, key: int, kept: Tensor
     ) -> Exchange:
-        """Encode `values` with error feedback; return the message and its effects.
+        """Send a vector with error feedback: encode it, decode the message, update the memory.
 
-        The effects are the vector that the receiver gets, and the sender's next memory.
-        values: [layout.trained], the vector v in the docstring of this module. It may be
-        overwritten.
-        memory: [layout.trained], the sender's memory m, which must not be changed; empty if m is 0.
-        key, kept: the arguments of `encode`; `kept` is on the CPU.
+        v is the vector to send, and m is the sender's memory. C(u) is the vector that is decoded
+        from the message for a vector u, multiplied by `contraction`. The setting `feedback` decides
+        what happens:
+
+            ef21   encode v - m; the receiver gets m + C(v - m), which is also the next memory
+            ef14   encode v + m; the receiver gets C(v + m); the next memory is v + m - C(v + m)
+
+        Return the message, the vector that the receiver gets, and the next memory.
+        values: the vector v, [layout.trained]. It may be overwritten.
+        memory: the memory m, [layout.trained]; an empty tensor means that m is 0. It must not be
+        changed.
+        layout: the position of each tensor in the vector.
+        key: a random number below 2^63 for `encode`, a new one for each message.
+        kept: a tensor on the CPU for `encode`. The function `keep` returned it for the sender's
+        last message, or `initial` if there was no message yet.
         """
         # A subclass may override this function with a faster one that has the same results. Its own
         # subclasses that override `encode` must then override this function as well.
@@ -172,7 +182,9 @@ class Compressor(Method):
         """Call `encode`; return the message as an array that shares no storage with `values`.
 
         values: [layout.trained], the vector to encode, on any device.
-        key, kept: the arguments of `encode`.
+        key: the random number for `encode`.
+        kept: the tensor for `encode` that `keep` returned last, or `initial` before the first
+        message.
         Raise ValueError if the message does not have the size that `words` returns.
         """
         sent = values.to("cpu", torch.float32)

@@ -56,32 +56,42 @@ class Declarations:
     methods: tuple[MethodDeclaration, ...]
 
     def hooks_of(self, hook: str) -> list[tuple[MethodDeclaration, Callable[..., Any]]]:
-        """Return each method that overrides a hook, with the hook's function, in list order."""
+        """Return the methods that override a hook, in list order, each with its function.
+
+        An entry of the list is a pair: the declarations of the method, and the method's function
+        for the hook.
+        hook: the name of the hook, such as "loss".
+        """
         return [
             (declared, declared.hooks[hook]) for declared in self.methods if declared.has_hook(hook)
         ]
 
     def single_hook(self, hook: str) -> tuple[MethodDeclaration, Callable[..., Any]] | None:
-        """Return the first method in the list that overrides a hook, with the hook's function.
+        """Return the first method in the list that overrides a hook, with its function.
 
-        Return None if no method overrides the hook. Use this function only for hooks that at most
-        one method of a run may override. For all other hooks, use `hooks_of`.
+        The result is a pair: the declarations of the method, and the method's function for the
+        hook. It is None if no method overrides the hook. Use this function only for hooks that at
+        most one method of a run may override. For all other hooks, use `hooks_of`.
+        hook: the name of the hook, such as "loss".
         """
         return next(iter(self.hooks_of(hook)), None)
 
     def owner(self, hook: str) -> MethodDeclaration | None:
-        """Return the method that declares `Setup.owns(hook)`; None if no method does.
+        """Return the declarations of the method that calls `Setup.owns(hook)`, or None.
 
+        None means that no method of the run calls it.
         hook: "loss" for the method that replaces the task loss, "step" for the method that replaces
         the server's step.
         """
         return next((declared for declared in self.methods if hook in declared.owned), None)
 
     def declarer(self, fact: str) -> MethodDeclaration | None:
-        """Return the method that sets an attribute of `MethodDeclaration`; None if no method does.
+        """Return the declarations of the one method that set a given attribute, or None.
 
-        fact: the name of the attribute of `MethodDeclaration`, such as "stages" or "train". At most
-        one method of a run may set this attribute.
+        In the returned `MethodDeclaration`, the attribute is not None. If no method of the run set
+        the attribute, the result is None.
+        fact: the name of the attribute, such as "stages" or "train". At most one method of a run
+        may set it.
         """
         return next(
             (declared for declared in self.methods if getattr(declared, fact) is not None), None

@@ -1,12 +1,15 @@
-"""Numbers of fewer bits: float16, or int8 and fp8 in blocks that each have a scale.
+"""Send numbers with fewer bits: as float16, or as int8 or fp8 with a scale for each block.
 
-A vector v is decoded as C(v). Its entry i is v_i, and s is the scale of this entry's block:
+v is the vector to send, and v_i is its entry i. C(v) is the vector that the receiver decodes, and
+C(v)_i is the entry i of C(v). A block is a group of consecutive entries. s is the scale of the
+block that contains entry i; the maximum is over all entries j of this block:
 
-    float16  C(v)_i = the nearest number of 16 bits; a number beyond 65504 becomes 65504
-    int8     C(v)_i = s * round(v_i / s), with s = max |v_j| of the block / 127
-    fp8      C(v)_i = s * e4m3(v_i / s), with s = max |v_j| of the block / 448
+    float16  C(v)_i = the number of 16 bits that is nearest to v_i
+    int8     C(v)_i = s * round(v_i / s), with s = max |v_j| / 127
+    fp8      C(v)_i = s * e4m3(v_i / s), with s = max |v_j| / 448
 
-e4m3(x) is the nearest number to x in the format E4M3, which has 8 bits.
+For float16, entries above 65504 become 65504, and entries below -65504 become -65504. e4m3(x) is
+the nearest number to x in the format E4M3, which has 8 bits.
 
 Sources: for fp8, the format E4M3 of Micikevicius et al., "FP8 Formats for Deep Learning" (2022),
 with a largest value of 448. For blocks with a common scale, Dettmers, Lewis, Shleifer and

@@ -115,7 +115,14 @@ class Result:
 
     @property
     def clients(self) -> pd.DataFrame:
-        """Return a row per client, in order: its samples, and its scores of the last evaluation."""
+        """Return a table with a row for each client: its numbers of samples and its last scores.
+
+        The index of the table has the client numbers, in ascending order. The columns `samples` and
+        `tests` are the numbers of training samples and of test samples. There is also a column for
+        each score of the last evaluation, such as `accuracy`. A score is nan if the client was not
+        scored in this evaluation.
+        Raise `RefusedError` if the run has not stored this table.
+        """
         import pandas as pd
 
         path = self.folder / "clients.parquet"
@@ -128,10 +135,13 @@ class Result:
 
     @property
     def client_scores(self) -> pd.DataFrame:
-        """Return a row per scored round and client: `round`, `client`, and a column per score.
+        """Return a table with the scores of clients in each round with an evaluation.
 
-        A score that is not defined for a client is nan. To get one column per client:
+        The table has a row for each round and each client that was scored in this round. Its
+        columns are `round`, `client`, and one column for each score. A score that is not defined
+        for a client is nan. To get one column per client:
         `result.client_scores.pivot(index="round", columns="client", values="accuracy")`.
+        Raise `RefusedError` if the run has stored no scores of clients.
         """
         with errors_as_refusals():
             scores = read_client_scores(self.folder)

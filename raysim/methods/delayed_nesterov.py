@@ -59,12 +59,14 @@ def delayed_nesterov_step(
     delta: the update D_t, which points towards improvement.
     momentum_buffer: the momentum m.
     sum_of_updates: the sum b of the updates since the last change of the momentum.
-    step: the number t of the step, from 1.
+    step: the number t of the update, from 1. Each update makes one step of the server.
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the old momentum.
-    every: the number N. The momentum m changes in every N-th step.
-    activation: the number c. In all steps between two changes of m, the server adds
-    eta (c beta m + D_t / N) to the parameters.
+    every: the number N. First, D_t is added to b. If t is a multiple of N, m then becomes beta m +
+    b / N, and b becomes 0. With this new m, the server adds eta ((1 - c N + c) beta m + D_t / N) to
+    x.
+    activation: the number c. If t is not a multiple of N, the server adds eta (c beta m + D_t / N)
+    to x.
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -79,15 +81,19 @@ def _step(
     every: int,
     activation: float,
 ) -> None:
-    """Write the server's step into the first array; update the momentum and the sum in place.
+    """Compute the server's step for an update; change the momentum and the sum of updates.
 
-    arrays: four tensors [d]: the step, the update D_t, the momentum m and the sum b of updates.
-    step: the number t of the step, from 1.
+    arrays: four tensors [d]. The first tensor is filled with the change of the parameters. The
+    second tensor is the update D_t. The third tensor is the momentum m, and the fourth is the sum b
+    of the updates since m last changed. m and b are changed in place.
+    step: the number t of the update, from 1.
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the old momentum.
-    every: the number N. The momentum m changes in every N-th step.
-    activation: the number c. In all steps between two changes of m, the step is
-    eta (c beta m + D_t / N).
+    every: the number N. First, D_t is added to b. If t is a multiple of N, m then becomes beta m +
+    b / N, and b becomes 0. With this new m, the change of the parameters is eta ((1 - c N + c) beta
+    m + D_t / N).
+    activation: the number c. If t is not a multiple of N, the change of the parameters is eta (c
+    beta m + D_t / N).
     """
     is_due = step % every == 0
     share = activation

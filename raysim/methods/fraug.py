@@ -1,8 +1,8 @@
 """FRAug: train the classifier also on synthetic features that are adapted to the client.
 
 A generator, which all clients share, makes features. Each client also has a representation
-transformation network (RTNet), which never travels. RTNet makes generated features similar to the
-features of its client.
+transformation network (RTNet), which is never sent. RTNet computes vectors from generated features.
+A synthetic feature vector is a real one, or a class prototype, plus rho times RTNet's vector.
 
 Source: Chen, Frikha, Krompass, Gu and Tresp, "FRAug: Tackling Federated Learning with Non-IID
 Features via Representation Augmentation" (ICCV 2023), eqs. (1)-(6), Algorithm 1. Symbols:
@@ -212,14 +212,18 @@ def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
 
 
 class FRAug(Method):
-    """FedBN with two additional networks that make synthetic features for training.
+    """FedBN with two additional neural networks that make synthetic features for training.
 
-    The generator, which all clients share, makes features from noise. The representation
-    transformation network (RTNet) stays on its client, and adapts these features to the client. A
-    synthetic feature vector is an anchor plus rho times RTNet's output. An anchor is the features
-    of a real sample, or a class prototype: the moving average of the class's features. The head
-    is trained on real and synthetic features. In the loss, the synthetic features have the weight
-    beta, and the real ones 1 - beta. In general, rho and beta grow from round to round.
+    The generator makes a feature vector from noise and a class. All clients share the generator.
+    Each client also has a representation transformation network (RTNet), which is never sent. RTNet
+    computes a second vector from the generator's vector and the class. A synthetic feature vector
+    is an anchor plus rho times RTNet's vector. The anchor is the features of a real sample, or the
+    prototype of a class. A prototype is a moving average of the client's features of this class.
+
+    The client's head is trained on real and synthetic features. In the classifier's loss, synthetic
+    features have the weight beta, and real features have the weight 1 - beta. In each round, beta
+    is the smaller of rho and the setting `weight`. The setting `ramp` chooses how rho grows from
+    round to round.
 
     rounds: T, the number of rounds after which rho and beta stay constant. The configuration sets
     it to the number of the run's rounds. None means unknown; a setting that needs T is then an
@@ -230,23 +234,25 @@ class FRAug(Method):
     The generator increases this distance.
     rtnet_lam: the weight of the distance between synthetic features and their anchors. RTNet
     decreases this distance.
-    generator_metric, rtnet_metric: how each of the two distances is measured: "mmd",
-    "mmd_moments", "mmd_classes" or "mse". With generator_metric="mse", the generator's features are
-    compared with class prototypes in place of real features.
+    generator_metric, rtnet_metric: how each of the two distances is measured: "mmd", "mmd_moments",
+    "mmd_classes" or "mse". With generator_metric="mse", the generator's features are compared with
+    class prototypes in place of real features.
     generator_lr_factor, rtnet_lr_factor: factors on local.lr.
     generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
     rtnet_norm: True adds a BatchNorm at the end of RTNet.
-    ramp: the formula of rho, a weight that grows from round to round: "exp", "laine_aila",
-    "reciprocal" or "constant" (see `raysim/methods/ramps.py`).
-    gamma: the constant in this formula.
-    ramp_rounds: multiplies gamma by ramp_rounds / rounds. The ramp then has the same values at the
-    start, middle and end of a run as in a run of `ramp_rounds` rounds. None leaves gamma unchanged;
-    so does ramp="laine_aila".
-    weight: the upper limit of beta. In each round, beta is the minimum of `weight` and rho.
-    residual: the factor on RTNet's output in the classifier's loss; None uses rho.
+    ramp: the formula of rho in round t. "exp" is exp(gamma (t - T)). "laine_aila" is exp(-gamma (1
+    - t/T)^2). "reciprocal" is 1 - 1 / (gamma t + 1). "constant" is 1/2.
+    gamma: the constant in the formula that `ramp` chooses.
+    ramp_rounds: the number of rounds for which gamma was chosen, such as 300 in the paper. If the
+    run has T rounds, gamma is multiplied by ramp_rounds / T. rho then has the same values at the
+    start, middle and end of both runs. None does not change gamma. ramp="laine_aila" uses gamma
+    unchanged, because its formula depends only on t/T.
+    weight: the upper limit of beta, the weight of synthetic features in the classifier's loss.
+    residual: the factor that replaces rho in the synthetic features of the classifier's loss. None
+    uses rho.
     prototype_weight: the weight mu of the batch's mean features in a new prototype. The old
     prototype has the weight 1 - mu.
-    prototype_ramp: True multiplies mu by exp(-5 (1 - t/T)^2) in round t, with T = `rounds`.
+    prototype_ramp: True multiplies mu by exp(-5 (1 - t/T)^2) in round t.
     use_generator: False removes the generator.
     use_rtnet: False removes RTNet.
     keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
@@ -322,10 +328,10 @@ class FRAug(Method):
 
     # --- before the run -------------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Declare two networks and the client state.
+        """Declare two neural networks and the client state.
 
-        All clients share the generator. Each client has its own RTNet, which adapts generated
-        features to the client and never travels. The client state is the class prototypes.
+        All clients share the generator. Each client has its own RTNet, which is never sent. The
+        client state is the class prototypes.
         """
         run.needs("classes", "features")
         run.targets("integer")
@@ -517,11 +523,11 @@ class FRAug(Method):
         return generator_loss(fake, labels, reference, weight, bias, lam, metric, reference_labels)
 
     def rtnet_step(self, job: LocalJob, out: Outputs) -> Tensor:
-        """Return the loss of RTNet, the network that adapts generated features to the client.
+        """Return the loss of RTNet for two batches of synthetic features.
 
-        RTNet makes two batches of synthetic features. The first batch is class prototypes plus
-        RTNet's outputs. The second batch is real features plus RTNet's outputs. As in the authors'
-        code, RTNet's BatchNorm normalises the two batches separately, in this order.
+        The first batch is class prototypes plus RTNet's outputs. The second batch is real features
+        plus RTNet's outputs. As in the authors' code, RTNet's BatchNorm normalises the two batches
+        separately, in this order.
         """
         real, anchors, rtnet = _real_features(job, out), _anchors(job), job.network("rtnet")
         labels, turn = out.batch.targets, job.drawn("labels")

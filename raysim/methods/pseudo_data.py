@@ -143,9 +143,11 @@ class PseudoData:
         return {"pool": client_means(client, size, self.sources)}
 
     def join_means(self, parts: Mapping[str, Sequence[np.ndarray]], server: ServerView) -> None:
-        """Store the means of all clients on the server.
+        """Store the means that all clients sent before round 0 in the server state.
 
-        With refresh="once", draw `rows` of the clients' means, and store only the drawn means.
+        With refresh="round", the server stores all means, and `draw` later draws from them in each
+        round. With refresh="once", the server draws the means of the whole run now. It stores only
+        the drawn means; the setting `rows` is their number.
         parts: {"pool": a list of the clients' means, in the order of the client numbers}.
         """
         server.state["pool"] = torch.from_numpy(np.concatenate(parts["pool"]))

@@ -67,11 +67,13 @@ class UnitFormat:
     ) -> str:
         """Return a number as text with this unit, and a prefix k, M, G or T for thousands or more.
 
+        The prefix fits the first of `unit_of`, `like` and `value` that is not None.
         value: the number; None, for a missing number, becomes "–".
-        like: the mean, if `value` is a standard deviation. The text then has as many decimals as
-        the text of the mean. None if `value` is not a standard deviation.
-        unit_of: the number that decides the prefix: 1000000 gives M. If it is None, `like` decides
-        the prefix. If `like` is None, too, `value` decides it.
+        like: decides the number of decimals. If `value` is a standard deviation, `like` is the mean
+        to which it belongs. The text then has as many decimals as the text of the mean. If `like`
+        is None, the text has three digits.
+        unit_of: a number that decides the prefix: 1000000 gives M. None if `like` or `value`
+        decides it.
         """
         text = format_count(value, like=like, unit_of=unit_of)
         if text == MISSING:
@@ -89,11 +91,13 @@ def format_count(
 ) -> str:
     """Return a number as text with the prefix k, M, G or T: 1234567 becomes "1.23 M".
 
+    The prefix fits the first of `unit_of`, `like` and `value` that is not None.
     value: the number; None, for a missing number, becomes "–".
-    like: the mean, if `value` is a standard deviation. The text then has as many decimals as the
-    text of the mean. None if `value` is not a standard deviation.
-    unit_of: the number that decides the prefix: 1000000 gives M. If it is None, `like` decides the
-    prefix. If `like` is None, too, `value` decides it.
+    like: decides the number of decimals. If `value` is a standard deviation, `like` is the mean to
+    which it belongs. The text then has as many decimals as the text of the mean. If `like` is None,
+    the text has three digits.
+    unit_of: a number that decides the prefix: 1000000 gives M. None if `like` or `value` decides
+    it.
     """
     if value is None:
         return MISSING
@@ -118,13 +122,15 @@ def format_rounds(value: float | None, *, like: float | None = None) -> str:
 def format_seconds(
     value: float | None, *, like: float | None = None, unit_of: float | None = None
 ) -> str:
-    """Return a time as text in the unit that suits it: seconds, minutes, hours or days.
+    """Return a time as text in seconds, minutes, hours or days: 7200 becomes "2 h".
 
+    The unit fits the first of `unit_of`, `like` and `value` that is not None.
     value: the time in seconds; None, for a missing time, becomes "–".
-    like: the mean in seconds, if `value` is a standard deviation. The text then has as many
-    decimals as the text of the mean. None if `value` is not a standard deviation.
-    unit_of: the time in seconds that decides the unit: 7200 gives hours. If it is None, `like`
-    decides the unit. If `like` is None, too, `value` decides it.
+    like: decides the number of decimals. If `value` is a standard deviation, `like` is the mean to
+    which it belongs, in seconds. The text then has as many decimals as the text of the mean. If
+    `like` is None, the text has three digits.
+    unit_of: a time in seconds that decides the unit: 7200 gives hours. None if `like` or `value`
+    decides it.
     """
     if value is None:
         return MISSING

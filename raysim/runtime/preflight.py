@@ -29,10 +29,12 @@ USABLE_SHARE = 0.95  # share of a GPU's memory that can be used, because allocat
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory that workers need, in bytes.
+    """The memory that a job and a client's state need, and the memory that workers can use.
 
-    job: the most memory that a worker uses while it trains a job.
-    room: the memory of the device that is available for workers.
+    All fields are numbers of bytes.
+    job: the peak memory of a worker that trains and scores a client. With several lanes, the worker
+    trains a client in each lane.
+    room: the memory of the device that all its workers together can use.
     state: the size of one client's state.
     """
 
@@ -57,10 +59,11 @@ def memory_use(device: str) -> tuple[int, int]:
 
 
 def measure(spec: RunSpec, read: Callable[[str], tuple[int, int]] = memory_use) -> MemoryNeed:
-    """Train and score the largest client in this process; return the memory that this needs.
+    """Train and score the largest client in this process, and measure the memory of this work.
 
-    With several lanes, a copy of this client is trained in each lane. The measurement takes one
-    round, or two rounds if the run records steps (`runtime.graph`).
+    Return the measured memory, together with the memory that workers can use. With several lanes, a
+    copy of this client is trained in each lane. The measurement takes one round, or two rounds if
+    the run records steps (`runtime.graph`).
     spec: the description of the run.
     read: function from the name of the device to two numbers of bytes: the peak memory of this
     process, and the memory that workers can use.
@@ -113,7 +116,7 @@ def _repeat_samples(part: CSR, clients: Sequence[int]) -> CSR:
 def workers_per_gpu(need: MemoryNeed, clients: int, gpus: int) -> int:
     """Return how many workers fit on a GPU next to the client states that the GPU stores.
 
-    need: the memory of a job, of the GPU and of one client's state.
+    need: the memory that a job and a client's state need, and the memory of the GPU for workers.
     clients: the number of clients that have states.
     gpus: the number of GPUs. Each GPU stores an equal share of all client states.
     """

@@ -53,11 +53,13 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
 
 
 def extend_rows(rows: Tensor, count: int) -> Tensor:
-    """Return a view of `count` rows that begins with the rows of `rows`.
+    """Return a longer view of the same storage, in which all additional rows are zeros.
 
-    The new rows are zeros: checksums and checkpoints read them before anything is written there.
+    The view has `count` rows, and begins with `rows`. The additional rows are set to zero at once.
+    A checksum or a checkpoint may read them before a method writes them.
 
     rows: a view of the first rows of a tensor that has space for at least `count` rows.
+    count: the number of rows of the result.
     """
     extended = rows.as_strided((count, *rows.shape[1:]), rows.stride())
     extended[len(rows) :].zero_()

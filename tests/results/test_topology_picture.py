@@ -1,4 +1,4 @@
-"""Test the picture of replicas and their links, and the traffic of each replica."""
+"""Test the picture of a topology: clients, replicas, links and traffic."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _start_cluster(environment: dict[str, str], folder: str) -> None:
     """Start a Ray cluster of two nodes with one CPU each, and connect this process to it.
 
     environment: environment variables that only the second node has.
-    folder: the working folder of this process.
+    folder: this folder becomes the working folder of this process.
     """
     os.chdir(folder)  # where a driver is, workers look for packages first
     from ray.cluster_utils import Cluster
@@ -61,10 +61,10 @@ def _stop_cluster() -> None:
 
 
 def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
-    """Start a Ray cluster of two nodes; yield call(function, *args), which runs in its driver.
+    """Start a Ray cluster of two nodes; yield a function that runs code in its driver.
 
-    The driver is a separate process. `call` runs function(*args) in the driver, and returns the
-    result.
+    The driver is a separate process. The yielded function has the arguments (function, *args). It
+    runs function(*args) in the driver, and returns the result.
     environment: environment variables that only the second node has.
     folder: the working folder of the driver.
     """
@@ -86,9 +86,11 @@ def _driver(environment: dict[str, str], folder: str) -> Iterator[Call]:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
-    """Start a Ray cluster of two nodes; yield call(function, *args), which runs in its driver.
+    """Start a Ray cluster of two nodes; yield a function that runs code in its driver.
 
-    The second node uses other CPU kernels, and a copy of raysim with one additional comment.
+    The driver is a separate process. The yielded function has the arguments (function, *args). It
+    runs function(*args) in the driver, and returns the result. The second node uses other CPU
+    kernels, and a copy of raysim with one additional comment.
     """
     own, empty = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("empty")
     shutil.copytree(

@@ -58,15 +58,17 @@ def study(*methods: Method) -> RunSpec:
 
 
 class Nodes(InProcess):
-    """Workers of one process that act as if they were on several nodes. Calls are recorded.
+    """A runtime in one process whose workers act as if they were on several nodes.
+
+    The runtime records what it trains, adds up and sends to the coordinator.
 
     nodes: the node of each worker.
-    least: the smallest number of model parameters for which nodes add up updates.
+    least: nodes add up updates only if the model has at least this number of parameters.
 
     trained: the name and the node of each training call.
     added: for each call of `add_up`, the node and the number of sums.
-    vectors: the number of vectors in each training result and in each array that the coordinator
-    fetched. An array counts as one vector.
+    vectors: for each object that the coordinator fetched, the number of vectors in it. A training
+    result has a vector for each of its sums. An array counts as one vector.
     """
 
     def __init__(self, spec: RunSpec, nodes: Sequence[int], least: float = 0.0):
@@ -96,11 +98,11 @@ class Nodes(InProcess):
 def run_on_nodes(
     spec: RunSpec, nodes: Sequence[int] = NODES, schedule: Schedule = COHORT, least: float = 0.0
 ) -> tuple[FinishedRun, Nodes]:
-    """Return a finished run whose workers are on several nodes, and its runtime.
+    """Compute a run whose workers are on several nodes; return the run and its `Nodes` object.
 
     nodes: for each worker, the number of its node.
     schedule: the schedule of the run.
-    least: the smallest number of model parameters for which nodes add up updates.
+    least: nodes add up updates only if the model has at least this number of parameters.
     """
     runtime = Nodes(spec, nodes, least)
     return run_to_end(coordinate(spec, schedule, Ideal(), runtime)), runtime
@@ -133,7 +135,7 @@ def test_nodes_sum_updates_only_if_that_saves_traffic(nodes: tuple[int, ...], le
     """No node adds up updates if the model is small, or if all workers are on one node.
 
     nodes: for each worker, the number of its node.
-    least: the smallest number of model parameters for which nodes add up updates.
+    least: nodes add up updates only if the model has at least this number of parameters.
     """
     result, runtime = run_on_nodes(study(), nodes, Synchronous(6), least)
     assert result.bits == run_to_end(coordinate(study(), Synchronous(6), Ideal())).bits

@@ -95,8 +95,9 @@ def steps(plan: Planner, count: int) -> list[PlannedAggregation]:
 def test_schedule_receives_the_number_of_idle_clients() -> None:
     """A schedule receives the right number of idle clients.
 
-    One of the six clients has no samples, so it does not count as idle. The schedule must be asked
-    when 0, 4 and 3 of the five remaining clients have a job in flight.
+    Five of the six clients have samples. The sixth client has none, so it never counts as idle. In
+    each decision, the number of jobs in flight and the number of idle clients must add up to 5.
+    There must be decisions with 0, with 3 and with 4 jobs in flight.
     """
     seen = list[tuple[int, int]]()
 
