@@ -147,7 +147,7 @@ def test_composed_configuration_is_refused_if_user_values_contradict_the_method(
         build(to_dict(compose([*IN_PROCESS, "method=fedrep"], settings={"local.epochs": 3})))
 
 
-def test_method_changes_no_setting_if_the_keys_set_by_the_user_are_unknown() -> None:
+def test_method_changes_no_setting_if_the_list_of_keys_set_by_the_user_is_missing() -> None:
     config = to_dict(compose([*IN_PROCESS, "method=fedrep"]))
     del config["choices"]["_set_"]
     with pytest.raises(RefusedError, match=r"local\.epochs"):
@@ -162,7 +162,7 @@ def test_stored_configuration_does_not_list_which_keys_the_user_has_set() -> Non
     assert "_set_" not in experiment.config["choices"]
 
 
-def test_repeated_run_keeps_its_local_epochs_unless_an_override_changes_the_method(
+def test_stored_configuration_keeps_local_epochs_unless_head_epochs_are_overridden(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "config.yaml"

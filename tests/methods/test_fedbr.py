@@ -104,7 +104,7 @@ def test_fedbr_cost_includes_passes_over_pseudo_data(method: FedBR, passes: floa
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_fedbr_draws_the_same_rows_as_function_choice_of_numpy(
+def test_fedbr_draws_the_same_rows_as_numpy_random_choice(
     counts: list[int], each: int, seed: int, data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, len(counts) * each))
@@ -196,7 +196,7 @@ def test_fedbr_refuses_mixture_without_a_proxy_set(proxy: Source | None) -> None
     [{"pseudo_refresh": "once"}, {"pseudo": "mixture", "proxy": PROXY}],
     ids=["once", "mixture"],
 )
-def test_fedbr_setting_fresh_is_refused_if_pseudo_refresh_is_once_or_pseudo_is_mixture(
+def test_fedbr_refuses_fresh_pseudo_data_if_they_are_drawn_once_or_are_mixtures(
     settings: dict[str, Any],
 ) -> None:
     with pytest.raises(ValueError, match=r"^method\.fedbr\.fresh=true"):

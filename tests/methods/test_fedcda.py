@@ -94,7 +94,7 @@ def combinations(arguments: dict[str, Any]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("smoothness", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("fixed", [0, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_fedcda_search_finds_the_best_models_if_clients_are_not_split_into_batches(
+def test_fedcda_search_finds_the_best_models_if_all_clients_are_in_one_batch(
     seed: int, fixed: int, smoothness: float
 ) -> None:
     arguments = case(seed, fixed=fixed) | {"smoothness": smoothness}
@@ -312,7 +312,7 @@ def test_fedcda_cached_models_survive_resume_and_absence_of_a_client(tmp_path: P
 
 
 @pytest.mark.parametrize("schedule", [Synchronous(27), Buffered(concurrency=28, size=27)])
-def test_fedcda_error_suggests_more_batches_of_clients_if_the_search_is_too_large(
+def test_fedcda_error_of_too_large_search_suggests_more_batches_with_fewer_clients(
     schedule: Any,
 ) -> None:
     data = clients_of_sizes((3,) * 28)  # 27 in an aggregation, 14 in a batch: 3 ** 14 combinations
@@ -354,7 +354,7 @@ def test_fedcda_error_of_too_large_cache_suggests_a_setting_that_fits() -> None:
         server(FedCDA(budget=1e-12), counts)
 
 
-def test_fedcda_refuses_weights_by_samples() -> None:
+def test_fedcda_refuses_to_weigh_updates_by_sample_count() -> None:
     with pytest.raises(ValueError, match=r"^weighting=samples"):
         coordinate(run_spec(FedCDA(), data=clients_of_sizes((3, 3, 3, 3))), weighting="samples")
 

@@ -72,8 +72,8 @@ def tree(gradients: Tensor, reference: Tensor, eps: float = 1e-7) -> Tensor:
     return fedgh.hierarchical_harmonized_gradient(gradients=gradients, reference=reference, eps=eps)
 
 
-def test_hierarchical_fedgh_does_not_sort_the_last_two_sums_by_their_scores() -> None:
-    """The score of an update or a sum of updates is its inner product with `reference`."""
+def test_method_fedgh_hierarchical_keeps_the_order_of_the_last_two_sums_of_updates() -> None:
+    """Only updates and earlier sums are sorted, by their inner product with `reference`."""
     rows, reference = random(7, 3, seed=29), random(3, seed=129)
 
     def off(a: Tensor, b: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def test_hierarchical_fedgh_does_not_sort_the_last_two_sums_by_their_scores() ->
     assert (tree(rows, reference) - root(second, first)).norm() > 0.01
 
 
-def test_hierarchical_fedgh_computes_one_scalar_product_for_the_last_two_sums_of_updates() -> None:
+def test_method_fedgh_hierarchical_uses_the_same_scalar_product_in_both_final_projections() -> None:
     first = torch.tensor([2.0, 0.0], dtype=torch.float64)
     second = torch.tensor([-1.0, 1.0], dtype=torch.float64)
     # s = -2, |second|^2 = 2: first becomes [2, 0] + [-1, 1] = [1, 1], of squared length 2;
@@ -162,7 +162,7 @@ def test_fedgh_without_conflicts_equals_fedavg_exactly(granularity: Any) -> None
     assert torch.equal(params.params, step(server(), list(range(8)), agreeing).params)
 
 
-def test_hierarchical_fedgh_equals_the_weighted_mean_if_no_updates_conflict() -> None:
+def test_method_fedgh_hierarchical_equals_the_weighted_mean_if_no_updates_conflict() -> None:
     agreeing = np.abs(DELTAS)
     target = step(server(HierarchicalFedGH()), ARRIVED, agreeing)
     before = target.params.clone()

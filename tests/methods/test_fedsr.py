@@ -134,13 +134,13 @@ def test_fedsr_without_penalties_and_noise_equals_fedavg() -> None:
     assert sure.finished.model_sha256 != run(run_spec(FedSR(0.0, 0.0))).finished.model_sha256
 
 
-def test_fedsr_setting_samples_changes_the_scores_but_not_the_trained_model() -> None:
+def test_fedsr_number_of_draws_in_scoring_changes_the_scores_but_not_the_trained_model() -> None:
     few, many = (run(run_spec(FedSR(samples=count, share_reference=True))) for count in (1, 20))
     assert few.finished.model_sha256 == many.finished.model_sha256
     assert [row["loss_global"] for row in few.rows] != [row["loss_global"] for row in many.rows]
 
 
-def test_fedsr_sends_shared_references_with_the_model() -> None:
+def test_fedsr_sends_its_reference_distributions_only_if_share_reference_is_true() -> None:
     own, shared = (run(run_spec(FedSR(share_reference=share)), rounds=2) for share in (False, True))
     layouts = own.coordinator.layout, shared.coordinator.layout
     assert layouts[0].personal == 2 * 5 * 12 + 1 and layouts[1].personal == 0

@@ -194,7 +194,7 @@ def test_step_counts_continue_in_the_next_job_if_keep_optimizer_is_true(keep: bo
     assert result.coordinator.client_states.stateful is keep
 
 
-def test_setting_keep_optimizer_has_the_same_effect_in_fraug_and_in_group_local() -> None:
+def test_keep_optimizer_of_method_fraug_has_the_same_effect_as_local_keep_optimizer() -> None:
     by_run, by_method, by_both, fresh = (
         run(
             run_spec(
@@ -256,7 +256,7 @@ def test_fraug_warning_of_too_large_generated_features_suggests_other_settings(
 
 
 @pytest.mark.slow  # 6 rounds of 3 epochs, three times
-def test_fraug_generated_features_are_smaller_if_generator_lam_or_lr_factor_is_lower() -> None:
+def test_fraug_generator_output_has_smaller_norm_if_loss_weight_or_learning_rate_is_lower() -> None:
     def generated(**settings: Any) -> float:
         local = replace(LOCAL, lr=0.1, epochs=3)
         study = run_spec(small(**settings), model=NORMED_MLP, local=local)
@@ -293,7 +293,7 @@ def strengths(rounds: int, method_rounds: int, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("pace", "gamma"), [(None, 0.01), (300, 0.01 * 300 / 6)])
-def test_fraug_option_ramp_rounds_multiplies_gamma_by_its_ratio_to_the_rounds_of_the_run(
+def test_fraug_multiplies_gamma_by_the_ratio_of_ramp_rounds_to_the_number_of_rounds(
     pace: int | None, gamma: float
 ) -> None:
     expected = [math.exp(gamma * (t - 6)) for t in range(3)]

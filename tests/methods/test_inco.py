@@ -59,7 +59,8 @@ def close(got: Tensor, want: Tensor, rtol: float = 1e-5) -> None:
 # --- one pair ---------------------------------------------------------------------------------
 
 
-def test_inco_mixes_a_tensor_as_a_whole_if_no_kernel_is_larger_than_1x1() -> None:
+def test_inco_mixes_1x1_kernels_of_a_tensor_together_even_if_granularity_is_kernel() -> None:
+    """The same holds for matrices and vectors, which have no kernels."""
     for shape in ((6, 5, 1, 1), (6, 5), (7,)):
         target, source = random(*shape), random(*shape, seed=1)
         assert torch.equal(mixed(target, source), mixed(target, source, granularity="tensor"))
@@ -77,7 +78,7 @@ def test_inco_mixes_each_1x2_kernel_separately_only_if_granularity_is_kernel(
 
 
 @pytest.mark.parametrize("granularity", get_args(Granularity))
-def test_inco_halves_update_if_mixed_with_zero_and_doubles_it_if_mixed_with_itself(
+def test_inco_returns_half_of_the_target_for_a_zero_source_and_twice_for_an_equal_source(
     granularity: str,
 ) -> None:
     # The result is a sum of two directions, times the mean of both norms. For a source of zero, the
@@ -88,8 +89,8 @@ def test_inco_halves_update_if_mixed_with_zero_and_doubles_it_if_mixed_with_itse
     assert torch.equal(mixed(zero, zero, granularity=granularity), zero)
 
 
-def test_inco_compiles_a_function_that_changes_only_the_rows_it_receives() -> None:
-    """Rows are mixed in blocks of 64, so 100 rows give a full block and a block of 36 rows."""
+def test_compiled_inco_function_changes_all_rows_of_its_argument_but_no_rows_after_it() -> None:
+    """Rows are mixed in blocks of 64, so 100 rows are a full block and a block of 36 rows."""
     rows, sources = random(128, 3).numpy(), random(128, 3, seed=1).numpy()
     before = rows.copy()
     inco.compile_function(inco._mix)(rows[:100], sources[:100], 5.0, math.inf, 1e-7, False)
@@ -113,7 +114,7 @@ def paired(model: ModelRecipe, *methods: Method, shape: Shape = (3, 32, 32)) -> 
     return inco.source_parameters(names=list(names), shapes=list(names.values()))
 
 
-def test_inco_mixes_both_convolutions_of_a_basic_block_with_conv2_of_block_0() -> None:
+def test_inco_mixes_conv2_of_block_0_into_both_convolutions_of_a_later_basic_block() -> None:
     ended = paired(ResNet(18))
     assert len(ended) == 8
     for stage in range(1, 5):
@@ -124,7 +125,7 @@ def test_inco_mixes_both_convolutions_of_a_basic_block_with_conv2_of_block_0() -
             assert ended[target] == source
 
 
-def test_inco_mixes_conv2_and_conv3_of_a_bottleneck_with_conv2_and_conv3_of_block_0() -> None:
+def test_inco_mixes_conv2_and_conv3_of_block_0_into_the_same_layers_of_a_later_bottleneck() -> None:
     ended = paired(ResNet(50))
     assert len(ended) == 2 * (2 + 3 + 5 + 2)
     assert ended["extractor.layer3.4.conv3.weight"] == "extractor.layer3.0.conv3.weight"
@@ -143,7 +144,7 @@ def test_inco_warns_of_model_without_pairs_of_blocks(
     assert not [*declare_methods([InCo()], blocks, plan_layout(blocks)).warnings]
 
 
-def test_inco_mixes_norm2_with_norm1_of_the_same_transformer_block() -> None:
+def test_inco_mixes_norm1_into_norm2_of_the_same_transformer_block() -> None:
     names = [
         "net.blocks.3.norm1.weight",
         "net.blocks.3.norm2.weight",
@@ -154,7 +155,7 @@ def test_inco_mixes_norm2_with_norm1_of_the_same_transformer_block() -> None:
     assert ended == {"net.blocks.3.norm2.weight": "net.blocks.3.norm1.weight"}
 
 
-def test_inco_pairs_layers_only_if_shape_and_name_prefix_and_stage_are_equal() -> None:
+def test_inco_pairs_layers_only_if_shape_and_name_prefix_and_resnet_stage_are_equal() -> None:
     names = [
         "a.layer1.1.conv1.weight",
         "b.layer1.0.conv1.weight",

@@ -393,7 +393,7 @@ class TestRefusals:
             run(study(Reporting()), rounds=1)
 
     @pytest.mark.parametrize("method", [Returning(), Undeclaring()], ids=lambda method: method.name)
-    def test_error_of_an_invalid_hook_contains_its_method_and_is_not_a_lanes_error(
+    def test_invalid_hook_raises_an_error_that_contains_its_method_instead_of_a_lanes_error(
         self, method: Method
     ) -> None:
         """A `LanesError` would advise to turn recording off, which does not help here."""
@@ -423,7 +423,7 @@ def test_recorded_lane_that_fails_does_not_change_other_lanes(hook: str) -> None
         np.testing.assert_allclose(lanes.tensors[name], values, rtol=NEAR, atol=NEAR, err_msg=name)
 
 
-def test_network_modes_train_and_eval_are_in_the_order_in_which_they_were_set() -> None:
+def test_list_of_train_and_eval_modes_ends_with_the_network_whose_mode_was_set_last() -> None:
     before = {"model": True, "model.extractor": False, "fedbr.projector": True}
     after = modes_after(before, [Stage(modes={"model": False})])
     assert list(after.items()) == [

@@ -119,7 +119,7 @@ def test_run_is_refused_if_it_lacks_what_its_method_requires(row: str) -> None:
 
 
 @pytest.mark.parametrize("method", [FlexLoRA(), FLoRA()], ids=lambda method: method.name)
-def test_flexlora_and_flora_accept_layers_without_tied_weights_or_conv_groups(
+def test_flexlora_and_flora_accept_a_layer_with_neither_tied_weights_nor_conv_groups(
     method: Method,
 ) -> None:
     for network, layer in ((Grouped, "spread"), (Plain, "first")):

@@ -135,7 +135,7 @@ def test_backward_pass_decodes_the_stored_weight_again(
 
 
 @pytest.mark.parametrize("kind", [HalfWeight, FourBitWeight])
-def test_layer_stored_in_few_bits_equals_a_layer_with_rounded_weights_in_autocast(
+def test_layer_stored_in_few_bits_equals_a_layer_with_rounded_weights_if_both_use_autocast(
     kind: type[HalfWeight | FourBitWeight],
 ) -> None:
     layer, inputs = nn.Linear(7, 5).requires_grad_(False), torch.randn(3, 7)

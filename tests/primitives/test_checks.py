@@ -107,7 +107,7 @@ def test_first_line_of_a_remote_error_is_the_first_line_of_its_cause() -> None:
     assert first_line(crossed) == "what happened"
 
 
-def test_errors_as_refusals_replaces_value_error_but_not_zero_division_error() -> None:
+def test_value_error_becomes_a_refusal_but_zero_division_error_stays_unchanged() -> None:
     with pytest.raises(RefusedError, match=r"^one two$"), errors_as_refusals():
         raise ValueError("one\n  two")
     with pytest.raises(ZeroDivisionError), errors_as_refusals():

@@ -95,7 +95,9 @@ def test_written_split_is_read_back_unchanged(tmp_path: Path) -> None:
     )
 
 
-def test_read_split_and_read_clients_return_none_if_the_files_are_missing(tmp_path: Path) -> None:
+def test_reading_a_split_or_a_client_table_returns_none_if_its_file_is_missing(
+    tmp_path: Path,
+) -> None:
     assert read_split(tmp_path) is None and read_clients(tmp_path) is None
 
 

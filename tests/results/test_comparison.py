@@ -232,7 +232,7 @@ def test_labels_of_settings_may_have_commas(text: str, labels: dict[str, str]) -
     assert comparison.parse_labels(text, ["fedavg", "moon", "a=1, b=2"]) == labels
 
 
-def test_order_flag_accepts_setting_names_that_contain_commas() -> None:
+def test_labels_of_settings_in_the_order_flag_may_have_commas() -> None:
     known = ["a=1, b=2", "fedavg", "a=1"]
     assert comparison.parse_order("fedavg,a=1, b=2,a=1", known) == ["fedavg", "a=1, b=2", "a=1"]
 

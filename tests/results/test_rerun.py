@@ -24,6 +24,6 @@ def test_rerun_command_has_one_allow_flag_for_each_user_package() -> None:
     assert shlex.split(command)[3] == "a run/config.yaml"
 
 
-def test_rerun_command_allows_no_package_if_all_classes_belong_to_raysim() -> None:
+def test_rerun_command_has_no_allow_flag_if_all_classes_belong_to_raysim() -> None:
     config = {"method": [], "model": {"_target_": "raysim.models.Mlp"}}
     assert rerun_command(config, Path("best.yaml")) == "raysim run --config best.yaml"

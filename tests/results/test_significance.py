@@ -53,7 +53,9 @@ def test_fewer_than_three_pairs_are_not_tested(count: int) -> None:
         ([0.8, 0.9, 1.0], "no test: every pair differs equally"),
     ],
 )
-def test_differences_equal_up_to_rounding_are_not_tested(left: list[float], note: str) -> None:
+def test_pairs_are_not_tested_if_all_have_the_same_difference_up_to_rounding(
+    left: list[float], note: str
+) -> None:
     found = compare_pairs(left, [0.7, 0.8, 0.9])
     assert (found.note, found.p, found.low) == (note, None, None)
 

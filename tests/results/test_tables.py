@@ -12,7 +12,7 @@ from raysim.results.tables import Column, format_table, text_columns, to_csv, to
 NAMES = Column("run", ["fedavg", "fedprox"])
 
 
-def test_too_wide_table_continues_below_with_its_first_column() -> None:
+def test_columns_that_do_not_fit_form_further_tables_that_repeat_the_first_column() -> None:
     numbers = [Column(f"number {n}", ["0.1234", "0.5"], [0.1234, 0.5]) for n in range(5)]
     wide = format_table([NAMES, *numbers])
     assert wide.count("\n\n") == 0
@@ -77,7 +77,7 @@ def test_csv_keeps_all_digits_and_writes_integers_without_a_point() -> None:
     assert lines == ['"a, b",5,0.6666666666666666,,', "c,,,1,True"]
 
 
-def test_rows_of_text_become_one_table_column_for_each_title() -> None:
+def test_table_from_rows_of_text_has_one_column_for_each_title() -> None:
     label, count = text_columns(("method", "ms"), [("fedavg", "1.5"), ("fedbr", "20")])
     assert (label.title, label.texts, count.texts) == ("method", ["fedavg", "fedbr"], ["1.5", "20"])
     assert format_table([label, count]).splitlines()[-1] == "fedbr    20"
@@ -96,7 +96,7 @@ def test_latex_special_characters_are_escaped() -> None:
 
 
 @pytest.mark.parametrize("sign", ["[", "*"])
-def test_first_cell_of_a_latex_row_is_never_read_as_an_argument(sign: str) -> None:
+def test_bracket_or_star_at_the_start_of_a_latex_row_is_put_in_braces(sign: str) -> None:
     text = to_latex([Column("", [f"{sign}1]", "x"]), Column("score", ["1", "2"], [1.0, 2.0])])
     assert f"\\midrule\n{{{sign}}}1] & 1" in text  # not an argument of `\midrule` or `\\`
 
