@@ -48,8 +48,9 @@ def apfl(world: World, alpha: float, adaptive: bool = True) -> Book:
         w <- w - eta grad f(w)
 
     Both gradients are computed before v and w change.
-    alpha: the weight of v in the mixture m before a client's first job, the same for all clients.
-    adaptive: True: each job begins with a gradient step on the client's alpha.
+    alpha: the initial value of every client's number alpha, the weight of v in m.
+    adaptive: True: each job begins with a gradient step on the client's alpha. False: alpha stays
+    constant.
     """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("apfl.")}
     v = {client: copy_for_training(x) for client in range(world.clients)}

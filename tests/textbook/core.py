@@ -79,12 +79,13 @@ def client(world: World, job: Job, received: Params) -> tuple[Params, RowMean]:
 
 
 def batches(seed: int, own: Any, job: Job, has_batchnorm: bool) -> Iterator[Any]:
-    """Yield for each batch of a job the positions of its samples among the client's samples.
+    """Yield the positions of each batch's samples among the client's samples, for one job.
 
     seed: the seed of the run.
     own: the settings local.*.
-    has_batchnorm: if True, a batch with one sample is left out, because BatchNorm cannot normalise
-    it. The first batch of a pass is never left out. This applies to sampling without replacement.
+    has_batchnorm: whether the model has BatchNorm, which cannot normalise a batch of one sample. It
+    matters only for sampling without replacement. True: a batch of one sample is left out, unless
+    it is the first batch of a pass.
     """
     generator, n = stream(seed, "batches", job.client, job.turn), job.samples
     passes = 0

@@ -32,10 +32,10 @@ def uncorrected(params: Params, grads: Params) -> Params:
 def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
     """Compute a run of FedAvg in which the clients' gradients are not corrected.
 
-    client(job, x, correct): a function that trains the received parameters x, and returns the
-    trained parameters. In each step it passes the current parameters and their gradients to the
-    function `correct`. It gives the gradients that `correct` returns to an optimizer. `alone`
-    passes a function `correct` that returns the gradients unchanged.
+    client(job, x, correct): the local training, a function that trains the received parameters x
+    and returns the trained parameters. In each step, `client` passes the current parameters and
+    their gradients to the function `correct`. The client's optimizer then uses the gradients that
+    `correct` returns. Here `correct` returns the gradients unchanged.
     factor: not used. This function has the same arguments as `with_scaffold` and `with_fedcm`.
     """
     x = dict(world.start)
@@ -45,7 +45,7 @@ def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Bo
 
 
 def by_round(world: World, reported: Iterable[RowMean]) -> list[float]:
-    """Return for each round the mean loss over all rows that its clients trained on.
+    """Return for each round the mean loss over all samples in all batches of its jobs.
 
     reported: the mean loss of each job, in the order of the rounds and of their jobs.
     """
@@ -81,16 +81,16 @@ def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.
     of the i-th client, and c is the control variate of the server. All control variates start at 0.
 
     After a job, c_i <- c_i - c + (x - y) / (K' eta). x: the received parameters; y: the trained
-    parameters; eta: the learning rate. K' is computed for each parameter separately. Without
-    momentum, K' is the number of steps that trained this parameter. With momentum, K' is larger,
-    because each gradient also moves the parameter in later steps.
+    parameters; eta: the learning rate. K' and eta are computed for each parameter separately.
+    Without momentum, K' is the number of steps that trained this parameter. With momentum, K' is
+    larger, because each gradient also moves the parameter in later steps.
 
     After a round, the sum of the changes of all c_i, divided by the number of all clients, is added
     to c. Models are averaged with equal weights.
     client(job, x, correct): the local training, a function that trains the received parameters x
-    and returns the trained parameters y. In each step it passes the current parameters and their
-    gradients g to the function `correct`, which returns g - c_i + c. It gives this result to an
-    optimizer.
+    and returns the trained parameters y. In each step, `client` passes the current parameters and
+    their gradients g to the function `correct`. The client's optimizer then uses the gradients g -
+    c_i + c, which `correct` returns.
     factor(name): a parameter's learning rate, divided by the learning rate of the run.
     """
     x, names = dict(world.start), _networks(world)
@@ -131,18 +131,19 @@ def with_fedcm(
 ) -> Book:
     """Compute a run of FedCM (Algorithm 1) with any function for local training.
 
-    Let h = g + wd p be the gradient with weight decay. g: the gradient at the client's current
-    parameters p; wd: the factor of the weight decay. In each step, alpha h + (1 - alpha) D replaces
-    h. D is the server's direction.
+    p: the client's current parameters; g: the gradient at p; wd: the factor of the weight decay. h
+    = g + wd p is the gradient with weight decay. D is the server's direction. In each step, FedCM
+    uses alpha h + (1 - alpha) D in place of h.
 
     D is 0 in the first round. In later rounds, D is the mean of (x - y) / (K eta) over the clients
     of the previous round. x: the received parameters; y: the trained parameters; eta: the learning
-    rate. K is computed for each parameter separately: the number of steps that trained this
-    parameter. Models are averaged with equal weights.
+    rate. K and eta are computed for each parameter separately: K is the number of steps that
+    trained this parameter. Models are averaged with equal weights.
 
     client(job, x, correct): the local training, a function that trains the received parameters x
-    and returns the trained parameters y. In each step it passes p and g to the function `correct`,
-    which returns alpha h + (1 - alpha) D - wd p. It gives this result to an optimizer, which adds
+    and returns the trained parameters y. In each step, `client` passes p and g to the function
+    `correct`. The client's optimizer then uses the gradient that `correct` returns. This optimizer
+    adds the weight decay wd p to each gradient. So `correct` must return alpha h + (1 - alpha) D -
     wd p.
     alpha: the weight of h.
     factor(name): a parameter's learning rate, divided by the learning rate of the run.

@@ -63,10 +63,11 @@ def _moments(adamw: torch.optim.AdamW, count: int) -> Params:
 
 
 def run(world: World, rule: Callable[[Tensor, Tensor], Tensor]) -> Book:
-    """Run rounds of AdamW on clients. Return the last model and the AdamW state of each client.
+    """Compute a run in which clients train with AdamW, and `rule` makes the server's step.
 
-    rule(x, update): the next parameters, from the current ones and the mean update. All three are
-    vectors of all parameters.
+    Return the server's final model, and the state of each client's AdamW as client state.
+    rule(x, update): the next parameters, from the current parameters x and the mean update. The
+    arguments and the result are vectors of all parameters.
     """
     names, models, clients = trainable(world.start), [dict(world.start)], Clients(world)
     for jobs in world.rounds:

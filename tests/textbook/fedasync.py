@@ -25,9 +25,11 @@ def fedasync(
     """Compute a run of FedAsync, which mixes each arriving model into the shared model.
 
     When a model y arrives, the shared model x becomes (1 - w) x + w y. The weight w is alpha
-    decay^k sigma(s). k: the number of earlier aggregations. s: the staleness of y: the server's
-    time at the arrival of y, minus the number of the version from which y started. In the
-    aggregation of y, the server's time is k for the first model, k + 1 for the second, and so on.
+    decay^k sigma(s). k: the number of earlier aggregations; s: the staleness of y.
+
+    Several models may arrive in one aggregation, one after another. The server's time is k when the
+    first of these models arrives, k + 1 when the second arrives, and so on. s is this time minus
+    the number of the version from which y was trained.
 
     If the run weighs clients by samples, w is min(1, alpha decay^k sigma(s) n / m). n: the client's
     number of samples; m: the mean number of samples of a client. Floating-point buffers of the

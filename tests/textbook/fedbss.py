@@ -116,10 +116,11 @@ def ranked(received: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
-    """Return a client's samples in ascending order of loss, and the number of unbiased samples.
+    """Return the order of a client's samples by loss, and the number of unbiased samples.
 
-    A sample is unbiased if its loss is at most the loss of the most uncertain sample (eq. 5). The
-    unbiased samples come first in the order.
+    The order has the positions of the samples in the client's data, from the smallest loss to the
+    largest. A sample is unbiased if its loss is at most the loss of the most uncertain sample (eq.
+    5). The unbiased samples come first in the order.
     losses: the loss of each sample.
     alphas: the uncertainty of each sample: 1 minus the range of its class probabilities.
     """
@@ -131,17 +132,19 @@ def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
 def batches(
     world: World, job: Job, order: Tensor, unbiased: int, kind: str
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Draw the batches of a job; return the samples and the fraction a_e of each batch.
+    """Draw the batches of a job; return each batch's samples and its fraction a_e.
 
-    The first list has the positions of each batch's samples in the client's data. The second list
-    has the fraction a_e (eq. 6) of each batch, where e is the epoch of the batch. If a job has a
-    fixed number of steps, e counts the job's phases in place of epochs.
+    A job has epochs e = 1, 2, and so on. If the job has a fixed number of steps, the steps are
+    divided into phases, and e counts the phases. Let r be the number of biased samples, those after
+    the first `unbiased` samples of `order`. Epoch e uses all unbiased samples and a fraction a_e of
+    the biased samples (eq. 6). These are the a_e r biased samples with the smallest losses; a_e r
+    is rounded down.
 
-    Epoch e uses the first `unbiased` samples of `order`. Let r be the number of samples after them.
-    Epoch e also uses the next a_e r samples of `order`, rounded down.
+    The result is two lists with an entry for each batch. The first list has the positions of the
+    batch's samples in the client's data. The second list has the fraction a_e of the batch's epoch.
     order: the positions of the client's samples, in ascending order of loss. The order has no
     effect if `unbiased` is the number of all samples.
-    unbiased: the number of samples that every epoch uses.
+    unbiased: the number of samples that every epoch uses: the unbiased samples, or all samples.
     kind: the formula of a_e, a key of `FRACTION`; any other text means "linear".
     """
     local, shares = world.local, list[float]()

@@ -1,8 +1,10 @@
 """FedBuff: Nguyen et al. 2022, Algorithm 1.
 
 Symbols: K, the number of updates in an aggregation; s_i, the staleness of update i; w_i, its
-weight, which falls with s_i. Network buffers are always averaged with the weights w_i / sum_i w_i.
-`World` says which jobs are in an aggregation, and which version each job received.
+weight, which falls with s_i. The parameters change by the sum of w_i times update i. This sum is
+divided by K, by the sum of all w_i, or by 1. BatchNorm's statistics are not changed by this sum.
+They become the mean of the clients' statistics, with the weights w_i / sum_i w_i. `World` says
+which jobs are in an aggregation, and which version each job received.
 """
 
 from __future__ import annotations

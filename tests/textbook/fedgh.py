@@ -27,14 +27,17 @@ def fedgh(
     conflict_test: str = "original",
     tensor: bool = False,
 ) -> Book:
-    """Run FedAvg on the changed updates g_i, which start as the clients' updates G_i.
+    """Compute a run of FedAvg in which the server changes updates that conflict.
 
-    Two clients i and j conflict if the dot product <G_i, G_j> is negative.
-    For each pair of clients that conflicts, g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j, and the same for
-    g_j with G_i.
+    G_i is the update of client i, and g_i the changed update, which starts as G_i. The server
+    averages all g_i. For each pair of clients i and j, the server can make two changes:
+
+        g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j
+        g_j <- g_j - <g_j, G_i> / |G_i|^2 G_i
+
     order: the order of the pairs: by client number ("lexicographic") or permuted ("random").
-    conflict_test: "original" changes both updates of a pair if <G_i, G_j> < 0. "current" changes
-    g_i if <g_i, G_j> < 0, and g_j if <g_j, G_i> < 0.
+    conflict_test: "original" makes both changes if <G_i, G_j> < 0, and no change otherwise.
+    "current" makes the first change if <g_i, G_j> < 0, and the second change if <g_j, G_i> < 0.
     tensor: True treats each tensor of the parameters separately, False the whole vector.
     """
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}

@@ -25,11 +25,15 @@ def principal(
     tol: float = 1e-8,
     loss: Loss = cross_entropy,
 ) -> Book:
-    """Run FedAvg with g_i' = |g_i| sum_l w_l s_il v_l in place of each client's update g_i.
+    """Compute a run of FedAvg with updates that are rebuilt from their principal directions.
 
-    v_l is the l-th of L principal directions of all updates: a unit eigenvector of sum_i g_i g_i^T,
-    for the l-th largest eigenvalue lambda_l. w_l is the weight of v_l. s_il is the sign of the
-    dot product <g_i, v_l> (1 or -1), or 0 if this product is near 0.
+    g_i is the update of client i. v_l is the l-th of L principal directions of all updates: a unit
+    eigenvector of sum_i g_i g_i^T, for the l-th largest eigenvalue lambda_l. w_l is the weight of
+    v_l. s_il is the sign of the dot product <g_i, v_l> (1 or -1), or 0 if this product is near 0.
+    Each g_i is replaced by
+
+        g_i' = |g_i| sum_l w_l s_il v_l
+
     fraction: L is this fraction of the number of updates, rounded down, at least 1.
     scale: the rule for w_l. "l2": lambda_l divided by the l2 norm of the eigenvalues of the used
     directions. "sum": lambda_l divided by the sum of all eigenvalues. "none": 1.

@@ -2,12 +2,12 @@
 
 Symbols: z = mean + std eps, the random representation of an input; eps, normal noise from torch's
 generator, which is seeded for each job. Each class has a reference, which is a learned normal
-distribution. KL is the Kullback-Leibler divergence KL(p || q). p is the distribution of z times a
-learned number, and q is the reference of the input's class.
+distribution. KL is the Kullback-Leibler divergence KL(p || q). p is the distribution of the product
+c z, where c is a learned number. q is the reference of the input's class.
 
 The loss contains the mean norm |z|, as in the authors' code. The score of a class is the log of its
-mean probability over some draws of eps, which are the same for all inputs. By default, references
-stay on clients, as in the authors' code.
+mean probability over some draws of eps. These draws are the same for all inputs. By default, the
+references and c stay on clients, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -92,13 +92,15 @@ def fedsr(
     probabilistic: bool = True,
     share_reference: bool = False,
 ) -> Book:
-    """Compute a run of FedSR: FedAvg with the loss CE + alpha_l2r mean |z| + alpha_cmi mean KL.
+    """Compute a run of FedSR, which is FedAvg with two penalties in the local loss.
 
-    z: the random, normally distributed representation of an input. CE: the cross-entropy of the
-    batch. KL: the Kullback-Leibler divergence KL(p || q). p is the distribution of z times a
-    learned number. q is the reference, a learned normal distribution for the input's class.
+    The loss is CE + alpha_l2r mean |z| + alpha_cmi mean KL. z: the random, normally distributed
+    representation of an input. CE: the cross-entropy of the batch. KL: the Kullback-Leibler
+    divergence KL(p || q). p is the distribution of the product c z, where c is a learned number. q
+    is the reference, a learned normal distribution for the input's class.
     probabilistic: True: FedSR; False: FedL2R, in which z has no noise and the loss no KL.
-    share_reference: True: the references are averaged; False: they stay on clients.
+    share_reference: True: the server averages the references and c. False: the references and c
+    stay on clients.
     """
     reference = first_reference(world) if probabilistic and alpha_cmi else {}
     private = {i: {} if share_reference else reference for i in range(world.clients)}

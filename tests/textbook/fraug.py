@@ -83,8 +83,9 @@ def network(
 
 
 def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
-    """Return a weight that changes with the round t, such as rho.
+    """Return the value in round t of a weight that changes from round to round.
 
+    t: the number of the round, from 0.
     last: from round `last` on, t is replaced by `last` in the formulas, so that the weight is
     constant. None: the weight changes in every round.
     gamma: how fast the weight changes.
@@ -101,9 +102,9 @@ def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
 
 
 def distance(a: Tensor, b: Tensor, metric: str) -> Tensor:
-    """Return the distance between two sets of embeddings, which FRAug calls D.
+    """Return FRAug's distance D between two sets of embeddings.
 
-    a, b: a row for each embedding.
+    a, b: the two sets, a row for each embedding.
     metric: "mse": the mean square of a - b. "mmd_moments": the mean squared difference of the two
     means, plus the mean squared difference of the two covariance matrices. Any other text: the
     squared MMD with five Gaussian kernels.

@@ -55,8 +55,9 @@ def adapted_loss(frozen: Mapping[str, Tensor], scaling: float) -> Loss:
 def factor_mean(world: World, scaling: float) -> Book:
     """Compute a run of FedIT or FFA-LoRA, whose server averages all trained tensors.
 
-    If `world.start` has the factors A and B, both are trained (FedIT, Zhang et al. 2024). If A is
-    in `world.drawn`, it is frozen, and only B is trained (FFA-LoRA).
+    `world.start` has the initial values of all trained tensors, and `world.drawn` has the frozen
+    tensors. B is always trained. If A is in `world.start`, A is trained, too (FedIT, Zhang et al.
+    2024). If A is in `world.drawn`, A is frozen (FFA-LoRA).
     scaling: the scaling of the product B A.
     """
     loss = adapted_loss(world.drawn, scaling)
@@ -123,14 +124,17 @@ def nearest(product: Tensor, old_a: Tensor) -> Params:
 def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
     """Compute a run of FlexLoRA, whose server averages the products of LoRA factors.
 
-    The frozen weight plus `scaling` B A is the weight of the layer. P is the product B A at the
-    server. An aggregation adds sum_i p_i (B_i A_i - P_i) to P. p_i: the normalised weight of client
-    i; B_i, A_i: the factors that client i has trained; P_i: the product P in the version from which
-    client i started.
+    The layer has the weight W0 + `scaling` B A. W0 is frozen, and B and A are the factors of LoRA.
+    Each client receives the server's factors, cut to the rank of the client. Client i trains the
+    cut factors; the results are B_i and A_i.
 
-    Then the server replaces its factors by new factors B and A of the same size, from a singular
-    value decomposition of P. Their product B A is the best approximation of P.
-    ranks: the ranks that clients may have. Each client gets the factors cut to the client's rank.
+    P is the product B A of the server's factors. An aggregation computes P + sum_i p_i (B_i A_i -
+    P_i). p_i: the normalised weight of client i. P_i: the product P at the server, of factors that
+    are not cut, in the version from which client i started.
+
+    Then the server computes new factors B and A of the same size by a singular value decomposition.
+    The product of the new factors is the best approximation of the computed matrix.
+    ranks: the ranks that clients may have.
     """
     loss, versions = adapted_loss(world.drawn, scaling), [dict(world.start)]
     of_client = drawn_ranks(world, ranks)
@@ -160,16 +164,19 @@ def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
 def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
     """Compute a run of HetLoRA: clients train LoRA factors of several ranks (Cho et al. 2024).
 
-    The frozen weight plus `scaling` B A is the weight of the layer. Client i trains factors A_i [r,
-    inputs] and B_i [outputs, r] of its rank r. The server fills factors of a smaller rank with
-    zeros, and averages the factors. Client i has a weight proportional to the norm |B_i A_i|, times
-    its samples if the run weighs clients by samples.
+    The layer has the weight W0 + `scaling` B A. W0 is frozen; B [outputs, r] and A [r, inputs] are
+    the factors of LoRA, of rank r. Each client has its own rank. Client i trains factors B_i and
+    A_i of this rank. The server fills factors of a smaller rank with zeros, and averages the
+    factors. Client i has a weight proportional to the norm |B_i A_i|, times its samples if the run
+    weighs clients by samples.
 
-    A client's rank can shrink. Let q be gamma r, rounded down. The rows of A_i after the first q
+    A client's rank r can shrink. Let q be gamma r, rounded down. The rows of A_i after the first q
     are A', and the columns of B_i after the first q are B'. The client's loss contains the penalty
     lam |B'| |A'|. If |B'| |A'| is smaller after a job than before, the rank becomes q, but at least
-    1.
+    1. The trained factors are then cut to the new rank before the server averages them.
     ranks: the ranks with which clients may start.
+    lam: the weight of the penalty.
+    gamma: the fraction of the rank that is left after the rank has shrunk once.
     """
     x, start = dict(world.start), drawn_ranks(world, ranks)
     rank: dict[int, int] = {}

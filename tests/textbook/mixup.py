@@ -1,4 +1,4 @@
-"""Mixup: Zhang et al. 2018, between the samples of a client's batch, as in FedBR's Appendix A.
+"""Mixup (Zhang et al. 2018) within each batch of a client, as in Appendix A of FedBR.
 
 Each sample x of a batch becomes lam x + (1 - lam) x', where x' is its partner in the batch. One
 number lam and one permutation are drawn for each batch. The permutation chooses the partners.
@@ -33,8 +33,9 @@ def mixture(x: Tensor, lam: float, partner: Tensor) -> Tensor:
 def mixup(world: World, alpha: float) -> Book:
     """Compute a run of FedAvg in which inputs and labels of a batch are mixed by Mixup.
 
-    An input x becomes lam x + (1 - lam) x', where x' is another input of the batch. The one-hot
-    labels are mixed with the same lam, and are the targets of the cross-entropy.
+    An input x becomes lam x + (1 - lam) x', where x' is the input of its partner in the batch. A
+    random permutation of the batch chooses the partners. The one-hot labels are mixed with the same
+    lam, and are the targets of the cross-entropy.
     alpha: lam is drawn for each step from the distribution Beta(alpha, alpha).
     """
 

@@ -64,13 +64,13 @@ class Policy:
     def learn(self, world: World, job: Job, received: Params, last_model: Params) -> Tensor:
         """Train the policy on the client's samples, and choose a model for each layer.
 
-        Return a boolean tensor [layers]: True for a layer that is loaded from the received model,
-        False for a layer that is loaded from the client's last model.
+        Return a boolean tensor [layers]. True: the layer is loaded from the received model. False:
+        the layer is loaded from the client's last model.
 
         The training changes `self.logits`, two numbers for each layer. It minimises the
-        cross-entropy of a mixed model. Each layer of the mixed model is w times the layer of the
-        received model, plus 1 - w times the layer of the last model. w and 1 - w are the softmax of
-        (the layer's logits + Gumbel noise) / temperature.
+        cross-entropy of a mixed model. Each layer of the mixed model is w a + (1 - w) b. a is this
+        layer of the received model, and b is this layer of the last model. The pair (w, 1 - w) is
+        the softmax of (the layer's logits + Gumbel noise) / temperature.
         received: the tensors of the received model.
         last_model: the tensors of the model that the client trained in its last job.
         """
@@ -97,7 +97,7 @@ class Policy:
 
 
 def layer(name: str) -> str:
-    """Return the name of the module that has a tensor."""
+    """Return the name of the module to which the tensor `name` belongs."""
     return name.rpartition(".")[0]
 
 

@@ -135,7 +135,11 @@ def optimizer(world: World, job: Job, factor: float = 1.0) -> Sgd:
 
 
 def weights(world: World, jobs: Sequence[Job]) -> list[float]:
-    """Return the weights of jobs before normalisation: their samples, or 1 each."""
+    """Return the weight of each job before normalisation.
+
+    With `world.weighting` "samples", the weight is the job's number of samples. With "uniform",
+    every weight is 1.
+    """
     return [float(job.samples) if world.weighting == "samples" else 1.0 for job in jobs]
 
 
@@ -175,7 +179,10 @@ def apply_mean_change(
 
 
 class RowMean:
-    """The mean loss over the rows that a client trained on."""
+    """The mean loss over all samples in all batches on which a client trained.
+
+    A sample counts once for each batch that contains it.
+    """
 
     def __init__(self) -> None:
         self.total, self.rows = 0.0, 0
@@ -184,14 +191,18 @@ class RowMean:
         """Add a batch.
 
         loss: the mean loss of the batch.
-        inputs: the inputs of the batch, one for each row.
+        inputs: the inputs of the batch, one for each sample.
         """
         self.total += len(inputs) * float(loss.detach())
         self.rows += len(inputs)
 
 
 def row_mean(clients: Iterable[RowMean]) -> float:
-    """Return the mean loss over the rows of all clients of a round."""
+    """Return the mean loss over all samples in all batches of a round.
+
+    A sample counts once for each batch that contains it.
+    clients: the mean loss of each client of the round.
+    """
     clients = list(clients)
     return sum(client.total for client in clients) / sum(client.rows for client in clients)
 

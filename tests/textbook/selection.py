@@ -1,7 +1,8 @@
 """Oort and power-of-choice by hand: dictionaries and loops over single clients.
 
-Oort: Lai et al., OSDI 2021, Algorithm 1. Power-of-choice: Cho et al. 2020. Each gets what the
-server knows and a random generator, and returns the chosen clients.
+Oort: Lai et al., OSDI 2021, Algorithm 1. Power-of-choice: Cho et al. 2020. Each of the two rules
+returns the clients that it chooses. Its arguments are a random generator, and what the server knows
+about the clients, such as their losses.
 """
 
 from __future__ import annotations

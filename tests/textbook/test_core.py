@@ -46,14 +46,15 @@ def trained(normed: bool = False, **local: Any) -> dict[str, Any]:
     return {"local": replace(LOCAL, **local)} | ({"model": NORMED_MLP} if normed else {})
 
 
-def late(**run: Any) -> dict[str, Any]:
-    """Return the arguments `schedule` and `run` of a `Row`, for a run with stale updates.
+def late(**changes: Any) -> dict[str, Any]:
+    """Return the arguments `schedule` and `run` of `Row` for a run with stale updates.
 
-    All four clients always have a job in flight, and an aggregation uses the first two updates that
-    arrive. The client with the most samples is the slowest, so its updates are stale.
-    run: further arguments of `tiny_runs.coordinate`.
+    `Row` describes a run that raysim and a textbook compute. All four clients always have a job in
+    flight. An aggregation uses the first two updates that arrive. The client with the most samples
+    is the slowest, so its updates are stale.
+    changes: further settings of the run, such as weighting="uniform".
     """
-    return {"schedule": Buffered(concurrency=4, size=2), "run": {"rounds": 6} | run}
+    return {"schedule": Buffered(concurrency=4, size=2), "run": {"rounds": 6} | changes}
 
 
 ROWS = {

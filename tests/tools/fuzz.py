@@ -300,9 +300,10 @@ NODES = st.recursive(
 def keys() -> list[str]:
     """Return the configuration keys that random cases change.
 
-    They are the keys of a run with three methods, except those that begin with "tracking.", and the
-    names of configuration groups. Four wrong keys are added. The key "nothing" does not exist. The
-    keys "method.fedprox", "data.rotation" and "local" are sections, which contain other keys.
+    These are the keys of a run with three methods, without those that begin with "tracking.". The
+    names of all configuration groups are added. Four wrong keys are added, too. The key "nothing"
+    does not exist. The keys "method.fedprox", "data.rotation" and "local" are sections, which
+    contain other keys.
     """
     config = to_dict(compose([*QUICK, "method=[fedprox,scaffold,fedavgm]"]))
     names = [key for key in flatten(config) if key.split(".")[0] not in ("choices", "tracking")]

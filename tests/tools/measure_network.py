@@ -73,12 +73,12 @@ print("END", result.summary["model_sha256"], flush=True)
 class Measurement:
     """The measured time and traffic of a run.
 
-    The fields `schedule` and `kind` have the meaning (a) in results of `measure_all`, and the
-    meaning (b) in results of `measure_sums`.
+    The meaning of `schedule` and `kind` depends on the function that made the measurement.
     turn: the index of the repetition, from 0.
-    schedule: (a) the run's schedule, a key of `SCHEDULES`; (b) the number of clients in a round.
-    kind: (a) the disturbance of the links, a key of `KINDS` or `UNDISTURBED`; (b) the number of
-    nodes.
+    schedule: from `measure_all`: the run's schedule, a key of `SCHEDULES`. From `measure_sums`: the
+    number of clients in a round, as text.
+    kind: from `measure_all`: the disturbance of the links, a key of `KINDS` or `UNDISTURBED`. From
+    `measure_sums`: the number of nodes, as text.
     seconds: the median over rounds of the seconds per round.
     links: for each machine, the mean bytes per round that it received and sent, as its link counted
     them.
@@ -86,6 +86,7 @@ class Measurement:
     counted them in its history. Node 0 is machine 0; another node may have another number than its
     machine.
     resent: for each machine, the mean bytes per round that TCP sent again.
+    model_sha256: the hash of the run's final model.
     """
 
     turn: int

@@ -385,7 +385,8 @@ def warm() -> None:
 def child(copy: Path, asked: Asked) -> NoReturn:
     """Run tests in this process, write the result to a file, and end this process.
 
-    The tests import raysim from a copy of the working tree, in which a mutant may be written.
+    The tests import raysim from a copy of the working tree. If a mutant is tested, this copy
+    already contains the mutant.
     copy: the folder of the copy. The result is written to its file `.answer`.
     asked: the tests, and how to run them.
     """

@@ -83,7 +83,10 @@ class Means(Learner):
 
 
 class Scored(Means):
-    """A `Means` that computes its scores with its own function."""
+    """The learner `Means`, with scores that it computes itself in `evaluate`.
+
+    wrong: an object that `evaluate` returns in place of the scores; None returns the scores.
+    """
 
     name = "scored"
 

@@ -94,7 +94,11 @@ def initial_losses(spec: RunSpec) -> Mapping[int, Tensor]:
 def train(
     method: Recording, schedule: Schedule, workers: int = 1, **others: Any
 ) -> tuple[RunSpec, FinishedRun]:
-    """Run three rounds of the four clients."""
+    """Run three rounds on the four clients of `unequal`; return the run's spec and the run.
+
+    workers: the number of workers.
+    others: further arguments of `run_spec`, such as lanes=3.
+    """
     spec = run_spec(method, data=unequal(), local=STILL, **others)
     runtime = several_workers(spec, workers) if workers > 1 else InProcess(Worker(spec))
     return spec, run_to_end(Coordinator(spec, schedule, Lognormal(), runtime))

@@ -1,6 +1,7 @@
-"""Test the settings of the local optimizer, and that all its classes make the same steps.
+"""Test the settings of the local optimizer, and that its three implementations are equal.
 
-The file training/test_step.py tests the steps of one optimizer.
+The same optimizer is implemented for one client, for several lanes, and for recorded steps. All
+three must make the same steps. The file training/test_step.py tests the steps of one optimizer.
 """
 
 from __future__ import annotations
