@@ -57,7 +57,7 @@ DRAWERS = {
 SEEDERS = {
     "simulation/network.py": 1,
     "training/trainer.py": 2,
-    "training/own_training.py": 2,  # with a GPU or without
+    "training/own_training.py": 3,  # seed_torch, with a GPU or without, and its use
     "api/declare.py": 2,
     "models/classifier.py": 1,
     "conformance/parts.py": 1,
@@ -124,9 +124,12 @@ def global_draws(tree: ast.AST) -> Iterator[str]:
 
 
 def seedings(tree: ast.AST) -> int:
-    """Count the calls that seed torch's global generator."""
-    names = [dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return sum(name.startswith("torch.") and name.endswith("manual_seed") for name in names)
+    """Count the calls that seed torch's global generator, also through `seed_torch`."""
+    called = [dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return sum(
+        name == "seed_torch" or (name.startswith("torch.") and name.endswith("manual_seed"))
+        for name in called
+    )
 
 
 def test_package_uses_global_random_generators_in_listed_files_only() -> None:
