@@ -139,20 +139,20 @@ class Entry:
         return statistics.fmean(numbers) if numbers else None
 
     def settings(self) -> set[str]:
-        """Return texts about how our runs differ from the paper, one for each setting.
+        """Return the texts `Match.setting` of all runs for which `self.score` has a value.
 
-        Such a text is `Match.setting`. It does not mention the methods' hyperparameters, and is ""
-        for a run at the paper's setting. Runs without a value of `self.score` are left out.
+        Each text says how a run differs from the paper, such as "rounds=40 instead of 1000". It
+        does not mention hyperparameters of methods. It is "" for a run at the paper's setting.
         """
         return {match.setting for match in self.matches if replace(self, matches=[match]).values}
 
     def at(self, setting: str) -> list[Entry]:
-        """Divide the runs at a setting into entries whose runs have equal hyperparameters.
+        """Return an entry for each group of runs with equal hyperparameters of the methods.
 
-        Hyperparameters are here those of the methods only. If there is no run at the setting,
-        return one entry without runs.
-        setting: the text `Match.setting`, which says how the runs differ from the paper. It does
-        not mention the methods' hyperparameters, and is "" for the paper's setting.
+        The entries have only those runs whose `Match.setting` equals `setting`. If there are no
+        such runs, return one entry without runs.
+        setting: a text that says how the runs differ from the paper, such as "rounds=40 instead of
+        1000". It does not mention hyperparameters of methods. "" means the paper's setting.
         """
         by_variant: dict[str, list[Match]] = {}
         for match in self.matches:

@@ -159,9 +159,10 @@ class LocalJob:
 
     @property
     def start(self) -> Tensor:
-        """The vector [layout.shared] from which training starts; assign another one in `begin`.
+        """The vector [layout.shared] from which the training of this job starts.
 
-        By default it is `broadcast`. An assigned vector is loaded into the model at once.
+        By default it is the version that the client received, `job.broadcast`. A method can assign
+        another vector in the hook `begin`. The assigned vector is loaded into the model at once.
         """
         return self.context.base
 

@@ -286,13 +286,15 @@ class VirtualGrid(SimpleGrid):
 
     # --- messages of several threads ----------------------------------------------------------
     def end_batch(self) -> dict[int, tuple[float, int]]:
-        """Advance the clock after threads of Flower's older `Server` have sent messages.
+        """Advance the virtual clock to the last reply to the messages that threads have sent.
 
-        The messages of all these threads are a batch: they have the same virtual time. The clock
-        advances to the arrival of the batch's last reply.
-        Return a pair for each client that got messages of the batch, by Flower's node id. The pair
-        has the virtual time of the client's last reply, in seconds, and the client's number.
-        Raises ReplayError if the run continues a stored run, but sends different messages. The n-th
+        Flower's older `Server` sends the messages of a round from several threads. The clock stands
+        still while these threads run, so all messages of the round are sent at the same virtual
+        time. Call this function after the threads have ended.
+        Return a dictionary with the clients that got these messages. A key is Flower's node id of a
+        client. The value is a pair: the virtual time in seconds at which the client's last reply
+        arrives, and the number of the client.
+        Raises ReplayError if a resumed run does not repeat the messages of the stored run. The n-th
         message to a client must equal the n-th message to this client in the stored run.
         Raises WorkerDiedError if several workers died, one after another, while they answered the
         same message.

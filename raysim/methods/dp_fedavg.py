@@ -8,7 +8,8 @@ Andrew, Thakkar, McMahan and Ramaswamy, "Differentially Private Learning with Ad
 (NeurIPS 2021), Algorithm 1. x is the model, and N(0, q) is Gaussian noise with the variance q. A
 round has m clients with the updates D_i. The bit b_i is 1 if |D_i| <= C, otherwise 0. The setting
 `noise` is z. The setting `bit_noise` is s, the standard deviation of the noise on the sum of the
-bits:
+bits. The setting `quantile` is the share of updates that C should not clip. The setting `rate` is
+the speed at which C changes:
 
     x <- x + (sum_i D_i min(1, C / |D_i|) + N(0, (z_D C)^2)) / m
     C <- C exp(-rate (b - quantile)),  b = (sum_i b_i + N(0, s^2)) / m

@@ -151,9 +151,9 @@ def worker_resources(options: RayOptions, device: str, threads: int) -> dict[str
 
 
 def gpu_share(workers: int) -> float:
-    """Return the largest share of a GPU that each of `workers` workers can have.
+    """Return the share of a GPU for each worker if `workers` workers use the same GPU.
 
-    Shares are multiples of the smallest step that Ray knows.
+    This is 1 / workers, rounded down to a multiple of 0.0001, the smallest step of Ray's resources.
     """
     return RESOURCE_STEPS // workers / RESOURCE_STEPS
 

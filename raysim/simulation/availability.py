@@ -55,18 +55,19 @@ class Availability(ABC):
         """
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return a bool array [clients]: True where a client is available.
+        """Return a bool array [clients]: True if the client is available at its time in `now`.
 
-        now: float64 [clients], for each client the virtual time in seconds at which to look.
+        now: float64 [clients], a virtual time in seconds for each client.
         """
         moments = zip(clients.tolist(), now.tolist(), strict=True)
         return np.array([self.available(client, moment) for client, moment in moments], bool)
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return when each client's availability next changes, float64 [clients].
+        """Return the time of each client's next change of availability, float64 [clients].
 
         Infinity means that the client's availability never changes.
-        now: float64 [clients], for each client the virtual time in seconds after which to look.
+        now: float64 [clients], a virtual time in seconds for each client. Only changes after this
+        time are considered.
         """
         moments = zip(clients.tolist(), now.tolist(), strict=True)
         times = [self.next_change(client, moment, math.inf) for client, moment in moments]
@@ -197,10 +198,9 @@ class Diurnal(Availability):
         return now < midnight + (_interval(now - midnight, DAY) * DAY + self._length)
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the virtual time at which the client's available hours next start or end.
+        """Return the first time after `now` at which the client's available hours start or end.
 
-        now: the virtual time in seconds after which to look.
-        until: the result if there is no change before this time.
+        Return `until` if this does not happen before `until`. All times are virtual seconds.
         """
         midnight = self._midnight[client]
         days = _interval(now - midnight, DAY)
@@ -210,17 +210,18 @@ class Diurnal(Availability):
         return min(end, until)
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return a bool array [clients]: True where a client is available.
+        """Return a bool array [clients]: True if the client is available at its time in `now`.
 
-        now: float64 [clients], for each client the virtual time in seconds at which to look.
+        now: float64 [clients], a virtual time in seconds for each client.
         """
         midnight = self._midnights[clients]
         return np.asarray(now < midnight + (_intervals(now - midnight, DAY) * DAY + self._length))
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return when each client's availability next changes, float64 [clients].
+        """Return the time of each client's next change of availability, float64 [clients].
 
-        now: float64 [clients], for each client the virtual time in seconds after which to look.
+        now: float64 [clients], a virtual time in seconds for each client. Only changes after this
+        time are considered.
         """
         midnight = self._midnights[clients]
         days = _intervals(now - midnight, DAY)
@@ -317,10 +318,9 @@ class MarkovAvailability(Availability):
         return state
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the virtual time at which the client's availability next changes.
+        """Return the first time after `now` at which the client's availability changes.
 
-        now: the virtual time in seconds after which to look.
-        until: the result if there is no change before this time.
+        Return `until` if it does not change before `until`. All times are virtual seconds.
         """
         step = _interval(now, self._step_s)
         if (step + 1) * self._step_s >= until:
@@ -336,9 +336,9 @@ class MarkovAvailability(Availability):
 
     # --- many clients at once ---------------------------------------------------------------------
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return a bool array [clients]: True where a client is available.
+        """Return a bool array [clients]: True if the client is available at its time in `now`.
 
-        now: float64 [clients], for each client the virtual time in seconds at which to look.
+        now: float64 [clients], a virtual time in seconds for each client.
         """
         steps = _intervals(now, self._step_s).astype(np.int64)
         states = np.zeros(len(clients), bool)
@@ -483,10 +483,9 @@ class Intervals(Availability):
         return (place - self._first[row]) % 2 == 1
 
     def next_change(self, client: int, now: float, until: float) -> float:
-        """Return the virtual time at which the client next becomes available or unavailable.
+        """Return the first time after `now` at which the client becomes available or unavailable.
 
-        now: the virtual time in seconds after which to look.
-        until: the result if the client does not change before this time.
+        Return `until` if the client does not change before `until`. All times are virtual seconds.
         """
         row, begin, end, place = self._find(client, now)
         first, last = self._first[row], self._last[row]
@@ -531,17 +530,18 @@ class Intervals(Availability):
         return rows, begin, end, low
 
     def are_available(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return a bool array [clients]: True where a client is available.
+        """Return a bool array [clients]: True if the client is available at its time in `now`.
 
-        now: float64 [clients], for each client the virtual time in seconds at which to look.
+        now: float64 [clients], a virtual time in seconds for each client.
         """
         rows, _, _, places = self._find_all(clients, now)
         return np.asarray((places - self._firsts[rows]) % 2 == 1)
 
     def next_changes(self, clients: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Return when each client's availability next changes, float64 [clients].
+        """Return the time of each client's next change of availability, float64 [clients].
 
-        now: float64 [clients], for each client the virtual time in seconds after which to look.
+        now: float64 [clients], a virtual time in seconds for each client. Only changes after this
+        time are considered.
         """
         rows, begin, end, places = self._find_all(clients, now)
         first, last = self._firsts[rows], self._lasts[rows]

@@ -34,10 +34,11 @@ class Replicas:
 
     Attributes:
     - is_single: True if there is one replica.
-    - version: the number of aggregations of the run so far, of all replicas together.
+    - version: how many aggregations the run has made so far, counted over all replicas.
     - report: columns for the history's row of the last aggregation.
-    - numbers: for each replica the number of its current version. A replica that changes gets a
-      number that no version had before. Replicas with the same values may have the same number.
+    - numbers: for each replica, an integer that identifies its model. After an aggregation, a
+      replica that has changed gets an integer that no model had before. Replicas with equal models
+      may have the same integer. These integers do not count aggregations.
     - clients_of: int64 [clients]. Entry i is the number of the replica that serves client i now. If
       clients choose their replica, entry i is the replica that client i trained last.
     - cluster_state: the arrays of the rule that moves clients between replicas.
@@ -395,11 +396,11 @@ class Replicas:
         return weighted_sum(vectors, row.weights), torch.from_numpy(counters)
 
     def _give_numbers(self) -> None:
-        """Give a new version number to each replica that the last aggregation has changed.
+        """Set new integers in `self.numbers` for the replicas that the last aggregation changed.
 
-        Changed replicas with the same vector get the same number. If a method sends further tensors
-        with the vector, no two changed replicas get the same number, because these tensors may
-        differ.
+        Changed replicas with the same vector get the same integer. If a method sends further
+        tensors with the vector, no two changed replicas get the same integer, because these tensors
+        may differ.
         """
         number_of: dict[int, int] = {}
         for replica in self._changed:
@@ -501,8 +502,9 @@ class Replicas:
         """Continue from a checkpoint.
 
         The caller must first restore the server of each replica.
-        version: the number of the run's aggregations before the checkpoint.
-        numbers: for each replica, the number of its version in the checkpoint (`self.numbers`).
+        version: how many aggregations the run had made before the checkpoint.
+        numbers: for each replica, the integer that identified its model when the checkpoint was
+        written (`self.numbers`).
         arrays: what the method `arrays` returned when the checkpoint was written.
         """
         self.version, self.numbers = version, list(numbers)

@@ -250,7 +250,7 @@ def test_failed_run_does_not_affect_other_runs(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_killed_study_continues_its_run_with_the_bits_of_an_unkilled_run() -> None:
+def test_killed_study_resumes_to_the_same_bits_as_an_uninterrupted_run() -> None:
     overrides = (*COMMON, "rounds=6", "checkpoint.every=2")
     words = ["scaffold", "study", "method=[],[scaffold]", *overrides, "out=s"]
     command = [sys.executable, str(KILLED), *words]

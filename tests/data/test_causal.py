@@ -219,7 +219,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         Text(root=str(tmp_path)).read()
 
 
-def test_data_source_named_python_topics_reads_documents_without_a_folder() -> None:
+def test_data_source_named_python_topics_needs_no_folder_to_read_documents() -> None:
     raw = PythonTopics(length=64).read()
     assert len(raw.domain_names) > 50 and "assert" in raw.domain_names
     assert 0 < raw.train_rows < len(raw.labels)

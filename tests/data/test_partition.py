@@ -421,7 +421,7 @@ def test_listed_partition_rejects_missing_file() -> None:
             partition.split(labels, labels, 1, 0)
 
 
-def test_function_draw_classes_selects_no_class_without_samples() -> None:
+def test_function_draw_classes_selects_only_classes_with_remaining_samples() -> None:
     shares, turns, uniforms = (
         np.array([[0.5, 0.5]]),
         np.zeros(3, np.int64),

@@ -198,7 +198,7 @@ def archive() -> dict[str, Any]:
     }
 
 
-def test_numpy_archive_has_several_inputs_and_targets(tmp_path: Path) -> None:
+def test_numpy_archive_with_several_inputs_and_targets_is_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", **archive())
     built = NumPy(root=str(tmp_path), test_fraction=0).build()
     assert isinstance(built.shape, PackedShape)

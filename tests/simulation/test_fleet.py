@@ -166,7 +166,7 @@ def test_fleet_without_device_classes_gives_all_clients_one_label() -> None:
 
 
 # --- delays ---------------------------------------------------------------------------------------
-def test_client_kind_such_as_slow_sets_the_bounds_of_job_durations() -> None:
+def test_job_durations_are_within_the_bounds_of_the_delay_kind_of_the_client() -> None:
     fleet = Delays()
     labels, result = fleet.labels(3, 300), devices(fleet, 300, 3)
     for client in range(300):

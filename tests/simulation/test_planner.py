@@ -478,18 +478,18 @@ def tiers(slow: float, fast: float, schedule: Schedule | None = None) -> Planner
     return planner(schedule or Tiered(2, 2), late, 0, [1] * 4)
 
 
-def test_tier_without_clients_does_not_block_others() -> None:
+def test_pool_without_available_clients_does_not_block_other_pools() -> None:
     result = steps(tiers(0.0, 5e5), 3)
     assert [[job.client for job in step.dispatched] for step in result] == [[0, 1]] * 3
     assert [step.now for step in result] == [4.0, 8.0, 12.0]
 
 
-def test_plan_starts_when_the_first_client_of_any_tier_is_available() -> None:
+def test_first_jobs_are_dispatched_when_clients_of_any_pool_become_available() -> None:
     (first,) = steps(tiers(30.0, 5e5), 1)
     assert ([job.client for job in first.dispatched], first.now) == ([0, 1], 34.0)
 
 
-def test_tier_without_available_clients_can_be_tried_again_after_each_aggregation() -> None:
+def test_pool_without_available_clients_can_be_tried_again_after_each_aggregation() -> None:
     first_view: dict[int, list[int]] = {}  # by version: the tiers without clients
 
     class Watched(Tiered):
@@ -554,7 +554,7 @@ def test_planner_with_a_fixed_seed_plans_the_stored_jobs_and_aggregations(name: 
     assert result == KNOWN[name]
 
 
-def test_tiers_group_clients_by_the_duration_of_their_first_job() -> None:
+def test_tiered_schedule_groups_clients_by_the_duration_of_their_first_job() -> None:
     counts = [9, 1, 8, 2, 7, 3]
     devices = Ideal(10.0).devices(0, 6, lambda: 1.0)
 

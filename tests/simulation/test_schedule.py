@@ -125,7 +125,7 @@ def test_schedule_view_has_zero_or_empty_fields_by_default() -> None:
     assert View() == View(0.0, 0, {}, (), 0, 0, 0.0, (), ())
 
 
-def test_tiered_schedule_aggregates_jobs_of_one_tier_only() -> None:
+def test_tiered_schedule_aggregates_only_jobs_of_the_same_pool() -> None:
     arrived = [job(7, pool=1), job(8, pool=0), job(9, pool=1)]
     assert Tiered(2, 3).decide(View(arrived=arrived, in_pool=[2, 0])) == Aggregate([7, 9])
 
@@ -301,7 +301,7 @@ def test_deadline_without_any_update_is_extended_to_the_first_update() -> None:
     assert ledger.cohorts == [[0]] and result.rows[0]["virtual_seconds"] == 5.0
 
 
-def test_tiers_have_separate_rounds() -> None:
+def test_tiered_schedule_has_separate_rounds_for_fast_and_slow_clients() -> None:
     seconds = (1.0, 1.0, 1.0, 3.0, 3.0, 3.0)
     coordinator, ledger, _ = untrained_run([2] * 6, Tiered(2, 2), TimedFleet(seconds), rounds=8)
     result = run_to_end(coordinator)

@@ -187,7 +187,7 @@ def test_learner_parameters_may_have_any_name(key: str) -> None:
     np.testing.assert_array_equal(copy[key] if key else copy, np.ones(2))
 
 
-def test_combination_of_learner_and_fedprox_is_refused_with_both_names() -> None:
+def test_error_contains_both_names_if_a_learner_is_combined_with_fedprox() -> None:
     with pytest.raises(ValueError, match=r"'fedprox'.*'centroids'"):
         run(run_spec(Centroids(), FedProx(0.1)), rounds=1)
 

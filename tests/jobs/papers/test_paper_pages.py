@@ -156,7 +156,9 @@ def sections(text: str) -> dict[str, list[str]]:
     return found
 
 
-def test_each_setting_of_the_stored_runs_gets_a_separate_table(tmp_path: Path, store: Path) -> None:
+def test_runs_with_different_numbers_of_rounds_are_in_separate_tables(
+    tmp_path: Path, store: Path
+) -> None:
     for seed, score in ((0, 0.5), (1, 0.7)):
         for method in ("", "fedprox"):
             kept_at(tmp_path, method, score, "rounds=40", seed=seed)
@@ -423,7 +425,7 @@ def test_overrides_that_differ_only_in_how_a_number_is_written_are_equal() -> No
     assert not list(gains(runs, FEDBR)), "1.01 and 1.02 are two"
 
 
-def test_paper_page_shows_central_scores_and_the_terms_of_fedlds_loss_decomposition() -> None:
+def test_paper_page_shows_central_scores_and_terms_of_the_loss_decomposition() -> None:
     def run(method: str, seed: int, shift: float) -> Run:
         rows: list[Row] = [
             {"accuracy": None, "accuracy_global": 0.5, "decomposition.shift": value}
