@@ -1,6 +1,6 @@
 """Compute the cost of a round on many nodes.
 
-`uv run python docs/many_nodes.py` writes the tables of the page.
+`uv run python docs/many_nodes.py` writes the tables of the page docs/many_nodes.md.
 
 Every stage is bytes over a rate, or a count times a measured constant. `jobs.benchmarks.cluster`
 and `jobs.benchmarks.scale` measure the constants on your own cluster.
@@ -161,7 +161,12 @@ def size(value: float) -> str:
 
 
 def by_stage(floats: float, cluster: Cluster) -> str:
-    """Return a table with a row per stage and a column per way to add up."""
+    """Return a Markdown table with the time and the bytes of each stage of a round.
+
+    There is a column for each way of adding up the updates. The last rows have the total time, and
+    the bytes in the stores of nodes.
+    floats: the number of parameters of the model.
+    """
     ways = [list(stages(cluster, floats, combine)) for _, combine in WAYS]
     names = list(
         dict.fromkeys(
@@ -187,7 +192,7 @@ def _cell(stage: Stage) -> str:
 
 
 def by_size() -> str:
-    """Return the seconds of a round for other clusters and networks."""
+    """Return a Markdown table with the seconds of a round, for each model and each cluster."""
     clusters = [Cluster(nodes, network=rate) for rate in (3.1e9, 12.5e9) for nodes in (2, 8, 32)]
     head = ["parameters", *(f"{c.nodes} nodes, {c.network * 8 / 1e9:.0f} Gbit/s" for c in clusters)]
     rows = []
@@ -205,12 +210,18 @@ def by_size() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Return the tables of the page by the name of their place."""
+    """Return the tables of the page docs/many_nodes.md, by name.
+
+    On the page, a comment with the name stands before each table.
+    """
     return {name: by_stage(floats, Cluster()) for name, floats in MODELS} | {"sizes": by_size()}
 
 
 def fill_tables(text: str) -> str:
-    """Replace the tables of the page by current ones."""
+    """Return the text of the page docs/many_nodes.md with newly computed tables.
+
+    text: the text of the page with the old tables.
+    """
     for name, table in tables().items():
         text = re.sub(
             rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{table}\n\g<2>", text, flags=re.DOTALL

@@ -1,4 +1,4 @@
-"""Draw the pictures of the page on asynchrony: `uv run python docs/pictures.py`.
+"""Draw the pictures of the page docs/asynchrony.md: `uv run python docs/pictures.py`.
 
 The planner simulates schedules and fleets on the virtual clock, as before every run; nothing is
 trained.
@@ -184,7 +184,7 @@ def staleness() -> Figure:
 
 
 def main() -> None:
-    """Write all pictures."""
+    """Write the pictures schedules.png, fleets.png and staleness.png into docs/pictures."""
     for draw in (schedules, fleets, staleness):
         with matplotlib.rc_context(page_theme(False)):
             draw().savefig(FOLDER / f"{draw.__name__}.png")

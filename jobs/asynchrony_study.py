@@ -146,9 +146,9 @@ def _megabytes(row: dict[str, Any]) -> float:
 
 
 def collect(folder: Path) -> None:
-    """Write the numbers of every finished run to the page's JSON file.
+    """Write the numbers of every finished run to docs/studies/asynchrony.json.
 
-    folder: the folder of all runs.
+    folder: the folder that contains the folders of all runs.
     """
     found: dict[str, Any] = {}
     for algorithm, local, seed in product(ALGORITHMS, LOCAL, range(100)):
@@ -177,7 +177,10 @@ def mean(values: Sequence[float | None], form: str) -> str:
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
-    """Return a table with a row for each algorithm: means over the seeds."""
+    """Return a Markdown table with a row for each algorithm: means over the seeds.
+
+    runs: the stored numbers of the runs with one client method, by algorithm and seed.
+    """
     heads = [
         "algorithm",
         "schedule",
@@ -214,7 +217,10 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def page_text(store: dict[str, Any]) -> str:
-    """Return the text of the page, made only from the stored numbers."""
+    """Return the text of the page docs/studies/asynchrony.md.
+
+    store: the numbers of the runs, as docs/studies/asynchrony.json has them.
+    """
     tables = []
     for local, runs in store.items():
         seeds = sorted({seed for by_seed in runs.values() for seed in by_seed}, key=int)
@@ -267,7 +273,7 @@ def draw(store: dict[str, Any], path: Path) -> None:
     There is a panel for each method that clients train with. A line shows the mean accuracy over
     the seeds. The band around a line reaches from the lowest to the highest accuracy of the seeds.
     store: the stored numbers of the runs, by client method, algorithm and seed.
-    path: the file of the picture.
+    path: the path of the picture.
     """
     with curves_figure(path, len(store), height=5.6, lowest=0.5) as axes:
         for ax, (local, runs) in zip(axes, store.items(), strict=True):
@@ -280,7 +286,11 @@ def draw(store: dict[str, Any], path: Path) -> None:
 
 
 def write_page() -> None:
-    """Write the page and its picture from the stored numbers."""
+    """Write the page docs/studies/asynchrony.md and its picture.
+
+    The picture is asynchrony.png, in the folder of the page. The numbers come from
+    docs/studies/asynchrony.json, which `collect` wrote.
+    """
     store = json.loads(STORE.read_text())
     PAGE.write_text(page_text(store))
     draw(store, PAGE.with_suffix(".png"))

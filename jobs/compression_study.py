@@ -119,10 +119,10 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def collect(folder: Path) -> None:
-    """Write the numbers of every finished run to the page's JSON file.
+    """Write the numbers of every finished run to docs/studies/compression.json.
 
-    folder: the folder of all runs. For runs that are not in the folder, the file keeps its earlier
-    numbers.
+    If a run is missing in `folder` or unfinished, the JSON file keeps the run's earlier numbers.
+    folder: the folder that contains the folders of all runs.
     """
     stored: dict[str, Any] = json.loads(STORE.read_text()) if STORE.exists() else {}
     store: dict[str, Any] = {}
@@ -145,7 +145,10 @@ def reached(curve: Sequence[Sequence[float]]) -> Sequence[float] | None:
 
 
 def table(store: dict[str, Any]) -> str:
-    """Return a table with a row for each compressor."""
+    """Return a Markdown table with the traffic, virtual time and accuracy of each compressor.
+
+    store: the stored numbers of the runs, by compressor.
+    """
     heads = ["compression", "MB that clients send", "MB that they send and receive"]
     heads += ["virtual s", "final accuracy, %", f"MB sent until accuracy {TARGET:.0%}"]
     heads.append(f"virtual s until accuracy {TARGET:.0%}")
@@ -160,7 +163,11 @@ def table(store: dict[str, Any]) -> str:
 
 
 def draw(store: dict[str, Any], path: Path) -> None:
-    """Draw accuracy against the bytes that clients send, and against virtual time."""
+    """Draw the accuracy against the bytes that clients send, and against virtual time.
+
+    store: the stored numbers of the runs, by compressor.
+    path: the path of the picture.
+    """
     titles = {0: "MB that clients send", 2: "virtual seconds"}
     with curves_figure(path, len(titles), height=5, lowest=0.1) as axes:
         for ax, (place, title) in zip(axes, titles.items(), strict=True):
@@ -206,7 +213,10 @@ directions takes a ninth of the time and ends at 79.2 %."""
 
 
 def page_text(store: dict[str, Any]) -> str:
-    """Return the text of the page, made only from the stored numbers."""
+    """Return the text of the page docs/studies/compression.md.
+
+    store: the numbers of the runs, as docs/studies/compression.json has them.
+    """
     rows = table(store)
     missing = [name for name in COMPRESSORS if name not in store]
     if missing:
@@ -215,7 +225,11 @@ def page_text(store: dict[str, Any]) -> str:
 
 
 def write_page() -> None:
-    """Write the page and its picture from the stored numbers."""
+    """Write the page docs/studies/compression.md and its picture.
+
+    The picture is compression.png, in the folder of the page. The numbers come from
+    docs/studies/compression.json, which `collect` wrote.
+    """
     store = json.loads(STORE.read_text())
     PAGE.write_text(page_text(store))
     draw(store, PAGE.with_suffix(".png"))

@@ -282,7 +282,10 @@ def collect(folder: Path) -> None:
 
 # --- the page -----------------------------------------------------------------------------------
 def table(store: dict[str, Any]) -> str:
-    """Return a table with a row for each method: means over the seeds."""
+    """Return a Markdown table with a row for each method: means over the seeds.
+
+    store: the stored numbers of the runs, by method and seed.
+    """
     heads = ["method", "perplexity, clients", "perplexity, central", "next token right, %"]
     heads += ["MB, down and up", "virtual s"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
@@ -307,7 +310,7 @@ def draw(store: dict[str, Any], path: Path) -> None:
     There is a panel for virtual time and one for traffic. A line shows the mean perplexity over the
     seeds. The band around a line reaches from the lowest to the highest perplexity of the seeds.
     store: the stored numbers of the runs, by method and seed.
-    path: the file of the picture.
+    path: the path of the picture.
     """
     titles = ("virtual seconds", "MB, down and up")
     with curves_figure(path, 2, 5, None, "perplexity, mean of the clients") as axes:
@@ -397,7 +400,10 @@ def describe_seeds(store: dict[str, Any]) -> str:
 
 
 def page_text(store: dict[str, Any]) -> str:
-    """Return the page's text from the stored numbers."""
+    """Return the text of the page docs/studies/language.md.
+
+    store: the numbers of the runs, as docs/studies/language.json has them.
+    """
     texts = []
     for method, by_seed in store.items():
         text = by_seed["0"]["text"]
@@ -419,7 +425,11 @@ def page_text(store: dict[str, Any]) -> str:
 
 
 def write_page() -> None:
-    """Write the page and its picture from the stored numbers."""
+    """Write the page docs/studies/language.md and its picture.
+
+    The picture is language.png, in the folder of the page. The numbers come from
+    docs/studies/language.json, which `collect` wrote.
+    """
     store = json.loads(STORE.read_text())
     PAGE.write_text(page_text(store))
     draw(store, PAGE.with_suffix(".png"))

@@ -83,9 +83,9 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the numbers that the page of the selection study shows for a finished run.
+    """Return the numbers of one finished run for the page docs/studies/selection.md.
 
-    folder: the run's folder.
+    folder: the folder that the run has written.
     """
     from raysim.results.history import read_history
     from raysim.results.jobs import read_jobs
@@ -171,7 +171,7 @@ def draw(store: dict[str, Any], path: Path) -> None:
     Each selection rule has a line and a band. The line shows the mean accuracy over the seeds. The
     band goes from the lowest to the highest accuracy among the seeds.
     store: the results of the runs, by selection rule and seed, as selection.json has them.
-    path: the file of the picture.
+    path: the path of the picture.
     """
     titles = {"seconds": "virtual seconds", "megabytes": "MB, down and up", "energy": "Wh"}
     with curves_figure(path, len(COSTS), height=5, lowest=0.6) as axes:
@@ -219,7 +219,11 @@ time here."""
 
 
 def write_page() -> None:
-    """Write the page and its picture from the stored numbers."""
+    """Write the page docs/studies/selection.md and its picture.
+
+    The picture is selection.png, in the folder of the page. The numbers come from
+    docs/studies/selection.json, which `collect` wrote.
+    """
     store = json.loads(STORE.read_text())
     seeds = sorted({seed for by_seed in store.values() for seed in by_seed}, key=int)
     rounds = next(word for word in SETTING if word.startswith("rounds=")).partition("=")[2]

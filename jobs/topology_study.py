@@ -105,9 +105,9 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
 
 
 def measured(folder: Path, topology: str) -> dict[str, Any]:
-    """Return the numbers that the page shows of one finished run.
+    """Return the numbers of one finished run for the page docs/studies/topology.md.
 
-    folder: the run's folder.
+    folder: the folder that the run has written.
     topology: the name of the run's topology, such as "star".
     """
     from raysim.results.history import read_history
@@ -168,7 +168,7 @@ def collect(folder: Path) -> None:
 
 # --- the page -----------------------------------------------------------------------------------
 def table(of_data: dict[str, Any]) -> str:
-    """Return a table with a row for each topology: means over the seeds.
+    """Return a Markdown table with a row for each topology: means over the seeds.
 
     of_data: the stored numbers of the runs on one data set of `DATA`, by topology and seed.
     """
@@ -196,6 +196,7 @@ def draw(of_data: dict[str, Any], path: Path) -> None:
     """Draw the clients' accuracy against virtual time, traffic and energy.
 
     of_data: the stored numbers of the runs on one data set of `DATA`, by topology and seed.
+    path: the path of the picture.
     """
     label = "accuracy of clients with their model"
     with curves_figure(path, len(COSTS), height=5, lowest=0.2, label=label) as axes:
@@ -257,7 +258,11 @@ turned images spread too slowly in 30 rounds."""
 
 
 def write_page() -> None:
-    """Write the page and its two pictures from the stored numbers."""
+    """Write the page docs/studies/topology.md and its two pictures.
+
+    The pictures are topology-labels.png and topology-turned.png, in the folder of the page. The
+    numbers come from docs/studies/topology.json, which `collect` wrote.
+    """
     store = json.loads(STORE.read_text())
     seeds = sorted({seed for by_topology in store.values() for seed in by_topology["star"]})
     norms = "; ".join(f"{data}: `{' '.join(words)}`" for data, words in NORMS.items())

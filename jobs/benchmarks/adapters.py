@@ -175,8 +175,8 @@ def measure_memory() -> None:
     size_mib = FROZEN_BYTES / 2**20
     print(
         f"The frozen weights of the model need {size_mib:.0f} MiB in float32. Each line has the "
-        "memory of all workers together at the peak of a run. The change is the difference to the "
-        "run with 1 worker and 4 clients. The line also has the change divided by "
+        "memory of all workers together at the peak of a run. The increase is over the run with "
+        "1 worker, 4 clients and the same number format. In brackets, it is a multiple of "
         f"{size_mib:.0f} MiB.",
         flush=True,
     )
@@ -190,14 +190,18 @@ def measure_memory() -> None:
             more = used - first
             print(
                 f"frozen weights stored as {base}, workers: {workers}, clients: {clients}: "
-                f"peak memory {used / 2**20:.0f} MiB, change {more / 2**20:+.0f} MiB, "
-                f"change / {size_mib:.0f} MiB: {more / FROZEN_BYTES:+.2f}",
+                f"peak memory {used / 2**20:.0f} MiB, increase over 1 worker and 4 clients "
+                f"{more / 2**20:+.0f} MiB ({more / FROZEN_BYTES:+.2f} x {size_mib:.0f} MiB)",
                 flush=True,
             )
 
 
 def main() -> None:
-    """Run the benchmark that the command line names: `steps` or `memory`."""
+    """Measure what adapters cost: with the argument `steps` CPU time, with `memory` memory.
+
+    `steps` prints the CPU seconds of a job in raysim and in a plain PyTorch loop with peft.
+    `memory` prints the memory of all workers, for each number format of the frozen weights.
+    """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument(

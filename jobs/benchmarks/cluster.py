@@ -434,7 +434,11 @@ def table(results: Sequence[RoundCost]) -> str:
 
 
 def main() -> None:
-    """Run the benchmark with the options of the command line."""
+    """Measure what a round costs on a Ray cluster; print a table, and write a JSON file.
+
+    The options of the command line set the cluster, the model sizes, the number of rounds and the
+    path of the JSON file.
+    """
     command_line = parser(__doc__)
     command_line.add_argument(
         "--address", help="address of a running Ray cluster; auto: on this machine"

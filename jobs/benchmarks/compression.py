@@ -99,7 +99,10 @@ def measure(name: str, compressors: Sequence[Compressor], blocks: int, rounds: i
 
 
 def main() -> None:
-    """Measure the workloads that the command line names."""
+    """Print by how much each compressor increases the CPU time of a round.
+
+    The command line names the workloads of `raysim bench` to measure.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

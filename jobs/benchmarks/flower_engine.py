@@ -122,7 +122,11 @@ def compare(name: str, engine: str, rounds: int, blocks: int) -> dict[str, objec
 
 
 def main() -> None:
-    """Compare raysim with Flower's engine on the chosen workloads and Flower programs."""
+    """Compare raysim with Flower's simulation engine, and print the results.
+
+    The command line names workloads of `raysim bench` and programs of Flower's repository. Both
+    raysim and Flower's engine run each of them.
+    """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     names = [*CLIENTS, *PROGRAMS]

@@ -251,7 +251,11 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
 
 
 def main() -> None:
-    """Compare the simulators on the workloads of the command line, and write the results."""
+    """Compare the time of a round on raysim, on pfl-research and on FedJAX.
+
+    The command line names the workloads of `raysim bench` to train. The results are printed as a
+    table, and written to the JSON file of the option `--out`.
+    """
     parser = arguments.parser(__doc__)
     parser.add_argument(
         "workloads", nargs="*", help="workloads of raysim bench to measure: W1, W2, W3 (all)"

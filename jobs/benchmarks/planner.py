@@ -226,7 +226,11 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the benchmark alone and print its table; no file is written."""
+    """Measure how many events per second the planner simulates, and print a table.
+
+    The function also prints the number of jobs per second in a run without training. It writes no
+    file.
+    """
     bench(print)
 
 

@@ -171,9 +171,9 @@ def bench_rules(blocks: int, say: Callable[[str], None]) -> list[StepCost]:
 
 
 def main() -> None:
-    """Measure the time of a server step with each aggregation rule; store the results.
+    """Measure the time of a server step with each aggregation rule.
 
-    The results are printed as a table, and written to the file of the option `--out`.
+    The results are printed as a table, and written to the JSON file of the option `--out`.
     """
     arguments = read(parser(__doc__))
     make_deterministic(1)

@@ -347,9 +347,9 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Aggregatio
         "peak GB",
     )
     say(
-        f"time and memory of the coordinator for one aggregation, with {WORKERS} workers that do "
-        "not train (2 workers if an aggregation has 1 job). Each time is the median of "
-        f"{rounds} aggregations, or the mean of {100 * rounds} if an aggregation has 1 job"
+        "time and memory of the coordinator for one aggregation, with workers that do not train. "
+        f"Rows with several jobs: {WORKERS} workers, median time of {rounds} aggregations. Rows "
+        f"with 1 job: 2 workers, mean time of {100 * rounds} aggregations"
     )
     say(format_table(text_columns(head, rows), terminal_width()))
     write_json(
@@ -365,7 +365,10 @@ def bench(out: Path, rounds: int, say: Callable[[str], None]) -> list[Aggregatio
 
 
 def main() -> None:
-    """Run the benchmark with the options of the command line."""
+    """Measure the planner, and the coordinator's time and memory for an aggregation.
+
+    The results are printed as tables, and written to the JSON file of the option `--out`.
+    """
     arguments = read(parser(__doc__))
     bench(arguments.out, arguments.blocks, print)
 

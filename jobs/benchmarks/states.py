@@ -281,7 +281,10 @@ def bench(
 
 
 def main() -> None:
-    """Run the benchmark with the options of the command line."""
+    """Measure the cost of checkpoints and of client states, in memory and on disk.
+
+    The results are printed, and written to the JSON file of the option `--out`.
+    """
     command_line = parser(__doc__)
     command_line.add_argument(
         "--data", metavar="DIR", help="folder of FashionMNIST; downloaded if missing"

@@ -1,6 +1,6 @@
-"""Compare a published table with our runs.
+"""Compare a table of a paper with our runs.
 
-The configuration of a run decides with which cells of the table it is compared.
+The configuration of a run decides with which cells of this table the run is compared.
 """
 
 from __future__ import annotations

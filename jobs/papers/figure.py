@@ -31,7 +31,12 @@ def listing() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """List the figures, or draw the figure that the command line names."""
+    """Run the small runs of a paper's figure, and draw the figure from their results.
+
+    Without the name of a figure, the function prints a list of all figures instead.
+    arguments: the name of the figure, overrides of its runs and options; None reads them from the
+    command line.
+    """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.figure", description=__doc__, formatter_class=style

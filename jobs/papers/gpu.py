@@ -265,7 +265,12 @@ def _identity_here(spec: RunSpec) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prepare or execute the runs that the command line names."""
+    """Prepare the papers' runs for a machine with a GPU, or execute the prepared runs.
+
+    `prepare` stores the configuration and the data of each run in a folder. `run` trains these runs
+    until they are finished or the time is over.
+    arguments: `prepare` or `run`, the folder and options; None reads them from the command line.
+    """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.gpu", description=__doc__, formatter_class=style

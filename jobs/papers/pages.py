@@ -58,9 +58,10 @@ def pages() -> dict[str, str]:
 
 
 def page(paper: str, runs: Sequence[Run]) -> str:
-    """Return the page of a paper as Markdown.
+    """Return the Markdown page that compares a paper's tables with our results.
 
-    runs: our results.
+    paper: the name of the paper, such as "fedbr".
+    runs: our finished runs of this paper.
     """
     paper_tables = tables(paper)
     paper_runs = PAPER_RUNS[paper]
@@ -152,10 +153,10 @@ def _table(
 def _results(
     table_name: str, entries: Sequence[Entry], setting: str, causes: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield Markdown: our results at one setting next to the paper's numbers.
+    """Yield Markdown: our results at one setting next to the numbers of a paper's table.
 
-    table_name: the name of the table, such as "table1", without the name of the paper.
-    entries: the numbers of the table, each with our runs at this setting.
+    table_name: the name of this table without the name of the paper, such as "table1".
+    entries: the numbers that the paper prints in this table, each with our runs at this setting.
     setting: how our runs differ from the paper's, as text; "" if there is no difference.
     causes: maps "table1/ROW LABEL", or "table1" for a whole table, to a text. The text says why our
     numbers differ from the paper's.
@@ -254,11 +255,11 @@ def _machine(run: Run) -> str:
 
 # --- commands -------------------------------------------------------------------------------------
 def _commands(entries: Sequence[Entry]) -> str:
-    """Return Markdown that lists the printed numbers of a table, each with a command.
+    """Return Markdown that lists the numbers of a paper's table, each with a command.
 
-    If we have a run for the number, this is the command of the run. If not, it is the command of a
-    run at the paper's setting.
-    entries: the numbers of the table.
+    If we have a run for a number, its command is the command of this run. If not, it is the command
+    of a run at the paper's setting.
+    entries: the numbers that the paper prints in this table.
     """
     cells_by_command: dict[str, list[str]] = {}
     for entry in entries:
@@ -294,7 +295,11 @@ def write(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the pages into the folder that the command line names."""
+    """Write the pages that compare the papers' tables with our results, and their pictures.
+
+    arguments: the folder to write into; None reads it from the command line. An empty list writes
+    into docs/papers.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.pages", description="Write the pages of the papers' tables."
     )

@@ -1,4 +1,4 @@
-"""Print a published table with our results next to the paper's numbers.
+"""Print a table of a paper with our results next to the paper's numbers.
 
     uv run python -m jobs.papers.report fedbr                 list a paper's tables
     uv run python -m jobs.papers.report fedbr/table1          a table with raysim's stored results
@@ -24,7 +24,12 @@ from raysim.results.stored_runs import load_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the list of a paper's tables, or one table with results."""
+    """Print a table of a paper with our results next to the paper's numbers.
+
+    With the name of a paper in place of a table, the function prints a list of the paper's tables.
+    arguments: the name of the table or paper, and folders of runs; None reads them from the command
+    line.
+    """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m jobs.papers.report", description=__doc__, formatter_class=style

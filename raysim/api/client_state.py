@@ -29,8 +29,8 @@ class ClientState(Generic[T]):
 
     personal: the floats [layout.personal]: first the parameters, then other floats, such as
     BatchNorm's running means.
-    counters: the integers [layout.total_counters - layout.shared_counters], such as BatchNorm's
-    counts of batches.
+    counters: the values of all integer buffers that stay on the client, one after another, such as
+    BatchNorm's counts of batches.
     methods: the client state of all methods, by "method.name", such as "scaffold.control".
     """
 

@@ -24,7 +24,8 @@ def _pack(digits: np.ndarray, width: int, words: np.ndarray) -> None:
     """Write digits of `width` bits one after another into words of 32 bits, lowest bit first.
 
     digits: [n], each below 2^width.
-    words: uint32 [ceil(n width / 32)], the array to fill.
+    words: uint32, the array to fill. Its length is the number of words that n digits need: n times
+    `width`, divided by 32 and rounded up.
     """
     pending, filled, place = np.uint64(0), 0, 0
     for digit in digits:
@@ -104,8 +105,10 @@ def _pad(digits: np.ndarray, dtype: str, group: int) -> np.ndarray:
 
 
 def pack(digits: np.ndarray, width: int) -> np.ndarray:
-    """Pack digits into words; return uint32 [ceil(n width / 32)].
+    """Pack digits into words of 32 bits; return the words, uint32.
 
+    The length of the result is the number of words that n digits need: n times `width`, divided by
+    32 and rounded up.
     digits: [n], each below 2^width.
     width: the number of bits of a digit.
     """

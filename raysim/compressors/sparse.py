@@ -55,7 +55,7 @@ def _collect(
     memory: float32 [d], finite; an empty array stands for zeros.
     threshold: the smallest absolute value of a large entry.
     flags: an array for intermediate values, uint8 [CHUNK].
-    words: the same bytes as `flags`, viewed as uint64 [CHUNK / 8].
+    words: the same bytes as `flags`, viewed as uint64. An entry has 8 flags.
     positions: the array to fill with the positions of the large entries, in ascending order.
     entries: the array to fill with the large entries of the difference, float32, as long as
     `positions`.

@@ -191,9 +191,9 @@ class WebDataset(Source):
         columns = self.columns or [ending for ending in sample if ending not in (label, user)]
         if not columns:
             raise ValueError(
-                f"{place}: the samples have only files with the endings {endings}, which hold "
-                "labels or users, so that no file is left for the input. Set data.columns to the "
-                "endings of the input, or data.label to another ending."
+                f"{place}: a sample has only files with the endings {endings}. raysim reads them "
+                "as labels or users, and finds no input. Set data.columns to the endings of the "
+                "input files, or data.label to the ending of the label files."
             )
         return columns, label, user
 

@@ -37,7 +37,8 @@ def floor_counts(values: NDArray[np.floating]) -> Ints:
 def satisfies_minimum(*, offsets: ArrayLike, minimum: int) -> bool:
     """Return True if every client has at least `minimum` rows.
 
-    offsets: [N + 1], the offsets of a `CSR`.
+    offsets: [N + 1] for N clients, the offsets of a `CSR`. Client k has offsets[k + 1] - offsets[k]
+    rows.
     """
     return bool((np.diff(np.asarray(offsets)) >= minimum).all())
 

@@ -284,9 +284,10 @@ def _refuse_fields(inputs: list[Any], place: str) -> None:
         if text_fields:
             longest = max(text_fields, key=lambda field: len(x[field]))
             raise ValueError(
-                f"{place}: each input x is a list of {len(x)} fields. Set data.field to the number "
-                f"of the field with the text, for example data.field={longest} (it begins with "
-                f"{x[longest][:40]!r}; for Sent140 it is 4)."
+                f"{place}: an input x is a list of {len(x)} fields. Set data.field to the number "
+                "of the field with the text; the first field has the number 0. For example, "
+                f"data.field={longest} chooses the text that begins with {x[longest][:40]!r}. "
+                "Sent140 needs data.field=4."
             )
 
 

@@ -141,9 +141,10 @@ def _with_folder(experiment: Experiment, checkpoints: str, folder: Path) -> Expe
 
 
 def checkpoints_at(url: str) -> str:
-    """Return the path or URL of a run's checkpoints. It is a path for a URL such as file:///a/b.
+    """Return where a run's checkpoints are: the path or the URL of their folder.
 
-    url: the URL of the run's folder.
+    If the run's folder is on this machine, the result is a path. Otherwise, it is a URL.
+    url: the URL of the run's folder, such as "file:///a/b" for a folder on this machine.
     """
     store = open_store(url)
     place = str(store.path) if isinstance(store, LocalStore) else url.rstrip("/")

@@ -325,11 +325,18 @@ class HierarchicalFedGH(Method):
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the mean update after conflicts between clients' updates are removed.
 
-        In the first aggregation of a run, the result is the plain mean. Later, the server adds up
-        the updates of each tensor in pairs, then the sums in pairs, until one sum is left. If the
-        inner product of a pair is negative, the server first removes the projection of each vector
-        on its partner. The mean is the last sum divided by the sum of the updates' weights. A
-        running mean of past results decides which vectors form a pair.
+        The first aggregation of a run returns the plain weighted mean. Later aggregations treat
+        each tensor of the model separately, and add up its updates in several passes.
+
+        1. The server sorts the vectors by their inner product with a running mean of past results.
+           In the first pass, the vectors are the clients' updates of the tensor.
+        2. It pairs the first vector with the last one, the second with the last but one, and so on.
+           The last two vectors of all passes are not sorted.
+        3. If the inner product of a pair is negative, the projection of each vector on its partner
+           is removed from the vector.
+        4. The sum of each pair replaces its two vectors, and the next pass begins.
+
+        The passes end when one vector is left. It is divided by the sum of the updates' weights.
         """
         counts = _ConflictCounts()
         reference = server.state.get("reference")

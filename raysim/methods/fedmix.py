@@ -131,14 +131,16 @@ def loss_terms(
 def raw_rows(
     partition: CSR, steps: int, rows: int, samples: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw samples to be averaged in a job: positions in the data set, [steps, rows, samples].
+    """Draw the samples whose means a job uses; return their positions in the data set.
 
-    All samples of an average belong to one client. The client and the samples are drawn uniformly
-    and with replacement.
+    A mean is taken over samples of one client. The client is drawn uniformly from all clients that
+    have samples, and then its samples uniformly. All draws are with replacement.
+    The result is int64 [steps, rows, samples]. In each step, every row has the positions of the
+    samples of one mean.
     partition: the positions of each client's samples in the data set.
     steps: the number of steps of the job.
-    rows: the number of averages in a step.
-    samples: the number of samples in an average.
+    rows: the number of means in a step.
+    samples: the number of samples in a mean.
     generator: the random generator of the job.
     """
     clients = generator.choice(_clients_with_samples(partition), size=(steps, rows, 1))

@@ -129,7 +129,10 @@ class FLoRA(Method):
 
     # --- an aggregation -----------------------------------------------------------------------
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the change of all shared parameters and buffers, [layout.shared]."""
+        """Return the change of all shared parameters and float buffers, from version to version.
+
+        The result is a flat vector [layout.shared], in which the buffers come after the parameters.
+        """
         direction = torch.cat([mean_delta(aggregation, server), _buffers(aggregation, server)])
         models = []
         for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):
@@ -201,9 +204,10 @@ def _weight_slices(layout: Layout) -> list[slice]:
 
 
 def _buffers(aggregation: Aggregation, server: ServerView) -> Tensor:
-    """Return the weighted mean of the clients' float buffers, minus the server's buffers.
+    """Return the mean change of the shared float buffers, such as BatchNorm's statistics.
 
-    The result has the shape [layout.shared - layout.trained].
+    The change is the weighted mean of the clients' buffers minus the server's buffers. It is a flat
+    vector with an entry for each float of the shared buffers, in the order of `server.vector`.
     """
     trained, total = server.layout.trained, float(sum(aggregation.weights))
     step = torch.zeros_like(server.vector[trained:])

@@ -219,9 +219,9 @@ def report(
     runs: folders of runs, studies and sweeps.
     columns: keys of a summary ("final", "rounds_to.0.80"); () shows the usual columns.
     labels: new labels of settings, by old label, or a text such as "fedavg=FedAvg,fedprox=FedProx".
-    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". An omitted
-    setting follows the settings with the same data and split. If no setting has the same data and
-    split, the omitted setting comes last.
+    order: labels of settings in the wanted order, or a text such as "fedprox,fedavg". It may list
+    only some settings. A setting that is not listed comes after the listed settings with the same
+    data and split as its runs. If there are no such listed settings, it comes at the end.
     percent: True shows scores between 0 and 1, such as accuracy, in percent.
     thresholds: target scores. The table `thresholds` has the costs of reaching each target score:
     rounds, bytes and times. () takes target scores from `rounds_to` in the runs' summaries: the

@@ -323,10 +323,11 @@ def needs_log_scale(curves: Sequence[Curve], ylabel: str) -> bool:
 
 
 def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
-    """Return True if a plot against this axis shows more than the plot against the rounds.
+    """Return True if a plot against this axis would tell more than the plot against rounds.
 
-    A plot against traffic, for example, shows more if the curves have different traffic in the same
-    round. For wall time the result is False, because wall time depends on the machine.
+    The plot would look like the plot against rounds if all curves have almost the same value, such
+    as the same traffic, in the same round. The result is then False. For wall time it is always
+    False, because wall time depends on the machine. For rounds it is True.
     """
     if axis.title in ("round", "wall time"):
         return axis.title == "round"
@@ -340,13 +341,16 @@ def is_informative(axis: Axis, curves: Sequence[Curve]) -> bool:
 
 
 def panels(curves: Sequence[Curve], ylabel: str) -> list[tuple[str, str, bool]]:
-    """Draw the curves against each quantity of the horizontal axis, such as rounds or traffic.
+    """Draw the curves in a plot for each quantity of the horizontal axis, such as rounds.
 
-    Return for each quantity the label of the horizontal axis, an SVG and a bool. The bool is True
-    if the page shows the plot, and False if the page folds it. A plot is folded if it shows no more
-    than the plot against rounds. The plot against wall time is also folded, because wall time
-    depends on the machine. A quantity is left out if it is 0 at every point of all curves. The SVGs
-    have no legend, because the page has one legend for all plots.
+    Return a tuple for each plot: the label of the horizontal axis, the plot as SVG, and a bool. The
+    bool is False if the HTML page should hide the plot until the reader unfolds it. This is so in
+    two cases:
+    - All curves have almost the same value of the quantity in the same round. The plot then looks
+      like the plot against rounds.
+    - The quantity is wall time, which depends on the machine.
+    There is no plot for a quantity that is 0 at every point of all curves. The plots have no
+    legend, because the HTML page has one legend for all plots.
     ylabel: the label of the vertical axis.
     """
     drawn = []

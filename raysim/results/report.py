@@ -523,9 +523,9 @@ def arrange_groups(
 
     groups: the groups; the runs of a group differ only in their seeds.
     labels: a dict from old to new labels; a group whose label is no key keeps its label.
-    order: labels of groups, old or new, in the wanted order. It may leave out groups. Each omitted
-    group is inserted directly after the last group with the same data and partition. If there is no
-    such group, the omitted group goes to the end.
+    order: labels of groups, old or new, in the wanted order. It may list only some groups. The
+    groups that are not listed are inserted one after another. Each is inserted directly after the
+    last group with the same data and partition, or at the end if there is no such group yet.
     Raises `ValueError` if `labels` or `order` has a label that no group has.
     """
     known = [group.label for group in groups]

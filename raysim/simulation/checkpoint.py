@@ -438,7 +438,10 @@ def _read_manifest(store: Store, folder: str) -> dict[str, str]:
         manifest = parse_json(path.read_bytes())
     is_complete = isinstance(manifest, dict) and manifest.keys() >= _REQUIRED
     if not is_complete or any("/" in name and not _LOG_FILE.fullmatch(name) for name in manifest):
-        raise ValueError(f"{MANIFEST} does not list the files of a checkpoint")
+        raise ValueError(
+            f"the list of files in {MANIFEST} lacks a file that every checkpoint has, or contains "
+            "a file outside of the checkpoint"
+        )
     if manifest.pop(MANIFEST, None) != _digest_of_manifest(manifest):
         raise ValueError(f"{MANIFEST} does not match the checksum that it contains")
     return dict(manifest)

@@ -392,8 +392,8 @@ class Server:
     ) -> tuple[Tensor, Tensor]:
         """Combine the updates into a change of the parameters and a change of the float buffers.
 
-        The change of the parameters is [layout.trained]; that of the buffers is [layout.shared -
-        layout.trained].
+        Both changes are flat vectors. The first has an entry for each shared trainable parameter.
+        The second has an entry for each float of the shared buffers.
 
         aggregation: the updates that did not fail, with their weights.
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.

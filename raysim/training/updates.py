@@ -59,7 +59,10 @@ def _row_weights(rows: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class UpdateBuilder:
-    """The object with which a worker makes the updates and failures of its jobs.
+    """A builder of the messages with which a worker reports the ends of its jobs.
+
+    For a trained job, it builds an `Update` with the result. For a job that raised an error, it
+    builds a `Failure` with a text about the error.
 
     spec: the description of the run.
     trainer: the trainer whose vector has the trained model.
@@ -128,7 +131,11 @@ class UpdateBuilder:
         return update, delta
 
     def failure(self, job: Job, error: BaseException) -> Failure:
-        """Return the failure of a job that raised an error."""
+        """Return the message that a job has failed, with a text about the error.
+
+        job: the job as it was dispatched.
+        error: the error that stopped the job.
+        """
         client = self.spec.data.label(job.client)
         place = f"{client}, version {job.version}, worker {self.worker}"
         text = f"{place}: {format_error(error)}{users_line(error)}"

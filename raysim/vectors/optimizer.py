@@ -319,7 +319,11 @@ class RecordedOptimizer(LocalOptimizer):
         _refill(self, saved)
 
     def step(self, params: list[Tensor], grads: list[Tensor], rate: float | Tensor) -> None:
-        """Make a step as `LocalOptimizer.step` does, without changing `steps`."""
+        """Make an optimizer step: change `params` in place, with the gradients `grads`.
+
+        The step counter `self.steps` does not change, because the caller increases it.
+        rate: the learning rate, a number or a scalar tensor.
+        """
         steps = self.steps
         super().step(params, grads, rate)
         self.steps = steps

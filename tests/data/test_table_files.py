@@ -115,7 +115,9 @@ def test_label_and_user_columns_are_found_by_names_of_any_letter_case(
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_table_leaves_out_row_numbers(write: Writer, tmp_path: Path) -> None:
+def test_table_source_does_not_use_columns_of_row_numbers_as_inputs(
+    write: Writer, tmp_path: Path
+) -> None:
     columns = {
         "Unnamed: 0": COLUMNS["age"],
         "id": COLUMNS["age"],

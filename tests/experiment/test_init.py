@@ -181,7 +181,7 @@ def test_initial_weights_of_other_float_types_are_converted(
     assert_starts(build([*MLP, f"init={tmp_path / 'weights.pt'}"]), expected)
 
 
-def test_initial_weights_may_have_the_tensor_names_of_a_custom_network(tmp_path: Path) -> None:
+def test_init_file_may_use_the_users_tensor_names_instead_of_raysims_names(tmp_path: Path) -> None:
     net = Net()
     net(torch.zeros(2, 1, 8, 8))
     with torch.no_grad():

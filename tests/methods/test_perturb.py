@@ -1,7 +1,9 @@
 """Test the hook `perturb` with every method.
 
-Both forward passes of a step must use the same batch, dropout masks and BatchNorm statistics. They
-may only differ in the parameters, which the hook moves.
+With this hook, a step computes two gradients, as in sharpness-aware minimisation. The first one is
+the gradient at the model's parameters, the second one at parameters that the hook has shifted. The
+forward passes of the two gradients may differ only in the parameters. They must use the same batch,
+the same dropout masks and the same BatchNorm statistics.
 """
 
 from __future__ import annotations

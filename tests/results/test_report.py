@@ -341,8 +341,7 @@ def test_runs_of_one_setting_share_a_row_with_mean_and_deviation(
     assert columns["rounds"].texts == ["2", "2"]
 
 
-def test_runs_with_different_loss_functions_have_different_settings(tmp_path: Path) -> None:
-    """Two runs with different options of the group `loss` have different settings."""
+def test_report_does_not_group_runs_with_different_loss_functions(tmp_path: Path) -> None:
     own = "seed: 1\nloss: {_target_: mine.loss}\nchoices: {loss: mine}"
     runs = [make(tmp_path / name, [0.5], config) for name, config in (("a", "seed: 0"), ("b", own))]
     assert len(report.group_by_setting(runs)) == 2

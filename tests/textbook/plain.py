@@ -43,10 +43,11 @@ def logits(p: Mapping[str, Tensor], x: Tensor, training: bool = True) -> Tensor:
 
 
 def other_class_logits(z: Tensor, y: Tensor) -> Tensor:
-    """Remove the logit of the true class from each row of the logits z; return [B, C - 1].
+    """Remove the logit of the true class from each row of the logits z; return a new tensor.
 
-    z: [B, C].
-    y: the true classes, [B].
+    A row of the result has the logits of the C - 1 classes that are not the row's true class.
+    z: [B, C], a row for each of B samples, and a column for each of C classes.
+    y: the true class of each sample, [B].
     """
     return z[F.one_hot(y, z.shape[1]) == 0].view(len(y), -1)
 

@@ -706,7 +706,11 @@ def print_mutants(mutants: dict[int, Mutant]) -> None:
 
 
 def main() -> None:
-    """Run the command."""
+    """Test mutants of raysim, each of which is the source with one change.
+
+    Print how many mutants no test notices, and which ones. Write the result of each mutant to the
+    JSON file of the option --out. With --list, only print the mutants.
+    """
     about = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--count", type=int, default=700, help="mutants, about")

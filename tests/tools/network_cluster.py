@@ -564,7 +564,10 @@ def carry_out(cluster: NetworkCluster, words: Sequence[str], cpus: int) -> None:
 
 
 def main() -> None:
-    """Start a cluster and read commands."""
+    """Start a Ray cluster on simulated machines; execute the commands that the user types.
+
+    A command runs a program on a machine, or disturbs a machine or its link.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -87,7 +87,7 @@ def test_scaled_features_change_distance_but_not_similarity() -> None:
     assert diagnostics.feature_similarity(-received, received) == -1.0
 
 
-def test_feature_distance_to_zero_features_is_nan() -> None:
+def test_feature_distance_is_nan_if_only_the_received_features_are_all_zero() -> None:
     nothing, something = np.zeros((2, 3)), np.ones((2, 3))
     assert diagnostics.feature_distance(nothing, nothing) == 0.0
     assert math.isnan(diagnostics.feature_distance(something, nothing))

@@ -52,12 +52,15 @@ class PaperFigure:
 
     @property
     def command(self) -> str:
-        """Return the command that draws the figure."""
+        """Return the command line that draws this figure."""
         return f"uv run python -m jobs.papers.figure {self.name} data.root=DIR"
 
     @property
     def file(self) -> str:
-        """Return the name of the figure's files without their endings."""
+        """Return the name of the files of this figure, without an ending such as ".png".
+
+        One of these files is the picture, and one has its numbers.
+        """
         return self.name.replace("/", "-")
 
 
@@ -162,7 +165,11 @@ def points_by_class(points: np.ndarray, labels: np.ndarray) -> list[dict[str, An
 
 # --- the picture ----------------------------------------------------------------------------------
 def draw(figure: PaperFigure, panels: Sequence[Panel], path: Path) -> None:
-    """Draw the panels. The picture's metadata has the checksum of the drawn numbers."""
+    """Draw the panels of a figure as one picture.
+
+    The metadata of the picture's file has the checksum of the drawn numbers.
+    path: the path of the picture.
+    """
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     size = (max(6.0, 4.6 * columns), 0.8 + 3.4 * rows)
@@ -223,7 +230,12 @@ def _draw_images(ax: Axes, images: np.ndarray) -> None:
 
 # --- numbers --------------------------------------------------------------------------------------
 def write_numbers(figure: PaperFigure, panels: Sequence[Panel], runs: Runs, folder: Path) -> Path:
-    """Write the numbers of a figure and the commands of its runs; return the file."""
+    """Write the numbers of a figure to a JSON file; return the path of this file.
+
+    The file also has the commands of the figure's runs.
+    runs: the runs from which the figure was made.
+    folder: the folder of the JSON file; it is created if it does not exist.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{figure.file}.json"
     commands = list(dict.fromkeys(runs.commands))

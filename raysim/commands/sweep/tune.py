@@ -184,9 +184,11 @@ class SweepTrial(tune.Trainable):
         )
 
     def _check_equal(self) -> None:
-        """Raise `UnequalWorkersError` if results could have other bits than in the sweep's process.
+        """Raise `UnequalWorkersError` if this process may compute other bits than the sweep's.
 
-        The versions, the code and the hardware of both processes are compared; nothing is computed.
+        This process runs a trial, and another process runs the sweep. The function compares the
+        CPUs, the versions of libraries, the code and environment variables of the two processes.
+        With `runtime.mixed` set to true, it accepts all differences.
         """
         name = f"trial {self._number}"
         identity = cluster.identify_process(name, self._task.packages)

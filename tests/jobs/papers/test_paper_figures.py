@@ -53,7 +53,7 @@ def test_wrong_name_of_a_figure_gets_a_suggestion() -> None:
         find_figure("fedbss/5c")
 
 
-def test_every_paper_has_figures_with_a_command() -> None:
+def test_page_of_each_paper_shows_figures_and_the_commands_that_draw_them() -> None:
     assert sorted(FIGURES, key=lambda name: PAPERS.index(name.partition("/")[0])) == [*FIGURES]
     for paper in PAPERS:
         text = "\n".join(figures_section(paper))

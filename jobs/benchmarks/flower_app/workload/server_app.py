@@ -22,7 +22,11 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Train for ROUNDS rounds, without evaluation on clients."""
+    """Run FedAvg in Flower, without evaluation on clients; write the end time of each round.
+
+    The environment variable ROUNDS has the number of rounds. The environment variable TIMES has the
+    path of the JSON file for the end times, in seconds.
+    """
     file = Path(os.environ["TIMES"])
     times: list[float] = []
 
