@@ -65,7 +65,7 @@ LOCAL = {"FedAvg": [], "FedBR": ["fedbr"]}
 
 # --- runs -----------------------------------------------------------------------------------------
 def words(algorithm: str, local: str, seed: int) -> list[str]:
-    """Return the overrides of one run of the study.
+    """Return the overrides of one run.
 
     algorithm: the server's algorithm, a key of `ALGORITHMS`.
     local: the method that clients train with, a key of `LOCAL`.
@@ -86,9 +86,10 @@ def words(algorithm: str, local: str, seed: int) -> list[str]:
 
 
 def run_all(folder: Path, more: Sequence[str], seeds: Iterable[int] = range(3)) -> None:
-    """Execute the missing runs of the study, one seed after another.
+    """Execute the runs of the study that compares schedules and asynchronous algorithms.
 
-    folder: the folder of all runs.
+    A finished run in `folder` is not repeated. The runs of one seed come before those of the next.
+    folder: the folder that contains the folders of all runs.
     more: overrides for every run.
     """
     import raysim

@@ -79,9 +79,10 @@ def folder_of(folder: Path, name: str) -> Path:
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
-    """Execute the missing runs of the study.
+    """Execute the runs of the study that compares compressors.
 
-    folder: the folder of all runs.
+    A finished run in `folder` is not repeated.
+    folder: the folder that contains the folders of all runs.
     more: overrides for every run.
     """
     import raysim

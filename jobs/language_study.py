@@ -97,8 +97,8 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
 
     The texts are topics of Python's documentation (`pydoc_data.topics`), sorted by name. Every
     second topic is for the base model. All remaining topics are divided into 8 successive parts,
-    one for each client. Return the path of the base model's file, and that of the folder with the
-    clients' files.
+    one for each client. Return two paths: the file with the texts for the base model, and the
+    folder that has a file for each client.
     folder: the folder in which both are written.
     """
     from pydoc_data.topics import topics

@@ -65,9 +65,10 @@ def folder_of(folder: Path, rule: str, seed: int) -> Path:
 
 
 def run_all(folder: Path, more: Sequence[str]) -> None:
-    """Execute the missing runs of the study, one seed after another.
+    """Execute the runs of the study that compares selection rules.
 
-    folder: the folder of all runs.
+    A finished run in `folder` is not repeated. The runs of one seed come before those of the next.
+    folder: the folder that contains the folders of all runs.
     more: overrides for every run.
     """
     import raysim

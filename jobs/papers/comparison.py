@@ -441,11 +441,11 @@ def is_equal(one: str, other: str) -> bool:
 
 
 def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield lines that name the table rows of a run, and its differences from the paper.
+    """Yield lines that say to which rows of a paper's table a run belongs, and how it differs.
 
-    labels: the labels of the rows to which the run belongs, grouped by difference. A key is a text
-    that says how the run differs from the paper's setting for these rows. "" means that it does not
-    differ. An empty dictionary means that the run belongs to no row.
+    labels: the labels of these rows, grouped by a text. This text, the key, says how the run
+    differs from the paper's setting for the rows. "" means that it does not differ. An empty
+    dictionary means that the run belongs to no row.
     """
     if not labels:
         experiment = chosen_option(run.config, "experiment")
@@ -462,9 +462,11 @@ def _run_note(run: Run, labels: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _missing(entries: Sequence[Entry]) -> list[str]:
-    """Return a line for each command that would compute a missing score.
+    """Return a line for each command that would compute a missing score of a paper's table.
 
-    The line begins with the table rows and data sets that lack the score. The command follows.
+    The line begins with the rows of this table and the data sets that lack the score. The command
+    follows.
+    entries: the numbers that the paper prints in this table, each with our runs.
     """
     cells_by_command: dict[str, dict[str, None]] = {}
     for entry in entries:
@@ -522,8 +524,8 @@ def _threshold(key: str, entry: Entry, entries: Sequence[Entry]) -> float | None
     Return None if the accuracy of FedAvg is needed, but no run of FedAvg exists.
     key: an accuracy as text, such as "0.80", or a text that begins with `FEDAVG_FINAL`. Such a text
     means the mean final accuracy of our FedAvg runs.
-    entry: decides which FedAvg runs are used: those for the table column of this entry. Their final
-    accuracy is read from the column `entry.score.column` of their histories.
+    entry: a number of a paper's table. The FedAvg runs for the same column of this table are used.
+    Their final accuracy is read from the column `entry.score.column` of their histories.
     entries: all entries of the data set of `entry`, among them those with the FedAvg runs.
     """
     if not key.startswith(FEDAVG_FINAL):

@@ -58,7 +58,7 @@ class Score:
     name of the column. It returns None if the run does not have the score.
     factor: the number by which the score is multiplied, such as 100 for percent.
     spread: a function that returns the deviation within one run, with the arguments of `summary`;
-    None if the table prints no such deviation.
+    None if the paper's table prints no such deviation.
     additional_columns: maps titles to names of columns in the history. From each of these columns,
     a further score is computed in the same way and printed, too.
     """

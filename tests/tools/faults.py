@@ -519,10 +519,11 @@ def cost(pairs: int) -> None:
 
 
 def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
-    """Run the cases that are not in the log, and print how all cases of the log ended.
+    """Disturb runs at random moments, resume them, and check their results.
 
-    Return 0 if all cases of the log, old and new, had correct results; otherwise 1.
-    count: the number of cases, those in the log included.
+    Each case disturbs one run. Cases that are already in the log file are not repeated. Print how
+    all cases of the log file ended. Return 0 if all of them had correct results; otherwise 1.
+    count: the number of cases, those in the log file included.
     seed: the seed of the random cases.
     runtime: the runtime of the cases, "inprocess" or "local".
     log: the file to which each finished case adds one line.

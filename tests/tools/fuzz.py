@@ -680,9 +680,11 @@ def fuzz(target: str, cases: int, start: int = 0) -> None:
 
 
 def main(cases: int, targets: Sequence[str], log: Path) -> int:
-    """Run the cases that are not in the log, and print how all cases of the log ended.
+    """Run raysim with random command lines, configurations and damaged files.
 
-    Return 1 if the log has a broken case, old or new; otherwise 0.
+    Each such run is a case. Cases that are already in the log file are not repeated. Print how all
+    cases of the log file ended. Return 1 if one of them is broken; otherwise 0. A case is broken
+    if, for example, an exception is not handled.
     cases: the number of cases of each type.
     targets: the types, keys of `TARGETS`.
     log: the file to which each finished batch of cases adds one line.
