@@ -336,7 +336,8 @@ class HierarchicalFedGH(Method):
            is removed from the vector.
         4. The sum of each pair replaces its two vectors, and the next pass begins.
 
-        The passes end when one vector is left. It is divided by the sum of the updates' weights.
+        The passes end when one vector is left. It is divided by `aggregation.divisor`, which is the
+        sum of the updates' weights unless a method has set another divisor.
         """
         counts = _ConflictCounts()
         reference = server.state.get("reference")
