@@ -94,6 +94,16 @@ def test_error_of_a_failed_ray_start_contains_the_setting_to_change_and_advice(
     assert "Use runtime=local" not in text
 
 
+def test_error_of_a_temporary_folder_in_shared_memory_names_the_folder_and_not_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/dev/shm/me")
+    text = describe_failed_start("local", OSError(20, "Not a directory", "/dev/shm/me/ray"))
+    assert text.startswith("RAY_TMPDIR=/dev/shm/me: ") and "a folder that exists" in text
+    full = RuntimeError("cannot allocate 10 bytes in /dev/shm")
+    assert "docker run --shm-size" in describe_failed_start("local", full)
+
+
 @pytest.mark.parametrize(
     ("error", "advice"),
     [

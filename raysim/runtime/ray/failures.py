@@ -160,8 +160,9 @@ def _describe_local(error: BaseException) -> str:
     message = first_line(error)
     if logged:
         message += f"; its log says: {logged}"
-    # The log names the cause; the error may name a consequence, such as a missing file.
-    cause = _find_cause(logged) or _find_cause(text)
+    # The log names the cause; the error may name a consequence, such as a missing file. The path
+    # of the folder, such as /dev/shm/me, is no sign of a cause.
+    cause = _find_cause(logged.replace(folder, "")) or _find_cause(text.replace(folder, ""))
     names_file = isinstance(error, OSError) and bool(error.filename)
     key = f"{variable}={folder}" if names_file else "runtime=local"
     if cause is None:
