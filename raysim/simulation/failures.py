@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from raysim.api.messages import Failure
 from raysim.simulation.events import TooManyFailuresError
 from raysim.simulation.saving import RunSaver
+
+# The error rounds the share of failed jobs up to a multiple of 1 / this number.
+_SHARE_STEPS = 10_000
 
 
 def check_failures(
@@ -20,16 +24,16 @@ def check_failures(
     tolerate: the largest share of jobs that may fail, 0 to 1.
     saver: writes the checkpoint.
     """
-    if len(failures) <= tolerate * jobs:
+    if not failures or len(failures) / jobs <= tolerate:
         return
     first = failures[0]
     method = f"method {first.method!r}, " if first.method else ""
     text = f"{len(failures)} of {jobs} clients failed in round {version + 1}. The first failure: "
     text += method + first.error.removesuffix(".")
-    share = len(failures) / jobs
-    if share < 1:  # otherwise there is no update to continue with
+    if len(failures) < jobs:  # otherwise there is no update to continue with
+        needed = math.ceil(len(failures) * _SHARE_STEPS / jobs) / _SHARE_STEPS
         text += f". faults.tolerate={tolerate} allows a smaller share of failed clients. To go on "
-        text += f"without the failed clients, set faults.tolerate={share:g}"
+        text += f"without the failed clients, set faults.tolerate={needed:g}"
     if saver.has_folder:
         text += f". Continue from this round with resume={saver.save().path}"
     raise TooManyFailuresError(f"{text}\n{first.traceback}".rstrip("\n"))

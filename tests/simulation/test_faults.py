@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from raysim.primitives.errors import RefusedError
 from raysim.simulation import checkpoint
 from raysim.simulation.coordinator import Coordinator
 from raysim.simulation.events import Round, RunStoppedError, Saved, TooManyFailuresError
+from raysim.simulation.failures import check_failures
 from raysim.simulation.fleet import Ideal
 from raysim.simulation.schedule import Buffered, Synchronous
 from raysim.training.run_spec import Faults
@@ -355,6 +358,17 @@ def test_tolerated_failures_do_not_stop_a_run() -> None:
     assert len(run(run_spec(Raising(hits)), ALL, rounds=1, tolerate=4 / 6).failures) == 4
     with pytest.raises(TooManyFailuresError, match="4 of 6 clients failed in round 1"):
         run(run_spec(Raising(hits)), ALL, rounds=1, tolerate=0.5)
+
+
+@pytest.mark.parametrize(("failed", "jobs"), [(1, 3), (2, 7), (29, 100), (58, 100)])
+def test_share_in_the_error_of_failed_jobs_is_enough(failed: int, jobs: int) -> None:
+    saver: Any = SimpleNamespace(has_folder=False)
+    failures = [Failure(number, number, 0, "worker-0", "", "an error") for number in range(failed)]
+    with pytest.raises(TooManyFailuresError) as stopped:
+        check_failures(failures, jobs, 0, 0.0, saver)
+    share = re.search(r"set faults\.tolerate=([0-9.]*[0-9])", str(stopped.value))
+    assert share is not None
+    check_failures(failures, jobs, 0, float(share[1]), saver)
 
 
 def test_error_of_a_failed_run_without_a_folder_does_not_mention_resume() -> None:
