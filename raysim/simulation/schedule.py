@@ -108,8 +108,9 @@ Action: TypeAlias = Dispatch | Aggregate | Discard | Wait
 class Schedule(Protocol):
     """A rule that decides the next action.
 
-    At each instant with events, `decide` is called repeatedly until it returns `Wait`. The jobs of
-    one client are aggregated in the order of their dispatch.
+    At each instant with events, `decide` is called repeatedly, until it returns `Wait` or a
+    `Dispatch` that finds too few clients. The jobs of one client are aggregated in the order of
+    their dispatch.
     """
 
     @property
@@ -209,7 +210,7 @@ class Oversample(_Policy):
     """A schedule whose rounds dispatch more clients than are needed.
 
     A round ends when `cohort` updates have arrived; all other jobs of the round are discarded.
-    cohort: the number of updates in an aggregation.
+    cohort: the largest number of updates in an aggregation.
     factor: the number of dispatched clients divided by `cohort` (1.3 in Bonawitz et al., MLSys
     2019).
     """
@@ -230,7 +231,7 @@ class Oversample(_Policy):
 
     @property
     def size(self) -> int:
-        """The number of updates in an aggregation."""
+        """The largest number of updates in an aggregation."""
         return self.cohort
 
     def decide(self, view: View) -> Action:
@@ -462,9 +463,8 @@ def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> N
     if isinstance(schedule, Buffered) and schedule.size > schedule.concurrency:
         raise ValueError(
             f"schedule.size={schedule.size} is more than "
-            f"schedule.concurrency={schedule.concurrency}, the number of clients in flight, so "
-            f"the buffer could never fill up. Set schedule.size={schedule.concurrency} or less, "
-            "or increase schedule.concurrency."
+            f"schedule.concurrency={schedule.concurrency}, the number of clients in flight. Set "
+            f"schedule.size={schedule.concurrency} or less, or increase schedule.concurrency."
         )
     if schedule.concurrency <= able:
         return
@@ -472,9 +472,11 @@ def check_concurrency(schedule: Schedule, counts: np.ndarray, of: str = "") -> N
         if not hasattr(schedule, name):
             continue
         value = getattr(schedule, name)
-        largest = max(1, int(value * able / schedule.concurrency))
+        largest = int(value * able / schedule.concurrency)
+        advice = f"Set schedule.{name}={largest} or less."
+        if not largest:
+            advice = "Choose another schedule, or give samples to more clients."
         raise ValueError(
             f"schedule.{name}={value} needs {schedule.concurrency} clients with samples, but only "
-            f"{able} of {len(counts)} clients{of} have samples. Set schedule.{name}={largest} or "
-            "less."
+            f"{able} of {len(counts)} clients{of} have samples. {advice}"
         )

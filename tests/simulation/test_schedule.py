@@ -170,6 +170,13 @@ def test_error_suggests_the_largest_value_if_a_schedule_needs_too_many_clients(
         untrained_run([2, 2, 0, 2], schedule)
 
 
+@pytest.mark.parametrize("schedule", [Tiered(4, 1), Oversample(1, 3.1)])
+def test_error_suggests_no_value_if_even_one_client_is_too_many(schedule: Schedule) -> None:
+    with pytest.raises(ValueError, match=r"schedule\.cohort=1 needs 4 clients") as refused:
+        untrained_run([2, 2, 0, 2], schedule)
+    assert "Set schedule.cohort" not in str(refused.value)
+
+
 # --- virtual time ---------------------------------------------------------------------------------
 
 
