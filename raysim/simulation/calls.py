@@ -16,7 +16,8 @@ from raysim.simulation.runtime import START_TIMEOUT_S, LostNode, Ref, Runtime, W
 # After this many deaths without an answer in between, a worker is not replaced any more. The run
 # ends if no other worker can take its calls.
 MAX_DEATHS = 3
-MAX_CALL_DEATHS = 2 * MAX_DEATHS  # a run ends after this many deaths of workers in the same call
+# After this many deaths of workers in the same call, no other worker gets this call.
+MAX_CALL_DEATHS = 2 * MAX_DEATHS
 # After this many deaths of workers within the window, a node gets one worker less.
 MAX_NODE_DEATHS = 3
 DEATH_WINDOW_S = 600.0
@@ -66,7 +67,7 @@ AnyCall = TypeVar("AnyCall", bound=Call)
 
 
 class WorkerCalls:
-    """The object that makes every call to workers.
+    """The object that makes calls to workers, and repeats them if a worker dies.
 
     A dead worker is replaced, and its unanswered calls are repeated. If its node is lost, other
     workers get these calls.
@@ -110,9 +111,9 @@ class WorkerCalls:
     def start(self, call: AnyCall) -> AnyCall:
         """Start a call and return it.
 
-        If the call's worker was released, the call goes to another worker, and `call.worker`
-        changes.
-        Raises ProcessLostError if the call needs values that only the released worker had.
+        If the call's worker gets no new calls any more, the call goes to another worker, and
+        `call.worker` changes.
+        Raises ProcessLostError if the call needs values that only the first worker had.
         """
         if call.worker not in self.active:
             if call.method not in REPEATABLE:
@@ -171,7 +172,7 @@ class WorkerCalls:
         """Wait until these calls are answered; yield events meanwhile.
 
         `Waiting` is yielded whenever no worker has answered for a long time, and `Notice` when a
-        worker leaves.
+        worker leaves, is replaced, or is not replaced after its death.
         """
         for call in calls:
             while not call.is_answered:
@@ -200,7 +201,7 @@ class WorkerCalls:
     def _wait_for_any(self) -> bool:
         """Wait a limited time for any worker's answer; return False if nothing happened.
 
-        A worker that has died, or whose time to answer is over, is replaced.
+        For a worker that has died, or whose time to answer is over, see `_replace`.
         """
         if self._leave_lost_nodes():
             return True
@@ -253,10 +254,10 @@ class WorkerCalls:
 
         Usually a new process replaces the worker and gets the calls. There are two exceptions: many
         workers of its node died within a short time, or the worker died `MAX_DEATHS` times in a
-        row. Then the worker is not replaced, and other workers get the calls if possible.
+        row. Then the worker is not replaced and other workers get the calls, if that is possible.
         death: the error that says why the worker counts as dead.
         Raises RunStoppedError if the worker died `MAX_DEATHS` times in a row and no other worker
-        can get the calls.
+        can get the calls. Also raises the errors of `Runtime.revive`.
         """
         self.deaths += 1
         self._deaths_in_a_row[worker] += 1
@@ -265,10 +266,11 @@ class WorkerCalls:
         for call in executed:
             call.deaths += 1
         dies_in_a_row = self._deaths_in_a_row[worker] >= MAX_DEATHS
-        if self._dies_too_often(worker) or dies_in_a_row:
+        many_died = self._dies_too_often(worker)
+        if many_died or dies_in_a_row:
             # A call that kills every worker would end them all, one after another.
             may_help = all(call.deaths < MAX_CALL_DEATHS for call in executed)
-            if may_help and self._continue_without(worker, cause):
+            if may_help and self._continue_without(worker, cause, many_died):
                 return
         if dies_in_a_row:
             raise RunStoppedError(self._describe_deaths(worker, cause))
@@ -305,12 +307,14 @@ class WorkerCalls:
         deaths.clear()
         return True
 
-    def _continue_without(self, worker: int, cause: str) -> bool:
+    def _continue_without(self, worker: int, cause: str, many_died: bool) -> bool:
         """Give a dead worker's calls to the other workers; return False if that is impossible.
 
         It is impossible if there is no other worker, or if an unanswered call needs values that
         only the dead worker had.
         cause: text that says why the worker died.
+        many_died: True if many workers of its node died within a short time. False if only this
+        worker died, several times in a row.
         """
         remaining = [other for other in self.active if other != worker]
         calls = self._unanswered[worker]
@@ -322,11 +326,14 @@ class WorkerCalls:
         self._move_calls(worker, remaining)
         node = self._runtime.node_name(worker) or "its node"
         count = len(remaining)
+        deaths = f"it died {MAX_DEATHS} times in a row on {node}"
+        if many_died:
+            window = f"within {DEATH_WINDOW_S / 60:g} minutes"
+            deaths = f"workers of {node} died {MAX_NODE_DEATHS} times {window}"
         self._notices.append(
             Notice(
-                f"worker {worker} is not replaced: {MAX_NODE_DEATHS} workers died on {node} "
-                f"within {DEATH_WINDOW_S / 60:g} minutes (last: {cause}). The run continues with "
-                f"{count} worker{'s' * (count > 1)}. If memory is short, set "
+                f"worker {worker} is not replaced: {deaths} (last: {cause}). The run continues "
+                f"with {count} worker{'s' * (count > 1)}. If memory is short, set "
                 f"runtime.workers={count} next time, or reduce local.batch"
             )
         )
@@ -357,8 +364,8 @@ class WorkerCalls:
         The worker is released only when it has no unanswered calls. Until then, this function must
         be called again and again.
         node: the node, with the reason why it leaves.
-        remaining: the workers that get the new calls from now on. If there are none, this function
-        does nothing.
+        remaining: the workers that get the new calls from now on. If there are none, an active
+        worker stays active.
         """
         if worker in self.active:
             if not remaining:  # no other worker is left

@@ -480,9 +480,14 @@ def test_run_continues_without_a_worker_that_always_dies(monkeypatch: pytest.Mon
     monkeypatch.setattr(worker_calls, "DEATH_WINDOW_S", 0.0)  # only deaths in a row count
     spec = study("upload and state")
     runtime = Doomed(spec, 3, lambda worker, client: worker == 1)
-    finished_run = run_to_end(coordinate(spec, SCHEDULES["rounds"], runtime=runtime, **ASKED))
-    assert finished_run.bits == run(spec, SCHEDULES["rounds"], **ASKED).bits
+    events = list(coordinate(spec, SCHEDULES["rounds"], runtime=runtime, **ASKED).run())
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert (last.model_sha256, last.state_sha256) == run(spec, SCHEDULES["rounds"], **ASKED).bits
     assert (runtime.revived, runtime.ended) == (MAX_DEATHS - 1, 1)
+    texts = [event.text for event in events if isinstance(event, Notice)]
+    (text,) = [text for text in texts if "is not replaced" in text]
+    assert f"{MAX_DEATHS} times in a row" in text and "minutes" not in text
 
 
 def test_run_stops_if_a_job_kills_every_worker_that_gets_the_job() -> None:
