@@ -127,6 +127,14 @@ def test_error_contains_address_and_advice_if_raysim_cannot_join_a_cluster(
     assert text.startswith("runtime.address=10.0.0.1:6379: ") and advice in text
 
 
+def test_error_says_that_a_cluster_without_a_given_address_may_have_ended() -> None:
+    error = ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+    text = describe_failed_start("auto", error)
+    assert text.startswith("runtime.address=auto: ")
+    assert "10.0.0.1:6379" in text and "may have ended" in text and "ray start --head" in text
+    assert "listens" not in text
+
+
 PROGRAM = """
 import json, os, sys
 from raysim.runtime import ray

@@ -125,11 +125,17 @@ def _describe_joining(address: str, error: BaseException) -> str:
         )
     if "Failed to connect to Ray cluster" in text:
         mode = os.environ.get("RAY_AUTH_MODE", "unset")
+        problem = (
+            "a program listens there, but does not accept this process. If it is a Ray cluster"
+        )
+        alternative = "otherwise correct the address."
+        if not address.rpartition(":")[2].isdigit():  # only HOST:PORT was tried before Ray tried it
+            problem = f"{first_line(error)}, which may have ended. If it is running"
+            alternative = f"or correct the address. {START_ONE}"
         return (
-            f"{key}: a program listens there, but does not accept this process. If it is a Ray "
-            f"cluster, its token or RAY_AUTH_MODE differs (here {mode}). Copy ~/.ray/auth_token "
-            "from its head node, or set RAY_AUTH_TOKEN and RAY_AUTH_MODE as there; otherwise "
-            "correct the address."
+            f"{key}: {problem}, its token or RAY_AUTH_MODE differs (here {mode}). Copy "
+            "~/.ray/auth_token from its head node, or set RAY_AUTH_TOKEN and RAY_AUTH_MODE as "
+            f"there; {alternative}"
         )
     return f"{key}: no Ray cluster could be joined there ({first_line(error)}). {START_ONE}"
 
