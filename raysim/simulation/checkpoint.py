@@ -15,8 +15,8 @@ The manifest is written last; a folder without a manifest is not a checkpoint. F
 changed after they are written, and files that no manifest lists are removed.
 
 A local folder is locked while a run writes there. Storage behind a URL has no locks. There each
-process writes its name into the file `writer` before its first checkpoint. Before each change, a
-process reads this file. If the file has the name of another process, the process stops.
+process writes its name into the file `writer` before its first checkpoint. Before each checkpoint,
+a process reads this file. If the file has the name of another process, the process stops.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def version_of(address: str | Path) -> int:
 
     address: the path or URL of the folder, such as "runs/a/checkpoints/round-000050".
     """
-    number = split_address(address)[1].removeprefix("round-")
-    return int(number) if number.isdecimal() else -1
+    match = re.fullmatch(r"round-(\d+)", split_address(address)[1])
+    return int(match[1]) if match else -1
 
 
 def _folder(version: int) -> str:
@@ -171,8 +171,9 @@ class Checkpoints:
     def write(self, version: int, snapshot: Snapshot) -> str:
         """Write a checkpoint, remove all but the last few, and return its address.
 
-        Checkpoints of later versions are removed, too. If a checkpoint cannot be removed, the
-        attribute `removal_failure` says why.
+        Nothing is written if the last checkpoint, or the one that the run continued from, has this
+        version. Checkpoints of later versions are removed, too. If an old checkpoint cannot be
+        removed, the attribute `removal_failure` says why.
         version: the number of the version to write.
         snapshot: the state of the run at this version.
         Raises OSError if the checkpoint cannot be written, or if another process has begun to
@@ -322,7 +323,7 @@ class Checkpoints:
             store.remove(name)
 
     def _remove_leftovers(self) -> None:
-        """Remove all files that do not belong to a complete checkpoint."""
+        """Remove incomplete checkpoints, and log files that no valid checkpoint needs."""
         store = self._open()
         for version in _incomplete_versions(store):
             store.remove(_folder(version))
@@ -432,7 +433,8 @@ def _path(folder: str, name: str) -> str:
 def _read_manifest(store: Store, folder: str) -> dict[str, str]:
     """Return the checksum of each file of a checkpoint, by name.
 
-    Raises ValueError if the manifest is incomplete or was changed.
+    Raises ValueError if the manifest is incomplete, was changed, or lists a file outside of the
+    checkpoint.
     """
     with store.local(f"{folder}/{MANIFEST}") as path:
         manifest = parse_json(path.read_bytes())
@@ -462,8 +464,9 @@ def _digest_of_manifest(digests: Mapping[str, str]) -> str:
 def read(address: str | Path) -> Snapshot:
     """Read a checkpoint, after verifying all its files.
 
-    Raises ValueError if the checkpoint is missing or damaged. The error for a damaged one gives the
-    address of the last valid checkpoint of the run, if there is one.
+    Raises ValueError if the checkpoint is missing, damaged, or in the format of another version of
+    raysim. The error for a damaged one gives the address of the last valid checkpoint of the run,
+    if there is one.
     """
     where, folder = split_address(address)
     store = open_store(where)
@@ -510,8 +513,8 @@ def _advise(where: str, damaged_folder: str) -> str:
     for version in reversed(_complete_versions(open_store(where))):
         address = f"{where}/{_folder(version)}"
         if _folder(version) != damaged_folder and not find_damage(address):
-            return f"Set resume={without_password(address)} to continue from an earlier one."
-    return "There is no other checkpoint. Start the run again, in another folder."
+            return f"Set resume={without_password(address)} to continue from another one."
+    return "There is no other valid checkpoint. Start the run again, in another folder."
 
 
 def _is_of_earlier_version(store: Store, folder: str) -> bool:

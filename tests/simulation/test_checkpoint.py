@@ -454,6 +454,12 @@ def test_error_says_that_no_checkpoint_is_valid_if_all_are_damaged(tmp_path: Pat
         checkpoint.read(second)
 
 
+def test_version_of_a_checkpoint_is_read_only_from_its_own_kind_of_name() -> None:
+    assert checkpoint.version_of("runs/a/checkpoints/round-000050") == 50
+    for name in ("50", "round-", "round-5-old"):
+        assert checkpoint.version_of(f"runs/a/checkpoints/{name}") == -1
+
+
 def test_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"resume={tmp_path / 'nothing'}: "):
         checkpoint.read(tmp_path / "nothing")
