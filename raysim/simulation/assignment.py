@@ -119,7 +119,8 @@ def assign_groups(
     loads: for each worker, the number of samples that it must already train.
     nodes: for each worker, the number of its node.
     keeps_nodes: True assigns groups first to nodes, and then to the workers of each node. Then a
-    node can add up the sums of its workers. False assigns groups to workers directly.
+    node can add up the sums of its workers. False assigns groups to workers directly. So does True
+    if the loads cannot be kept below the limit in this way.
     """
     units = [_Unit(total_work(group), tuple(group)) for group in groups]
     if len(loads) == 1:
@@ -139,11 +140,12 @@ def assign_groups(
 def assign_consecutive_jobs(
     jobs: Sequence[Job], loads: Sequence[float], nodes: Sequence[int]
 ) -> list[list[Job]]:
-    """Divide a list of jobs into consecutive ranges with equal work, one for each worker.
+    """Divide a list of jobs into consecutive ranges, so that workers get about equal loads.
 
-    Return the jobs of each worker. Use this if workers train in lanes. A range can end after any
-    job, while `assign_groups` keeps groups whole. Therefore loads differ less, but workers send
-    more sums of updates. That costs little, because only small models are trained in lanes.
+    Return the jobs of each worker: one range, which may be empty. Use this if workers train in
+    lanes. A range can end after any job, while `assign_groups` keeps groups whole. Therefore loads
+    differ less, but workers send more sums of updates. That costs little, because only small models
+    are trained in lanes.
 
     jobs: the jobs, in the order in which they are aggregated.
     loads: for each worker, the number of samples that it must already train.

@@ -150,8 +150,8 @@ class ClientStates:
     def split_reads(self, clients: Sequence[int]) -> Iterator[slice]:
         """Divide a list of clients into slices, so that each slice reads few bytes from disk.
 
-        A slice reads at most `budget` / (number of workers) bytes. A client with a larger state
-        gets a slice of its own.
+        A slice reads at most `budget` / (number of workers) bytes. If a state is larger, its slice
+        reads no other state.
         """
         limit = self.budget / self.runtime.workers
         start = total = 0
@@ -251,7 +251,7 @@ class ClientStates:
 
         A committed state replaces the client's earlier state. If all committed states in memory
         together exceed the budget, some of them are moved to disk.
-        jobs: the aggregated jobs.
+        jobs: the jobs of an aggregation. A failed job has left its client's state unchanged.
         """
         if not self.stateful:
             return
@@ -308,7 +308,8 @@ class ClientStates:
 
         These states are in the object store, or were read from disk for calls that no worker has
         answered yet. A job in flight will make a state whose size is not known yet. The estimate of
-        this size is the mean size of the states in the object store.
+        this size is the mean size of the states in the object store. If there are none, it is the
+        size of the state that was moved to disk last.
         """
         mean: float = self._last_spilled_bytes
         if self._sizes:

@@ -52,7 +52,8 @@ class Coordinator:
     schedule: when clients are dispatched and their updates are aggregated.
     fleet: the rule that draws the clients' devices.
     runtime: the workers.
-    folder: where the model and the checkpoints are written; "" writes none.
+    folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
+    writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
     """
 
@@ -137,7 +138,9 @@ class Coordinator:
     def run(self) -> Iterator[Event]:
         """Run to the last round; yield the events of the run.
 
-        Raises TooManyFailuresError or NoClientsLeftError, after a checkpoint was written.
+        Raises TooManyFailuresError; before that, a checkpoint is written if the run has a folder.
+        Raises NoClientsLeftError; before that, a checkpoint is written if the run has planned an
+        aggregation and writes checkpoints.
         """
         self.history.start()
         if self.profile:

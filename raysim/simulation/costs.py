@@ -104,8 +104,8 @@ class Costs:
     def of(self, job: Job) -> JobCost:
         """Return the cost of a job.
 
-        A lost job costs only what its client did before it was lost. The bytes of its update are
-        not counted.
+        A lost job costs only the energy that its client used before it was lost. All bytes that it
+        should receive are counted. The bytes of its update are not counted.
         """
         cost = self._cost(job.client)
         seconds = job.finish - job.start

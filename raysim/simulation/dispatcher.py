@@ -33,7 +33,7 @@ from raysim.simulation.job_queue import JobQueue
 from raysim.simulation.runtime import Runtime
 from raysim.simulation.versions import Versions
 
-# One call to a worker returns at most this many floats of updates (256 MiB).
+# One call to a worker returns at most this many floats of updates (256 MiB), or one larger update.
 MAX_CALL_FLOATS = 1 << 26
 # Training calls per worker: it works on one while the message of the other one is sent.
 MAX_CALLS = 2

@@ -7,7 +7,8 @@ A client can be scored in up to four ways, which are called views:
 - `finetuned`: score the own model in the same way after fine-tuning it on the client's data;
 - `common`: score the own model on the central test set.
 
-The loss decomposition of the FedLD paper (`Evaluator.decompose`) works with any method.
+The loss decomposition of the FedLD paper (`Evaluator.decompose`) needs losses of single samples and
+parameters that can be added.
 """
 
 from __future__ import annotations
@@ -202,8 +203,9 @@ class Evaluator:
     def score_replicas(self, replicas: Replicas, versions: Versions, mean: Ref) -> Scoring:
         """Start scoring each client with the replica that serves the client.
 
-        If there is a central test set, also score two kinds of models on it: the mean of all
-        replicas, and each replica that serves a scored client.
+        If there is a central test set and the model has no personal parameters, also score two
+        kinds of models on this set. They are the mean of all replicas, and each replica that serves
+        a scored client.
         versions: the published versions of the replicas.
         mean: a reference to the mean of all replicas, in the runtime's store.
         """
@@ -512,9 +514,9 @@ class Evaluator:
     ) -> Scoring:
         """Start scoring the local model of each participant, and the next shared model.
 
-        A participant is a client whose update is in `updates`. Each model is scored on the training
-        samples of every participant. For the samples of participant j, the personal parameters in
-        the model are those of participant j.
+        A participant is a client whose update is in `updates`. Each model is scored on training
+        samples of every participant, at most `evaluate.decompose_rows` of each. For the samples of
+        participant j, the personal parameters in the model are those of participant j.
         bases: the versions that updates started from, by number.
         after: the next shared model.
         """
@@ -572,7 +574,8 @@ class Evaluator:
         """Return the columns with scores of the shared model.
 
         The shared model is scored on the test sets of clients and of unseen clients, and on the
-        central test set. If there are validation samples, the scores of the best round are added.
+        central test set. If there are validation samples and no personal models, the scores of the
+        best round are added.
         reports: the reports of the tasks of `_shared_tasks`, in the same order.
         scoring: the scoring to which the reports belong.
         """

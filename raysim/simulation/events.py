@@ -50,8 +50,8 @@ class ClientScores:
     """The scores of single clients.
 
     clients: int [n], the scored clients.
-    columns: for each column of the history that is a mean over clients, the scores of these
-    clients, float [n].
+    columns: the scores of these clients by name, float [n]; nan for a client without this score. If
+    clients move between replicas, "replica" is the number of each client's replica.
     """
 
     clients: Ints  # [n], ascending
@@ -180,7 +180,7 @@ class RunStoppedError(RuntimeError):
 class ProcessLostError(RunStoppedError):
     """The error of a run that lost a process or a machine.
 
-    The run can continue from its last checkpoint.
+    The run can continue from its last checkpoint, if there is one.
     """
 
 

@@ -103,7 +103,7 @@ class Fleet:
     unavailable.
     dropout: the probability that a job is lost for another reason, at a random moment of the job.
     patience: a run ends with an error if no client is available in the first `patience` virtual
-    seconds of the run.
+    seconds of the run. With "markov", also if the average wait for a client is longer.
     cost: the power of each device in watts, and the price and CO2 of a gigabyte that the device
     sends or receives. If all of these are 0, costs are not computed.
     kwh_price: the price of a kilowatt-hour that devices use, in any currency.

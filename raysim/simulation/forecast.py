@@ -50,8 +50,8 @@ def forecast(planner: Planner, rounds: int, workers: int = 1) -> Forecast:
     rounds: the number of rounds of the run.
     workers: the number of workers of the run.
     Raises ValueError if the run cannot begin with this fleet.
-    Raises RunStoppedError if no aggregation can be planned, or if the selection rule chooses
-    clients that cannot be dispatched.
+    Raises RunStoppedError if no aggregation can be planned, or if the selection rule makes a choice
+    that is not allowed.
     """
     aggregations: list[PlannedAggregation] = []
     min_jobs = max(_MIN_JOBS, _MIN_JOBS_PER_CLIENT * planner.schedule.concurrency)

@@ -4,9 +4,10 @@ The updates of an aggregation are added up in a binary tree (`tree_sum`). A grou
 in a subtree of this tree. A process that has all updates of a group can replace them by the sum of
 the group.
 
-A worker sums the updates that it has. Then the sums of the workers on one node are added up on this
-node, before they are sent to the coordinator's node. Therefore only a few vectors are sent to the
-coordinator. The bits of the result do not depend on which process made which sum.
+A worker sums the updates that it has. If the model is large (`Runtime.combine_from`), the sums of
+the workers on one node are added up on this node, before they are sent to the coordinator's node.
+Therefore only a few vectors are sent to the coordinator. The bits of the result do not depend on
+which process made which sum.
 """
 
 from __future__ import annotations

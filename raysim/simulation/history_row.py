@@ -153,7 +153,8 @@ class RowWriter:
         """Return columns with the share of wall time in which workers worked since the last row.
 
         The columns are the mean over workers, and the share of the worker that worked least. The
-        time of a call is added when the call is answered.
+        time of a call is added when the call is answered. If workers report how busy their GPUs
+        are, a third column has the mean of these shares.
         """
         now, worked = time.monotonic() - self._since, self.dispatcher.busy_s
         span = max(now - self._row_at, 1e-9)

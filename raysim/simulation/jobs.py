@@ -111,8 +111,8 @@ class JobTable:
         """Dispatch the jobs of the next aggregation, and return this aggregation.
 
         Also plan further aggregations, until it is known for every dispatched job whether its
-        update will be aggregated. No further aggregation is planned if the plan depends on the
-        updates of the returned aggregation.
+        update will be aggregated. At most `MAX_PLANNED_AGGREGATIONS` are planned ahead. No further
+        aggregation is planned if the plan depends on the updates of the returned aggregation.
         Raises NoClientsLeftError if no aggregation can be planned.
         """
         if not self._aggregations:

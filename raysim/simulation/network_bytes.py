@@ -77,7 +77,7 @@ class CountingRuntime:
 
     # --- Runtime ----------------------------------------------------------------------------------
     def put(self, value: object) -> Ref:
-        """Store a value once for all workers; return a reference to it, and count its bytes."""
+        """Store a value once for all workers, and remember its size; return a reference to it."""
         ref = self.runtime.put(value)
         if ref is not value:
             self._store(ref, array_bytes(value), 0)

@@ -64,10 +64,11 @@ class Oort(Selection):
     cutoff: a factor from 0 to 1. If a round draws k clients with a known loss, let v be the k-th
     largest utility. All clients with a utility of at least `cutoff` * v can be drawn.
     clip: a quantile from 0 to 1. Statistical utilities above this quantile are reduced to it.
-    preferred: a percentile from 0 to 100. T is this percentile of the known durations of jobs. With
-    100, the system utility of every client is 1.
-    pacer_step: the number of rounds in a window. A rule called the pacer compares the sum of the
-    chosen clients' statistical utility in two successive windows.
+    preferred: a percentile above 0, at most 100. T is this percentile of the known durations of
+    jobs. With 100, the system utility of every client is 1.
+    pacer_step: the number of rounds in a window. A rule called the pacer compares a sum over the
+    rounds of two successive windows. It adds up each round's mean of samples times loss, over the
+    chosen clients with a known loss.
     pacer_delta: the percentage points that the pacer adds to `preferred` if the later window has
     the smaller sum.
     penalty: the exponent of the system utility.

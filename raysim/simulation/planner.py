@@ -43,7 +43,7 @@ from raysim.simulation.selector import MeasureLosses, SelectionError, Selector
 # availability changes, EXTRA_DRAWS more are drawn before `IdleClients` tracks the available ones.
 DRAWS_PER_CLIENT, EXTRA_DRAWS = 16, 64
 BLOCK = 8  # numbers that are cheaper to draw at once than one by one
-# Tracking stops when at least 1 of this many clients is idle and available, and the request can be
+# Tracking stops when more than 1 of this many clients is idle and available, and the request can be
 # met.
 PLENTIFUL_SHARE = 8
 MAX_CONSECUTIVE_LOST_JOBS = 10_000  # jobs lost in a row after which the run stops
@@ -258,7 +258,8 @@ class Planner:
         self.accepted = np.zeros(len(counts), np.int32)  # [clients] aggregated jobs so far
         self._events: list[tuple[float, int, Job]] = []  # ends of jobs: a heap by time and client
         self._busy: set[int] = set()
-        self._met = 0  # exchanges of the replicas so far
+        # Exchanges of the replicas so far; with `network.seconds`, the periods that have passed.
+        self._met = 0
         self._next = PlannedAggregation()
         self._lost_in_a_row = 0  # jobs lost since one arrived
         self._scarce: set[int] = set()  # pools in which hardly any client is available and idle
@@ -361,7 +362,9 @@ class Planner:
 
         Raises RuntimeError if the actions of the schedule contradict each other.
         Raises NoClientsLeftError if no client will become available again.
-        Raises ValueError if no client of the run is available in the first `patience` seconds.
+        Raises SelectionError if the selection rule makes a choice that is not allowed.
+        Raises ValueError if no client of the run is available in the first `patience` seconds, or
+        if `MAX_CONSECUTIVE_LOST_JOBS` jobs in a row are lost.
         """
         self._short.clear()
         sites = self._sites
@@ -806,10 +809,10 @@ class Planner:
     def _numbers(self, purpose: str, cohort: int, count: int) -> Iterator[float]:
         """Yield uniform random numbers in [0, 1), without end.
 
-        The numbers depend on the run's seed and the first two arguments.
+        The numbers depend on the run's seed and on all arguments.
         purpose: the name of the random stream.
         cohort: the number of the cohort.
-        count: about how many numbers the caller needs; it decides the fastest way to draw.
+        count: about how many numbers the caller needs; it decides how they are drawn.
         """
         if count < EXTRA_DRAWS:
             key = self._keys.get(purpose)

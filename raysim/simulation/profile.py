@@ -124,9 +124,9 @@ def add_idle_time(
 ) -> Track:
     """Add idle time to the times that a worker has measured; return all times by activity.
 
-    A worker is idle from the end of a call until the worker begins the next call. During this
-    time, the coordinator makes the next call. Idle time before the coordinator makes the call is
-    added as "waiting". Idle time after it is added as "messages".
+    A worker is idle from the end of a call until the worker begins the next call. The coordinator
+    makes the next call during this time or earlier. Idle time before the coordinator makes the call
+    is added as "waiting". Idle time after it is added as "messages".
     worker_track: the times that the worker has measured.
     call_times: the times at which the coordinator made the calls, in the order of the calls.
     start, stop: the beginning and the end of the profile.

@@ -367,11 +367,11 @@ class Replicas:
         return set(by_replica) | self._regroup(present)
 
     def _exchange(self, replicas: Sequence[int]) -> set[int]:
-        """Let replicas exchange after an aggregation; return the replicas that may have changed.
+        """Let replicas exchange in an aggregation; return the replicas that may have changed.
 
         Parameters and float buffers are averaged. Integer buffers get the maximum. Server state is
         not exchanged.
-        replicas: the replicas that have aggregated.
+        replicas: the replicas that aggregate.
         """
         changed: set[int] = set()
         for rows in self.network.exchange(self.version, replicas):

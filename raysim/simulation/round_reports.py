@@ -45,7 +45,7 @@ class RoundReports:
     evaluator: makes the columns from the scores.
     calls: the object that makes the calls to workers; it waits until workers have returned scores.
     history: gets the row of each reported round.
-    best_model: keeps the model of the round with the best validation score.
+    best_model: keeps the model of the best round (`Criterion`).
     """
 
     def __init__(

@@ -12,9 +12,10 @@ Ref: TypeAlias = Any  # a reference to a value that may not exist yet
 
 
 class WorkerDiedError(RuntimeError):
-    """The error of a worker whose process ended before it answered.
+    """The error of a worker that died, or counts as dead, before it answered.
 
-    The worker's memory is lost. Values that the worker had returned before can still be read.
+    The worker's memory is lost. Values that the worker had returned before can still be read,
+    unless its node is lost.
     """
 
 
@@ -116,7 +117,8 @@ class Runtime(Protocol):
         """Start a worker that replaces a dead one, on the same node.
 
         Raises WorkerDiedError if the node is lost.
-        Raises RunStoppedError if the node has no room for a worker.
+        Raises RunStoppedError if the new worker does not start, or if its results would not be
+        bit-identical.
         """
         ...
 

@@ -22,7 +22,8 @@ class RunSaver:
     run: the parts of the run that a checkpoint stores.
     initial: the initial model. The tensors of the final model get the same names.
     settings: the settings of the run, among them those of checkpoints.
-    folder: the run's folder, where the model and the checkpoints are written; "" writes none.
+    folder: the run's folder, where the model is written, and the checkpoints unless
+    `checkpoint.folder` is set; "" writes none.
     address: the path or the URL of the checkpoint to continue from; "" starts a new run.
     base: the checksum of the run's frozen weights; "" if no weight is frozen. The file of the final
     model contains this checksum.
@@ -54,7 +55,8 @@ class RunSaver:
     def is_due(self) -> bool:
         """True if a checkpoint must be written now.
 
-        A checkpoint is written after every `checkpoint.every` rounds, but not after the last round.
+        This is so after every `checkpoint.every` rounds, but not after the last round. There the
+        coordinator always writes a checkpoint if the run writes checkpoints.
         """
         version = self._run.replicas.version
         return self.writes_checkpoints and version % self._every == 0 and version < self._rounds

@@ -136,7 +136,8 @@ def rows_of(seed: int, clients: int, rows: int) -> np.ndarray:
 def read(file: str) -> RecordedDevices:
     """Read and check a trace.
 
-    Raises ValueError, which names file, client and row, if the trace is not valid.
+    Raises ValueError if the trace is not valid. The error names the file and, for a wrong row, also
+    its client and row.
     """
     # Opening a pipe would block, and Ctrl-C would not end it.
     if not Path(file).is_file() and Path(file).exists():
@@ -181,7 +182,8 @@ def _batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordB
 def summarise_trace(file: str) -> str:
     """Return a sentence about the content of a trace.
 
-    Raises ValueError, which names file, client and row, if the trace is not valid.
+    Raises ValueError if the trace is not valid. The error names the file and, for a wrong row, also
+    its client and row.
     """
     trace = read(file)
     available_s = (trace.bounds[1::2] - trace.bounds[::2]).sum()

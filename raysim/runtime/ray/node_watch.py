@@ -50,9 +50,10 @@ def is_answering(node: Mapping[str, Any], timeout_s: float = PROBE_TIMEOUT_S) ->
 
 
 def probe(nodes: Sequence[Mapping[str, Any]], timeout_s: float = PROBE_TIMEOUT_S) -> list[bool]:
-    """Return a bool for each node: True if it answers. All nodes are asked at the same time.
+    """Return a bool for each node: True if it answers.
 
-    This has nothing to do with probes of clients' models (`evaluate.probe`).
+    Up to `MAX_PROBES` nodes are asked at the same time. This has nothing to do with probes of
+    clients' models (`evaluate.probe`).
     nodes: entries of `ray.nodes()`.
     timeout_s: the most seconds to wait for an answer.
     """
@@ -206,8 +207,8 @@ class NodeWatch:
     def free_resources(self, node: str) -> Resources:
         """Return the unreserved resources of a node, as amounts by name.
 
-        Return {} if a task, an actor or a placement group of the cluster waits for resources,
-        because Ray may give it these resources.
+        Return {} if they are unknown. Also return {} if a task, an actor or a placement group of
+        the cluster waits for resources, because Ray may give it these resources.
         """
         state = self._state
         return {} if state.has_demand else state.free.get(node, {})

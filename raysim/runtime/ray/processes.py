@@ -170,7 +170,8 @@ def start_processes(
     size: the number of workers and their resources.
     options: the settings `runtime.*`.
     say: function that gets a text if the run must wait for resources.
-    folder: where the model and the checkpoints are written; "" writes none.
+    folder: where the model is written, and the checkpoints unless `checkpoint.folder` is set; ""
+    writes none.
     resume: the address of the checkpoint to continue from; "" starts a new run.
     """
     spec = share_frozen_weights(spec)

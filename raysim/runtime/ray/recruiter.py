@@ -1,6 +1,6 @@
 """Start workers during a run.
 
-There are three occasions: a worker is lost, a node joins the cluster, or CPUs become free.
+There are three occasions: a worker is lost, a node joins the cluster, or resources become free.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class Recruiter:
     def _capacity(self, node: Resources) -> int:
         """Return how many workers fit on a node if it is empty.
 
+        Too little memory does not reduce the number below 1.
         node: the resources of the node.
         """
         growth = self._growth
@@ -211,7 +212,7 @@ class Recruiter:
                 self._give_up(recruit, f"its node {self._watch.lost[recruit.place.node].reason}")
             elif time.monotonic() - recruit.since > ROOM_TIMEOUT_S:
                 self._starting.remove(recruit)
-                self._give_up(recruit, f"its node had no room for {ROOM_TIMEOUT_S:g} s")
+                self._give_up(recruit, f"it was not ready after {ROOM_TIMEOUT_S:g} s")
         return ready
 
     def _give_up(self, recruit: _Recruit, reason: str) -> None:
