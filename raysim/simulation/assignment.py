@@ -4,7 +4,7 @@ The assignment does not change any result. It only decides how busy each worker 
 
 A unit is a sequence of jobs that are trained by one worker. It is either the jobs of one client, or
 a group of jobs whose updates are summed by that worker. The work of a unit is its number of
-samples.
+samples; a sample that makes only a forward pass counts 1/3.
 """
 
 from __future__ import annotations

@@ -145,6 +145,7 @@ class Costs:
     def add_pass(self, client: int, work: float, down: int, up: int) -> None:
         """Add the cost of a forward pass, with which a client computes its loss for the selection.
 
+        If the devices have no method `phases`, the pass costs no energy.
         work: the number of trained samples that would cost as much as the forward pass. It is
         `FORWARD` (1/3) times the number of samples in the pass.
         down, up: the floats that the client received and sent.

@@ -47,7 +47,7 @@ class Devices(Protocol):
 
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
-        samples: the number of samples that the client trains on.
+        samples: the training work in samples (`Job.work`).
         down, up: the number of floats that the client receives, and that it sends.
         """
         ...
@@ -56,7 +56,7 @@ class Devices(Protocol):
         """Return the duration of one job of each client in virtual seconds, float64 [clients].
 
         The jobs are assumed not to be lost.
-        samples: [clients], the number of samples that each client trains on.
+        samples: [clients], the training work of each client in samples (`Job.work`).
         down, up: the number of floats that each client receives, and that it sends.
         """
         ...
@@ -70,7 +70,7 @@ class DevicesWithPhases(Protocol):
         """Return how long a client receives, trains and sends in a job, in virtual seconds.
 
         The job is assumed not to be lost.
-        samples: the number of samples that the client trains on.
+        samples: the training work in samples (`Job.work`).
         down, up: the number of floats that the client receives, and that it sends.
         """
         ...
@@ -266,7 +266,7 @@ class Fixed:
         The client first receives the model, then trains, then sends its update.
         participation: the number of earlier jobs of the client.
         start: the virtual time in seconds at which the job begins.
-        samples: the number of samples that the client trains on.
+        samples: the training work in samples (`Job.work`).
         down, up: the number of floats that the client receives, and that it sends.
         """
         network = down * FLOAT_BYTES / self._down[client] + up * FLOAT_BYTES / self._up[client]
@@ -278,7 +278,7 @@ class Fixed:
         """Return how long a client receives, trains and sends in a job, in virtual seconds.
 
         The job is assumed not to be lost.
-        samples: the number of samples that the client trains on.
+        samples: the training work in samples (`Job.work`).
         down, up: the number of floats that the client receives, and that it sends.
         """
         return (
@@ -291,7 +291,7 @@ class Fixed:
         """Return the duration of one job of each client in virtual seconds, float64 [clients].
 
         The jobs are assumed not to be lost.
-        samples: [clients], the number of samples that each client trains on.
+        samples: [clients], the training work of each client in samples (`Job.work`).
         down, up: the number of floats that each client receives, and that it sends.
         """
         speeds = self._speeds
