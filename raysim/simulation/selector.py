@@ -23,7 +23,7 @@ MeasureLosses = Callable[[Sequence[int], int | None], Floats]
 
 
 class SelectionError(RunStoppedError):
-    """The error of a selection rule that chose clients which cannot be dispatched."""
+    """The error of a selection rule that chose invalid clients or misused `view.measure`."""
 
 
 @dataclass(frozen=True)
@@ -247,29 +247,29 @@ class Selector:
             return []
         if clients.ndim != 1 or clients.dtype.kind not in "iu":
             raise SelectionError(
-                f"{text} {chosen!r}. Return a sequence of integers: the numbers that identify the "
+                f"{text} {chosen!r}. Use a sequence of integers: the numbers that identify the "
                 "chosen clients, from view.clients."
             )
         numbers: list[int] = clients.tolist()
         if len(numbers) > count:
             raise SelectionError(
-                f"{text} {len(numbers)} clients. Return at most view.count={count}."
+                f"{text} {len(numbers)} clients. Use at most view.count={count}."
             )
         unknown = [client for client in numbers if not 0 <= client < len(mask)]
         if unknown:
             raise SelectionError(
                 f"{text} client {unknown[0]}, but clients have the numbers 0 to {len(mask) - 1}. "
-                "Return clients of view.clients."
+                "Use clients of view.clients."
             )
         if not mask[clients].all():
             client = next(client for client in numbers if not mask[client])
             raise SelectionError(
-                f"{text} client {client}, which {self._why_not_idle(client)}. Return "
+                f"{text} client {client}, which {self._why_not_idle(client)}. Use "
                 "clients of view.clients."
             )
         if len(set(numbers)) < len(numbers):
             client = next(client for client in numbers if numbers.count(client) > 1)
-            raise SelectionError(f"{text} client {client} more than once. Return each client once.")
+            raise SelectionError(f"{text} client {client} more than once. Use each client once.")
         return numbers
 
     def _why_not_idle(self, client: int) -> str:

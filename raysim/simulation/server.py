@@ -290,8 +290,8 @@ class Server:
 
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.
         If a worker has already added the update to a sum, `Update.delta` is None in the entry.
-        sums: the sums that workers have made. The key of a sum is the numbers (`Update.job`) of all
-        jobs whose updates are summed in it.
+        sums: the sums that workers have made. The key of a sum is the numbers of the jobs in its
+        group (`Job.number`). Failed jobs of the group add nothing to the sum.
         staleness: the staleness of each entry of `updates`; the value for a failed job is not used.
         bases: the base versions of the updates, by number (`Update.version`).
         Raises AggregationError if the next version cannot be made.
@@ -399,8 +399,8 @@ class Server:
         updates: an entry for each job, in the order of aggregation. It is None if the job failed.
         If a worker has summed the update, the entry has no change of the parameters (`Update.delta`
         is None).
-        sums: the sums that workers have made. The key of a sum is the numbers (`Update.job`) of all
-        jobs whose updates are summed in it.
+        sums: the sums that workers have made. The key of a sum is the numbers of the jobs in its
+        group (`Job.number`). Failed jobs of the group add nothing to the sum.
         """
         trained = self.layout.trained
         if self._combiner is None:
@@ -445,10 +445,16 @@ class Server:
         """Describe why the next vector is not finite: zero weights, or too large updates."""
         clients = [self.format_client(client) for client in aggregation.clients]
         listed = ", ".join(clients[:20])
-        reason = f"after the updates of clients {listed}"
+        number = self.version + 1
         if not any(aggregation.weights):
-            reason = f"all weights of clients {listed} are 0"
-        elif aggregation.deltas:
+            return (
+                f"weights of updates: the shared vector is not finite after round {number} (all "
+                f"weights of clients {listed} are 0). Start a new run without the method whose "
+                "hook `weigh` sets them to 0. Or correct this hook, and continue from the last "
+                "checkpoint with resume=latest."
+            )
+        reason = f"after the updates of clients {listed}"
+        if aggregation.deltas:
             norms = [
                 float(torch.linalg.vector_norm(delta, dtype=torch.float64))
                 for delta in aggregation.deltas
@@ -457,9 +463,9 @@ class Server:
             texts = [f"{norms[index]:g} of client {clients[index]}" for index in longest]
             reason = f"the longest updates are {', '.join(texts)}"
         return (
-            f"faults.norm: the shared vector is not finite after round {self.version + 1} "
-            f"({reason}). Set faults.norm to leave out clients with longer updates, or decrease "
-            "local.lr; then continue from the last checkpoint with resume=latest."
+            f"faults.norm: the shared vector is not finite after round {number} ({reason}). Set "
+            "faults.norm to leave out clients with longer updates, or decrease local.lr; then "
+            "continue from the last checkpoint with resume=latest."
         )
 
     def _average_buffers(self, total: Tensor, aggregation: Aggregation) -> Tensor:
@@ -488,8 +494,8 @@ class Server:
         If a worker has summed the update, the entry has no change of the parameters (`Update.delta`
         is None).
         weights: one for each update that is not None.
-        sums: the sums that workers have made. The key of a sum is the numbers (`Update.job`) of all
-        jobs whose updates are summed in it.
+        sums: the sums that workers have made. The key of a sum is the numbers of the jobs in its
+        group (`Job.number`). Failed jobs of the group add nothing to the sum.
         """
         positions: dict[int, int] = {}  # by number of the job
         remaining_weights = iter(weights)

@@ -21,7 +21,8 @@ import numpy as np
 
 from raysim.api.messages import Arrays
 
-# A file has about this many bytes of states; it is mapped, or fetched from a URL, as a whole.
+# A file has at most this many bytes of states, or a single larger state. It is mapped, or fetched
+# from a URL, as a whole.
 FILE_BYTES = 2**26
 # The most tensors in a file. Its header may have 100 MB, and a tensor takes about 150 bytes of it.
 MAX_TENSORS = 100_000

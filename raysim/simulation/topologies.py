@@ -41,9 +41,9 @@ class Hierarchical(Topology):
     number, no edge waits. When this time is over, the next edge that aggregates starts the exchange
     of all edges.
     assign: how clients are assigned to edges:
-    - "random": each edge gets equally many clients, at random.
-    - "region": each edge gets equally many clients, from regions of the fleet that are next to each
-      other.
+    - "random": clients are divided at random. The sizes of edges differ by at most one client.
+    - "region": each edge gets clients from regions of the fleet that are next to each other. The
+      sizes of edges differ by at most one client.
     - "data": clients with similar fractions of each class get the same edge.
     bandwidth_up, bandwidth_down: median bytes per second of the links between edges and cloud.
     bandwidth_sigma: standard deviation of the logarithm of an edge's bandwidth.
@@ -72,7 +72,8 @@ class Hierarchical(Topology):
     def connect(self, federation: Federation) -> Network:
         """Return the network of the edge servers, which exchange through the cloud.
 
-        Raises ValueError if an edge server would have no clients with samples.
+        Raises ValueError if an edge server would have no clients with samples. Also raises it if
+        `assign` needs regions or classes that this run does not have.
         """
         able = int(np.count_nonzero(federation.counts))
         if self.edges > able:
@@ -258,7 +259,8 @@ class Gossip(Topology):
     started their training, and then adds the updates.
     every: the number of aggregations from one exchange to the next.
     probability: the probability that two clients are neighbours, for graph="erdos_renyi".
-    degree: the number of neighbours of each client, for graph="expander".
+    degree: the number of neighbours of each client, for graph="expander". A client has fewer if it
+    meets a neighbour in several rings.
     """
 
     graph: str = "ring"
@@ -295,7 +297,10 @@ class Gossip(Topology):
             )
 
     def connect(self, federation: Federation) -> Network:
-        """Return the network: a replica for each client, and the weights of its neighbours."""
+        """Return the network: a replica for each client, and the weights of its neighbours.
+
+        Raises ValueError if the clients cannot form the graph, or if `edges` is not valid.
+        """
         clients, able = federation.clients, np.flatnonzero(federation.counts).tolist()
         neighbours: list[set[int]] = [set() for _ in range(clients)]
         weight_of_edge: dict[tuple[int, int], float] = {}

@@ -100,7 +100,8 @@ class Trace(Fleet):
         clients: the number of clients.
         sample_flops: function that returns the floating-point operations of the forward and
         backward pass of one sample; used if the trace has the column "flops".
-        Raises ValueError if the file is not a valid trace.
+        Raises ValueError if there is no file, or if the file is not a valid trace. Also raises it
+        if the trace has the column "flops" and the model's operations cannot be counted.
         """
         if self.file is None:
             raise ValueError("fleet.file=null names no trace. Set it to a Parquet file.")
@@ -251,7 +252,7 @@ def _read_batch(
     - an array for each column in `NUMBERS`, and for the column `rate_name`.
 
     earlier_rows: the number of rows of the file before this batch, for errors.
-    Raises ValueError for the first row with an error.
+    Raises ValueError if a row has an error.
     """
     for name in ("client", *LISTS):
         if batch.column(name).null_count:

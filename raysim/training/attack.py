@@ -17,7 +17,8 @@ Choices that the papers leave open:
 - With n honest updates D_i, ALIE takes std = sqrt(sum_i (D_i - mean)^2 / n). In the paper the
   attackers estimate mean and std from their own data. z is computed for each aggregation
   (`largest_z`).
-- If the norm of an attacker's update is above the setting `faults.norm`, the job counts as failed.
+- If the norm of an attacker's update is infinite, nan, or above the setting `faults.norm`, the job
+  counts as failed.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Attackers(Method):
     attack: the settings of the attack.
     seed: the seed of the run; it decides which clients attack.
     train: for each client the rows of its training samples in the data set.
-    max_norm: the norm above which an update is a failure (`faults.norm`); None allows any norm.
+    max_norm: the norm above which an update is a failure (`faults.norm`); None allows any finite
+    norm.
     label: a function that returns the name of a client for errors.
     """
 
@@ -194,7 +196,7 @@ class Attackers(Method):
     ) -> list[Update | Failure]:
         """Replace the shared parameters in attackers' updates; return all updates and failures.
 
-        A replaced update whose norm is above `faults.norm` becomes a failure.
+        A replaced update becomes a failure if its norm is above `faults.norm`, nan or infinite.
         """
         trained = server.layout.trained
         common = self._common_update(arrivals, trained)

@@ -198,8 +198,8 @@ class BatchPlanner:
         fitting = [positions for positions in selected if len(positions) > 1]
         if selected and not fitting:
             raise ValueError(
-                f"method '{selector.method}' selects one sample for every epoch, but the model "
-                "cannot train on one sample. Let `select` return at least two positions, or set "
-                "model.norm=group."
+                f"method '{selector.method}' selects fewer than two samples for every epoch, but "
+                "the model cannot train on one sample. Let `select` return at least two positions, "
+                "or set model.norm=group."
             )
         return fitting

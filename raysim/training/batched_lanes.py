@@ -2,9 +2,9 @@
 
 Each of the K lanes trains one client. Row k of a tensor [K, D] has the D parameters of lane k.
 
-Two conditions must hold: the network is a chain of linear and elementwise layers, and no method
-takes part in the step. Smaller batches are padded with samples of weight 0, so that all products
-have the same shape.
+The network must be a chain of linear and elementwise layers, and no method may take part in the
+step. `step_mode.py` checks these and further conditions. Smaller batches are padded with samples of
+weight 0, so that all products have the same shape.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Set the number of threads, and let libraries use only deterministic algorithms."""
+"""Set the number of threads, and let libraries use their deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from threadpoolctl import ThreadpoolController
 
 
 def make_deterministic(threads: int) -> None:
-    """Set torch's threads in this process, and let torch use only deterministic algorithms."""
+    """Set torch's threads in this process, and let torch use its deterministic algorithms.
+
+    For an operation without a deterministic algorithm, torch uses another one and warns.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads)
     # torch.use_deterministic_algorithms would import the compiler, which takes seconds.
@@ -32,7 +35,7 @@ def make_deterministic(threads: int) -> None:
 
 @contextlib.contextmanager
 def allow_tf32(allowed: bool) -> Iterator[None]:
-    """Inside `with`, allow or forbid TF32 for matrix products of float32 on a GPU.
+    """Inside `with`, allow or forbid TF32 for products and convolutions of float32 on a GPU.
 
     TF32 keeps 10 of the 23 bits of a float32's mantissa.
     """

@@ -94,7 +94,8 @@ class GpuKernels(TorchFunctionMode):
         While the mode is active, PyTorch calls this method in place of each function:
         - If the function is a layer, such as `linear`, tensors at unaligned memory addresses are
           first copied to aligned addresses.
-        - If it is `conv2d` for a batch of images, fast kernels are used, too.
+        - If it is `conv2d` for a batch of images, without keyword arguments, fast kernels are used,
+          too.
         - All further functions are called without a change.
 
         func: the function, with its arguments `args` and `kwargs`; kwargs=None means no keyword

@@ -90,7 +90,7 @@ class InitialWeights:
         networks: the neural networks of the run, by name.
         personal: full names of tensors that stay on the clients; the file may have no values for
         them.
-        Raises ValueError if the file lacks a tensor that the run needs from it.
+        Raises ValueError if tensors of the file and of the run do not match.
         """
         targets = _Targets(networks, personal)
         chosen = self._select(targets)
@@ -124,13 +124,18 @@ class InitialWeights:
 
         `init.only` and `init.redraw` select the tensors.
         targets: the tensors of the run into which arrays can be loaded.
-        Raises ValueError if the file has none of the selected tensors, or lacks one that the run
-        needs. Also raises it if an array does not fit its tensor.
+        Raises ValueError if the settings select no tensor, or a part that the run does not have.
+        Also raises it if the tensors of the file and of the run do not match.
         """
         in_file = self._rename(targets)
         only = targets.within("only", self.init.only)
         redrawn = targets.within("redraw", self.init.redraw) or set()
         used = {name for name in targets.tensors if only is None or name in only} - redrawn
+        if not used:
+            raise ValueError(
+                f"init.redraw={','.join(self.init.redraw or ())} leaves no tensor that starts from "
+                "init.file. Remove parts from init.redraw, or set init.file and init.redraw to null."
+            )
         chosen = {
             name: in_file[name] for name in targets.tensors if name in used and name in in_file
         }
@@ -192,7 +197,9 @@ class InitialWeights:
     ) -> None:
         """Raise ValueError if the file lacks a tensor that the run needs.
 
-        If `init.only` is set, the file must have all wanted tensors. If it is not set:
+        Personal tensors, frozen weights and buffers that are not saved may be missing, except in
+        the last case below. If `init.only` is set, the file must have all other wanted tensors. If
+        it is not set:
         - The file must have all wanted tensors of the network "model".
         - The file may lack another network as a whole, but not a part of it.
         - The file may lack all adapters if it has the frozen weights of the layers with adapters.
@@ -308,8 +315,8 @@ class _Targets:
     def _parts(self) -> list[str]:
         """Return the names to suggest for `init.only` and `init.redraw`.
 
-        These are the names of the networks, of their modules, and of the modules directly inside
-        these modules.
+        These are the names of the networks, of the modules of the network "model", and of the
+        modules directly inside these modules.
         """
         names = {name.partition(".")[0] for name in self.tensors}
         for scheme in self.schemes[1:]:

@@ -14,15 +14,15 @@ from raysim.primitives.streams import stream
 from raysim.training.probe import balanced_rows
 from raysim.training.trainer import Trainer
 
-PROBE_FEATURES = 200  # the number of rows whose features a probe stores
+PROBE_FEATURES = 200  # about the number of rows whose features a probe stores
 
 
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
     """Measure the model that a client has just trained, and the model that the client received.
 
     Both models are in eval mode. The result has the trained model's accuracy on all of `rows`. It
-    also has the features of both models, and the class probabilities of the trained model. They are
-    computed for about `PROBE_FEATURES` samples, drawn from `rows` with equally many of each class.
+    also has the features of both models, and the class probabilities of the trained model. These
+    are for about `PROBE_FEATURES` samples, drawn from `rows` with equally many of each class.
 
     trainer: the trainer, whose vector contains the trained model.
     ctx: the context of the job.

@@ -83,8 +83,8 @@ def modes_after(modes: Mapping[str, bool], stages: Sequence[Stage]) -> dict[str,
 class RecordedLanes(LaneLoop[RecordedLane]):
     """A loop that trains K clients at once by replaying recorded steps (CUDA graphs on a GPU).
 
-    Steps are of the same kind if they have the same stages, batch size, train or eval modes, and
-    shapes of inputs. The first step of each kind is computed without a recording.
+    The top of this file says which steps are of the same kind. The first step of each kind is
+    computed without a recording.
     """
 
     def __init__(self, trainer: Trainer, count: int):

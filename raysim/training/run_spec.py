@@ -45,7 +45,7 @@ Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
 class Checkpoint:
     """The settings of checkpoints.
 
-    every: rounds from one checkpoint to the next; 0 for none.
+    every: rounds from one checkpoint to the next; 0 writes none regularly.
     keep: the number of checkpoints that are kept; older ones are deleted.
     folder: a folder only for this run, or a URL that fsspec supports; None means the run's folder.
     """
@@ -70,7 +70,7 @@ class Faults:
     tolerate: the largest share of the jobs of an aggregation that may fail. The run stops if more
     of them fail.
     norm: the largest norm of an update. A job whose update has a larger norm has failed. None
-    allows any norm.
+    allows any finite norm.
     timeout: seconds after which a worker is replaced if it does not answer a call; None waits
     forever.
     node_timeout: seconds after which a node of a cluster counts as lost if it does not answer; its
@@ -116,7 +116,7 @@ class StateBudget:
 
     @property
     def bytes(self) -> float:
-        """The limit of client states in memory (`budget`) in bytes; infinite without a limit."""
+        """The limit of client states or of replicas in memory, in bytes; inf without a limit."""
         return math.inf if self.budget is None else self.budget * 2**30
 
     @property
@@ -449,7 +449,10 @@ def _check_evaluation(evaluation: Evaluation, task: Task, has_head: bool, poolin
 
 
 def _check_generation(generate: Generation, dataset: Dataset) -> None:
-    """Raise ValueError if the tokenizer of the data cannot encode a prompt."""
+    """Raise ValueError for prompts that do not fit the data.
+
+    They fit if the data is language data whose tokenizer can encode them.
+    """
     if not generate.prompts:
         return
     if dataset.kind != "causal":

@@ -86,10 +86,17 @@ def _obstacle(spec: RunSpec, declarations: Declarations) -> str:
         return "the loss of a batch is a mean over labels, not over samples"
     if isinstance(spec.task.shape, PackedShape):
         return "samples have several inputs"
+    added = [name for name in declarations.networks if name != "model"]
+    if added:
+        method = added[0].partition(".")[0]
+        return f"method '{method}' adds a network, but the model must be the only network"
     if linear_chain(declarations.networks, len(spec.task.shape)) is None:
         if find_adapters(declarations.networks["model"]):
             return "layers have adapters (model.lora.rank)"
-        return "the model is not a chain of linear and pointwise layers, such as model=mlp"
+        return (
+            "the model is not a chain of linear and pointwise layers with trained weights that no "
+            "layers share, such as model=mlp"
+        )
     return ""
 
 
@@ -98,8 +105,8 @@ def default_lanes(spec: RunSpec, declarations: Declarations, concurrency: int) -
 
     Several lanes are used where they are faster:
     - with recorded steps on a GPU, except for large models;
-    - without recorded steps on a CPU, for small networks of linear layers, if the clients have
-      enough full batches.
+    - without recorded steps on a CPU, for raysim's small networks of linear layers, if enough
+      clients are in flight and the median client has enough full batches.
     In all other cases, the number is 1.
     concurrency: the number of clients in flight.
     """

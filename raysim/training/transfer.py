@@ -41,9 +41,9 @@ _silence_read_only_warning()
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return the array as a tensor on the device.
 
-    For a CPU, the tensor shares the memory of the array. For a GPU, the function starts the copy
-    and does not wait for its end. Training can use the tensor even if this function was called in
-    inference mode.
+    For a CPU, the tensor shares the memory of the array. For a CUDA device, the function starts the
+    copy and does not wait for its end. Training can use the tensor even if this function was called
+    in inference mode.
     """
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)
@@ -60,7 +60,8 @@ def dataset_on_device(dataset: Dataset, device: torch.device) -> tuple[Tensor, T
     """Return the inputs and labels of a data set as tensors on the device.
 
     On a CPU, the tensors are views of the data set's arrays. For any other device, the first call
-    in a process copies the arrays. Later calls in this process return the same tensors.
+    in a process copies the arrays. While these tensors are in use, later calls in this process
+    return the same tensors.
     """
     # Other processes have their own copies, because shared GPU memory is lost when the process that
     # allocated it dies.

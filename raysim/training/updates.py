@@ -248,7 +248,7 @@ class UpdateBuilder:
         """Describe the first step whose loss is not finite, and what to change."""
         rate = self.spec.settings.local.rate(job.version)
         steps = (~torch.isfinite(losses)).nonzero().flatten().tolist()
-        place = "the parameters are not finite"
+        place = "the parameters or buffers are not finite"
         if steps:
             place = f"the loss is not finite from step {steps[0] + 1} of {len(losses)}"
         methods = self.trainer.declarations.methods

@@ -17,9 +17,9 @@ from raysim.vectors.tree_sum import weighted_sum
 Granularity: TypeAlias = Literal["model", "tensor"]
 
 _PART = 1024  # columns multiplied at once: longer float32 sums lose digits
-_EXACT = 8 * _PART  # columns below this number are multiplied in float64
+_EXACT = 8 * _PART  # the last columns, fewer than this number, are multiplied in float64
 _BLOCK = 32 * _PART  # columns gathered at once
-_SHARES = 8  # parts of the columns that threads compute; each part needs its own memory
+_SHARES = 8  # the most parts of the columns for threads; each part needs its own memory
 # Rows of a tile. Only tiles on and below the diagonal are computed. The BLAS library multiplies
 # tiles of this size without first copying them.
 _ROWS = 8

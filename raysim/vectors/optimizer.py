@@ -418,7 +418,7 @@ class Optimizers:
         }
 
     def get(self, name: str) -> LocalOptimizer | None:
-        """Return the optimizer of this name, or None if it has made no step in this job."""
+        """Return the optimizer of this name, or None if the job does not have it yet."""
         return self._working[name].optimizer if name in self._working else None
 
     def put(

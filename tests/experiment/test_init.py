@@ -322,6 +322,11 @@ def test_wrong_values_of_init_settings_are_refused(
         build([*MLP, f"init={trained / 'model.safetensors'}", *words])
 
 
+def test_init_redraw_of_all_tensors_is_refused(trained: Path) -> None:
+    with pytest.raises(RefusedError, match=r"^init\.redraw=model leaves no tensor"):
+        build([*MLP, f"init={trained / 'model.safetensors'}", "init.redraw=model"])
+
+
 @pytest.mark.parametrize("word", ["init.only=head", "init.redraw=head", "init.sha256=abc"])
 def test_init_settings_without_an_init_file_are_refused(word: str) -> None:
     with pytest.raises(RefusedError, match=r"^init\."):

@@ -472,7 +472,7 @@ def test_functools_partial_as_model_is_stored_with_arguments() -> None:
     assert again.model()[1].out_features == 5
 
 
-def test_model_function_may_take_any_arguments() -> None:
+def test_model_function_with_keyword_arguments_resumes_with_them() -> None:
     ran(model=functools.partial(passing, width=5), rounds=1)
     again = raysim.run(["out=a", "resume=latest", "rounds=2"], quiet=True, allow=[__name__])
     assert again.model()[1].out_features == 5

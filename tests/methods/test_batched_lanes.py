@@ -33,6 +33,7 @@ from raysim.api.declarations import Local
 from raysim.api.local_job import LocalJob
 from raysim.api.messages import Job, Update
 from raysim.api.method import Method
+from raysim.methods.ditto import Ditto
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedprox import FedProx
 from raysim.methods.local import LocalTraining
@@ -276,6 +277,8 @@ class TestQualification:
     def test_error_of_batched_lanes_mentions_the_unsuitable_method_or_device(self) -> None:
         with pytest.raises(RefusedError, match="method 'fedprox'"):
             Worker(study(FedProx(0.1), lanes=2))
+        with pytest.raises(RefusedError, match="method 'ditto' adds a network"):
+            Worker(study(Ditto(), lanes=2))
         if find_spec("peft") is not None:
             with pytest.raises(RefusedError, match=r"adapters \(model\.lora\.rank\)"):
                 Worker(study(model=Mlp((8,), lora=Lora(rank=2)), lanes=2))
