@@ -60,6 +60,7 @@ class Server:
     counters: int [layout.shared_counters], the initial integer buffers.
     counts: int64 [clients], the number of training samples of each client; 0 for clients that never
     train this model.
+    If each client has its own replica, as with gossip, all clients have their true numbers.
     seed: the seed of the run.
     task: the task of the run, such as classification.
     weighting: "samples" weighs an update by its client's training samples; "uniform" weighs all
@@ -67,7 +68,7 @@ class Server:
     size: the largest number of updates in one aggregation.
     format_client: function that returns the name of a client for errors.
     unseen: the number of clients that never train this model: unseen clients, and clients of other
-    replicas.
+    replicas. It is 0 if each client has its own replica.
     replica: the number of the replica of this server; 0 if the run has one model.
     local: the options of local training.
     """
@@ -570,7 +571,7 @@ def make_server(
     same tensors.
     size: the largest number of updates in one aggregation.
     counts: int64 [clients], the number of training samples of each client; 0 for clients of other
-    replicas. If `counts` is None, the replica serves all clients of the run.
+    replicas. None means the true numbers of all clients of the run.
     unseen: the number of clients that never train this replica: unseen clients (`evaluate.unseen`)
     and clients of other replicas. None means the number of unseen clients, for a run with one
     replica.

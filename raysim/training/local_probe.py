@@ -27,7 +27,7 @@ def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_ba
     trainer: the trainer, whose vector contains the trained model.
     ctx: the context of the job.
     rows: the samples of the central test set to score, as rows of the data set. There are equally
-    many of each class.
+    many of each class, or fewer if the test set has fewer.
     score_batch: the number of rows that are scored at once.
     """
     trainer.set_training(False)

@@ -3,7 +3,8 @@
 The measures follow Guo, Tang and Lin, "FedBR" (ICML 2023): Figure 2 (features), Figure 3
 (classifier) and Table 6 (accuracy of local models). A local model and the model that its client
 received are probed before averaging. The probe uses equally many rows of each class of the central
-test set. The paper shows pictures of features and classifiers; the numbers are defined here.
+test set, or all rows of a class that has fewer. The paper shows pictures of features and
+classifiers; the numbers are defined here.
 """
 
 from __future__ import annotations

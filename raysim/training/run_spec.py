@@ -97,8 +97,8 @@ class StateBudget:
     """The limits of memory for client states and for replicas.
 
     A replica is one model of a topology, with its server state. If a limit is exceeded, the least
-    recently used states or replicas are moved: from CPU memory to disk, or from a GPU to CPU
-    memory.
+    recently used states are moved: from CPU memory to disk, or from a GPU to CPU memory. Replicas
+    are moved to disk, those first that have not changed for the longest time.
 
     budget: a number of GiB; None means no limit. The client states in CPU memory may have up to
     `budget` GiB, without the states of jobs that have not been aggregated. In addition, the
