@@ -252,9 +252,7 @@ class Selector:
             )
         numbers: list[int] = clients.tolist()
         if len(numbers) > count:
-            raise SelectionError(
-                f"{text} {len(numbers)} clients. Use at most view.count={count}."
-            )
+            raise SelectionError(f"{text} {len(numbers)} clients. Use at most view.count={count}.")
         unknown = [client for client in numbers if not 0 <= client < len(mask)]
         if unknown:
             raise SelectionError(

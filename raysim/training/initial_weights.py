@@ -134,7 +134,7 @@ class InitialWeights:
         if not used:
             raise ValueError(
                 f"init.redraw={','.join(self.init.redraw or ())} leaves no tensor that starts from "
-                "init.file. Remove parts from init.redraw, or set init.file and init.redraw to null."
+                "init.file. Remove parts from init.redraw, or set both settings to null."
             )
         chosen = {
             name: in_file[name] for name in targets.tensors if name in used and name in in_file
