@@ -58,7 +58,10 @@ class IdleClients:
             del self._clients[place]
 
     def advance(self, now: float) -> None:
-        """Apply all changes of availability up to the virtual time `now`."""
+        """Apply all changes of availability up to the virtual time `now`.
+
+        Also add the clients of `add_finished` that are idle and available.
+        """
         while self._read_change() and self._ahead[0].at <= now:
             change = self._ahead.popleft()
             self._remove_all(change.gone)

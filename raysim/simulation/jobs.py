@@ -126,7 +126,10 @@ class JobTable:
         return aggregation
 
     def look_ahead(self) -> None:
-        """Plan the aggregation after the next one, while workers train."""
+        """Plan the aggregation after the next one, while workers train.
+
+        Do nothing if it is planned already, or if the plan depends on the training.
+        """
         if not self._planner.plans_ahead:
             return
         if len(self._aggregations) < 2 and self._planner.version < self._settings.rounds:

@@ -360,7 +360,7 @@ class Planner:
     def next_aggregation(self) -> PlannedAggregation:
         """Advance virtual time until the schedule aggregates; return this aggregation.
 
-        Raises RuntimeError if the actions of the schedule contradict each other.
+        Raises RuntimeError if an action of the schedule is not allowed.
         Raises NoClientsLeftError if no client will become available again.
         Raises SelectionError if the selection rule makes a choice that is not allowed.
         Raises ValueError if no client of the run is available in the first `patience` seconds, or

@@ -75,7 +75,8 @@ def send_constants(spec: RunSpec, replicas: Replicas, runtime: Runtime, calls: W
 def _probed_rows(spec: RunSpec) -> np.ndarray:
     """Draw samples of the central test set for probes, equally many of each class.
 
-    Return their rows in the data set. There are about `evaluate.probe_rows` of them.
+    Return their rows in the data set. There are about `evaluate.probe_rows` of them, or fewer if a
+    class has too few samples.
     """
     central, rows = spec.data.central, spec.settings.evaluate.probe_rows
     labels = spec.data.open().groups()[0][central]
