@@ -38,8 +38,8 @@ class FederatedData:
     central: the rows of the central test set.
     pipeline: the normalisation and augmentation of inputs.
     title: the names of the data set and of the partitioner, for plots.
-    users: the name of the person or device in the data set that each client represents, as text;
-    None if clients do not represent such users.
+    users: the name of each client, as text: the person or device in the data set that it
+    represents, or its name in the lists of `partition=listed`. None if clients have no such names.
     """
 
     dataset_path: Path
@@ -56,8 +56,9 @@ class FederatedData:
     def user(self, client: int) -> str | None:
         """Return the name of the user whose samples a client has.
 
-        A user is a person or a device that is named in the data set. Return None if clients do not
-        represent such users, or if one client trains on the samples of all users.
+        A user is a person or a device that is named in the data set. With `partition=listed`, it is
+        the client's name in the lists. Return None if clients have no such names, or if one client
+        trains on the samples of all users.
         client: the number of the client.
         """
         # in pooled data one client trains on the rows of all clients
@@ -147,7 +148,7 @@ def _keep_labelled_tests(partition: Partition, dataset: Dataset) -> Partition:
 
 
 def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
-    """Raise ValueError if the partitioner needs classes but the samples have none.
+    """Raise ValueError if the partitioner needs one class per sample, but the data has none.
 
     clean: the data set without corruptions.
     """
@@ -160,8 +161,8 @@ def _check_has_classes(partitioner: Partitioner, clean: Dataset) -> None:
             "partition=iid, quantity, domain, natural or listed"
         )
     raise ValueError(
-        f"partition: {type(partitioner).__name__} assigns classes to clients, but a sample of "
-        f"{clean.kind} data has no class. {action}."
+        f"partition: {type(partitioner).__name__} needs one class for each sample, which "
+        f"{clean.kind} data does not have. {action}."
     )
 
 
@@ -218,8 +219,8 @@ def _check_settings(source: Source, clean: Dataset) -> None:
         )
     if source.label_noise and clean.kind != "classification":
         raise ValueError(
-            f"data.label_noise={source.label_noise} changes classes, but this data has none (it is "
-            f"for {clean.kind}). Set it to 0."
+            f"data.label_noise={source.label_noise} needs one class for each sample, which this "
+            f"data does not have (it is for {clean.kind}). Set it to 0."
         )
     if source.label_noise and clean.num_classes < 2:
         raise ValueError(
@@ -271,7 +272,10 @@ def _check_image_sizes(source: Source, clean: Dataset) -> None:
 
 
 def _title(settings: Source | Partitioner) -> str:
-    """Return the name of a data set or partition with its settings that are not the defaults."""
+    """Return the name of a data set or partition with its settings that are not the defaults.
+
+    The settings in `SETTINGS_OUTSIDE_TITLES` are left out.
+    """
     changed = []
     for entry in fields(settings) if is_dataclass(settings) else ():
         value = getattr(settings, entry.name)
@@ -386,9 +390,11 @@ def data_warnings(data: FederatedData) -> Iterator[str]:
 
     These properties are:
     - More than half of the classes have no sample.
-    - The largest class is 255, which often means "no label" in segmentation.
+    - Labels have a class per position, the largest class is 255, and the others seem to be small.
+      In segmentation, 255 often means "no label".
     - The images seem to have the shape [height, width, channels].
-    - There is no test sample: no client has one, and there is no central test set.
+    - There is no test sample: no client has one, and there is no central test set. If clients have
+      validation samples, the warning says that only these are scored.
     """
     dataset = data.open()
     if dataset.kind == "classification":
@@ -420,9 +426,13 @@ def data_warnings(data: FederatedData) -> Iterator[str]:
             "inputs.transpose(0, 3, 1, 2) of NumPy does"
         )
     train, test = data.partition.train, data.partition.test
+    validation = data.partition.validation
     if not len(test.indices) and not len(data.central):
+        scored = "nothing will be scored"
+        if validation is not None and len(validation.indices):
+            scored = "only validation samples will be scored"
         yield (
-            f"nothing will be scored: none of {len(train)} clients (of at most "
+            f"{scored}: none of {len(train)} clients (of at most "
             f"{train.counts.max()} training samples) has a test sample, and there is no central "
             "test set. Use fewer clients, increase partition.test_fraction, or give a test set"
         )

@@ -71,8 +71,9 @@ def pack_targets(targets: Sequence[Mapping[str, Any]], place: str) -> LabelSet:
     targets: for each of n samples, a dictionary of arrays by name, such as "boxes" [k, 4]. Only the
     length of the first axis, here k, may differ between samples.
     place: the name of the data in errors.
-    Raise ValueError if samples have arrays of different names. Also raise it if arrays of the same
-    name differ in an axis after the first one.
+    Raise ValueError if samples have arrays of different names, or in another order. Also raise it
+    if arrays of the same name differ in an axis after the first one. Raise it, too, for values that
+    are not numbers, and for integers that a float32 cannot hold.
     """
     names = list(targets[0])
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
@@ -125,7 +126,8 @@ def _pack_column(
             raise ValueError(f"{place}: values have the type {array.dtype}. Give numbers.")
         if has_integers and array.size and np.abs(array).max() >= LARGEST_TOKEN:
             raise ValueError(
-                f"{place}: integers of {LARGEST_TOKEN} and above cannot be stored. Give floats."
+                f"{place}: integers must be from {1 - LARGEST_TOKEN} to {LARGEST_TOKEN - 1}. Give "
+                "floats."
             )
     longest = max(len(array) for array in arrays)
     size = math.prod(inner)

@@ -19,7 +19,10 @@ TEST_FRACTION = 0.2  # of the rows of a single table are for testing, as with da
 
 
 def is_table(data: object) -> bool:
-    """Return True for a table with named columns, or for {"train": table, "test": table}."""
+    """Return True for a table with named columns, or for {"train": table, "test": table}.
+
+    The entry "test" may be missing.
+    """
     if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test"}:
         return all(_is_one_table(part) for part in data.values())
     return _is_one_table(data)
@@ -29,7 +32,7 @@ def store_table(data: object, settings: Mapping[str, Any] | None = None) -> Parq
     """Store a table as Parquet files in the cache of this machine, and return the `Parquet` source.
 
     The name of the folder contains a checksum of the tables.
-    data: a table, or {"train": table, "test": table}.
+    data: a table, or {"train": table, "test": table}, where "test" may be missing.
     settings: settings of the `Parquet` source, such as {"label": "target"}; None uses the defaults.
     Raise ValueError for a table that Parquet cannot store.
     """

@@ -133,7 +133,7 @@ class HuggingFace(TableSource):
         user = self.user or self.domain_column
         if user in names:
             return user
-        if user == "domain":
+        if user == "domain" and not self.user:
             return self.find_users(names)
         raise ValueError(
             f"{place} has no column {user}. Set partition.column or data.user to one of its "

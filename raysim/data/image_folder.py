@@ -44,8 +44,8 @@ class ImageFolder(Source):
     These folders may also be inside root/train/ and root/test/. A file root/split.csv may list the
     pictures in the columns path, domain, class and split ("train" or "test").
     root: the folder.
-    test_fraction: the share of the pictures that is for testing. It is used only if there is no
-    split.csv, and there are no folders root/train/ and root/test/. With 0.2 it is every fifth
+    test_fraction: the share of the pictures that is for testing. It is not used if there is a
+    split.csv, or if both folders root/train/ and root/test/ exist. With 0.2 it is every fifth
     picture of each class of each domain, in the order of file names.
     """
 
@@ -173,7 +173,7 @@ def _search_split(root: Path, folder: Path, split: str) -> list[PictureFile]:
         )
     if len(depths) > 1:
         raise ValueError(
-            f"data.root={folder} has some pictures in class/ and others in domain/class/. Use "
-            "one of these two folder structures for all pictures."
+            f"data.root={root}: {folder} has some pictures in class/ and others in domain/class/. "
+            "Use one of these two folder structures for all pictures."
         )
     return pictures

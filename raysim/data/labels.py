@@ -17,7 +17,7 @@ from raysim.data.values import refuse_nan, type_name
 from raysim.primitives.kinds import IGNORED, Kind, TargetField
 from raysim.primitives.memory import check_memory
 
-MAX_CLASSES_OF_FLOATS = 100  # floats with more different whole values are not classes
+MAX_CLASSES_OF_FLOATS = 100  # `infer_kind` takes floats with more different values for values
 EXACT_FLOATS = 2.0**53  # float64 can store every whole number below it
 
 
@@ -60,7 +60,7 @@ def read_labels(
     if not isinstance(values, np.ndarray):
         if kind == "positions":
             return _read_positions(_pad_lists(values, place, ignore), names, place, ignore)
-        return _read_lists(values, kind, names, place)
+        return _read_lists(values, kind, names, place, ignore)
     refuse_nan(values, f"{place}: the labels")
     if values.ndim > 1 and math.prod(values.shape[1:]) == 1:
         values = values.reshape(-1)
@@ -97,8 +97,9 @@ def streams_error(place: str) -> ValueError:
 def infer_kind(values: Any) -> Kind:
     """Return the kind of task that the type and the shape of n samples' labels suggest.
 
-    - "classification": integers or text [n]. Also floats [n] that look like class numbers: a few
-      different whole numbers, each of which occurs several times.
+    - "classification": integers or text [n]. Also floats [n] that look like class numbers: whole
+      numbers from 0 on, with at most half as many different values as samples (see
+      `_are_whole_classes`).
     - "regression": all other floats.
     - "multilabel": integers [n, labels] that are all 0 or 1, or a list of labels for each sample.
     - "positions": all other arrays of integers or text; each position has a class.
@@ -134,7 +135,11 @@ def stack_lists(rows: Sequence[Sequence[Any]], place: str) -> NDArray[Any]:
 
 
 def _read_lists(
-    rows: Sequence[Sequence[Any]], kind: Kind | None, names: list[str] | None, place: str
+    rows: Sequence[Sequence[Any]],
+    kind: Kind | None,
+    names: list[str] | None,
+    place: str,
+    ignore: int | str,
 ) -> LabelSet:
     """Return the labels of samples that have a list of labels each.
 
@@ -142,6 +147,7 @@ def _read_lists(
     kind: the value of `data.kind`; None means "multilabel".
     names: the names of the classes or outputs, if the data have any.
     place: the file or the argument that has the data, for errors.
+    ignore: `data.ignore`, the class that means "no label".
     """
     kind = kind or "multilabel"
     if kind == "multilabel":
@@ -155,7 +161,7 @@ def _read_lists(
             "sample, or set data.kind=multilabel or data.kind=regression."
         )
     classes = _to_classes(np.array([row[0] for row in rows]), place)
-    numbers, class_names = number_labels(classes, names, place)
+    numbers, class_names = _number_with_ignored(classes, names, place, ignore)
     return LabelSet(numbers, class_names, kind)
 
 
@@ -262,7 +268,8 @@ def _to_classes(values: NDArray[Any], place: str) -> NDArray[Any]:
 
     values: the label of each of n samples, [n].
     place: the file or the argument that has the data, for errors.
-    Raise ValueError if a float is not a whole number, or if a sample has several labels.
+    Raise ValueError if a float is not a whole number below 2**53. Also raise it if a sample has
+    several labels.
     """
     if values.ndim > 1:
         raise ValueError(

@@ -134,7 +134,7 @@ def _check_lists(content: Any, place: str, total: int | None) -> CSR:
         owner, other_owner = names[csr.owners[first]], names[csr.owners[second]]
         raise ValueError(
             f"{place} gives row {csr.indices[first]} to client {owner} and to client "
-            f"{other_owner}. Give each row to one client."
+            f"{other_owner}. List each row once."
         )
     is_wrong = (csr.indices < 0) | (csr.indices >= (total or np.inf))
     if is_wrong.any():

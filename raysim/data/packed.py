@@ -26,8 +26,8 @@ class Strips(Source):
     in train-labels.npy. The files for testing begin with "test". meta.json gives the names of the
     classes (`classes`) and the height of an image in pixels (`height`); without a height, images
     are square.
-    root: the folder with these files, or its parent folder if `name` is set.
-    name: the name of the data set; None if `root` is the folder with the files.
+    root: the folder with these files, or the parent of a folder `name` with these files.
+    name: the name of the data set, which errors name; None uses only the folder `root`.
     """
 
     root: str | None = None
@@ -79,13 +79,13 @@ def are_strips(folder: Path) -> bool:
 
 
 def _strip_files(folder: Path, split: str) -> list[Path]:
-    """Return the picture files of a split in the order of their numbers.
+    """Return the picture files of a split in the order of their names.
 
     If there are none, return the path that the first file should have.
     folder: the folder of the files.
     split: "train" or "test".
     """
-    # The path of a missing file is returned for the error that names it.
+    # `Strips.folder` raises an error if the returned file is missing.
     return sorted(folder.glob(f"{split}-[0-9]*.*")) or [folder / f"{split}-000.png"]
 
 

@@ -47,7 +47,8 @@ class ParquetColumns(NamedTuple):
     label: the column of labels.
     user: the column of users. Files without this column are accepted.
     has_pictures: True if the only input is a column of encoded pictures.
-    unused: the columns that are not read.
+    unused: the columns with row numbers or users that are left out of the input. [] for pictures,
+    and if `data.columns` names the input.
     """
 
     inputs: list[str]
@@ -202,7 +203,8 @@ class Parquet(TableSource):
 
         Columns that the settings do not name are chosen by their names and types.
         path: the first file; all files must have its columns.
-        Raise ValueError if a column is missing, or if no column can be the input.
+        Raise ValueError if the column of labels is missing, or if the columns of the input cannot
+        be chosen. A column that a setting names for the input may still be missing.
         """
         types = _column_types(path)
         names = list(types)

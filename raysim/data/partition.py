@@ -127,8 +127,8 @@ class Partitioner:
         if self.test_fraction is None and type(self).tests is Partitioner.tests:
             raise ValueError(
                 "partition.test_fraction=null needs partition=domain or partition=domain_class: "
-                "it tests each client on the central test samples of the client's domain, and "
-                "other partitions have no domains. Set a share such as 0.2."
+                "these test each client on the central test samples of the client's domain, which "
+                "no other partition of raysim does. Set a share such as 0.2."
             )
         self.check()
 
@@ -231,8 +231,9 @@ class Dirichlet(Partitioner):
     number of samples gets none of the following classes.
     minimum: the smallest number of samples of a client. None means 1, or with `grouping` half of
     the mean number of samples.
-    grouping: the number of clients in a group. The samples are first divided at random between the
-    groups. Then each group divides its samples between its clients. None makes no groups.
+    grouping: the number of clients in a group; the last group may have fewer. The samples are first
+    divided at random between the groups. Then each group divides its samples between its clients.
+    None makes no groups.
     per: "class" draws, for each class, the clients' shares of the class. "client" draws, for each
     client, a probability of each class. For one class, the sum of these probabilities over all
     clients is then scaled to 1. The scaled probabilities are the clients' shares of the class.
@@ -398,7 +399,8 @@ class DirichletClient(Partitioner):
 class Shards(Partitioner):
     """A partition in which each client gets random shards of the data (McMahan et al. 2017).
 
-    The samples are sorted by label. The sorted samples are cut into shards of equal size.
+    The samples are sorted by label. The sorted samples are cut into shards, whose sizes differ by
+    at most one sample.
     clients: the number of clients.
     shards_per_client: the number of random shards that each client gets.
     """
@@ -527,9 +529,9 @@ class Natural(Partitioner):
     def assign(self, draws: Draws) -> CSR:
         if not draws.domains.any():
             raise ValueError(
-                "partition=natural makes each user a client, but all samples belong to one user. "
-                "Set partition.column to the column of users, give (inputs, labels, users) from "
-                "Python, or choose partition=iid, dirichlet or another."
+                "partition=natural makes each user a client, but this data has no users or only "
+                "one. Set partition.column to the column of users, give (inputs, labels, users) "
+                "from Python, or choose partition=iid, dirichlet or another."
             )
         sizes = np.bincount(draws.domains)
         order, users = draws.order(), np.flatnonzero(sizes >= self.minimum)

@@ -65,7 +65,8 @@ def stack_images(
     """Return all images as uint8 [count, c, h, w].
 
     size: the height and width to which images are resized; None keeps their size.
-    channels: the number of channels to which they are converted; None keeps their channels.
+    channels: the number of channels to which they are converted. None keeps the channels of arrays
+    that are not resized; grey images stay grey, and all others become RGB.
     Raise ValueError if the resulting shapes differ.
     """
     if isinstance(images, np.ndarray):
@@ -110,7 +111,8 @@ def fit_image(picture: Image, size: int | None, channels: Literal[1, 3] | None) 
 
     Resizing is bilinear and antialiased.
     size: the height and width of the result; None keeps the picture's size.
-    channels: 1 makes the picture grey, 3 makes it RGB; None keeps its channels.
+    channels: 1 makes the picture grey, 3 makes it RGB. None keeps a grey picture grey, and makes
+    any other one RGB; transparency is lost.
     """
     from PIL import Image
 

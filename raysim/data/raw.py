@@ -98,7 +98,8 @@ class Source:
 
     only: the names of the classes to keep, numbered in this order; None keeps all.
     size: the height and width in pixels to which images are resized; None keeps their size.
-    channels: 1 makes images grey, 3 makes them RGB; None keeps their channels.
+    channels: 1 makes images grey, 3 makes them RGB. None keeps grey images grey and makes coloured
+    pictures RGB, without transparency.
     cache: the folder for the data sets that raysim writes. None uses the environment variable
     RAYSIM_CACHE, or else ~/.cache/raysim.
     kind: the kind of the task. "classification", "regression" and "multilabel" have the usual
@@ -106,7 +107,8 @@ class Source:
     data, and "structure" means labels of several named arrays. None infers the kind from the
     labels.
     ignore: the label that means "no label"; losses and scores ignore samples and positions that
-    have it.
+    have it. Strips, folders of pictures, and sources that download or generate samples do not use
+    it.
     label_noise: the share of each client's training labels that are changed to another class.
     rotation: the rotation of images by fixed or random angles (see `Rotation` in corruption.py).
     pool: replaces each block of pool x pool pixels by its mean; 1 changes nothing.
@@ -238,7 +240,12 @@ class Source:
         if self.only is not None:
             raw = _keep_classes(raw, [str(label) for label in self.only])
         count = len(raw.labels)
-        if not 0 < raw.train_rows <= count:
+        if raw.train_rows > count:
+            raise ValueError(
+                f"data source {name} has train_rows={raw.train_rows}, but only {count} labels. "
+                "Correct the `Raw` that its function `read` returns."
+            )
+        if raw.train_rows <= 0:
             action = "Check data.root" if hasattr(self, "root") else "Return some from `read`"
             raise ValueError(f"data source {name} has no training samples. {action}.")
         inputs, tokens = self._store_inputs(raw, name)
@@ -495,8 +502,8 @@ def _keep_classes(raw: Raw, classes: Sequence[str]) -> Raw:
     """
     if raw.kind != "classification":
         raise ValueError(
-            f"data.only={list(classes)} keeps some classes, but this data has no classes (it is "
-            f"for {raw.kind}). Set data.only=null."
+            f"data.only={list(classes)} needs one class for each sample, which this data does not "
+            f"have (it is for {raw.kind}). Set data.only=null."
         )
     for name in classes:
         if name not in raw.class_names:

@@ -130,7 +130,10 @@ def natural_order(values: NDArray[Any]) -> list[str]:
 
 
 def join_names(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Join arrays of domain names, as integers if all are integers, else as text."""
+    """Join arrays of domain names, as integers if all are integers, else as text.
+
+    Signed and unsigned integers of 64 bits have no common type, so together they become text.
+    """
     if all(part.dtype.kind in "iu" for part in parts):
         joined = np.concatenate(parts)
         # NumPy would join signed and unsigned integers of 64 bits to floats.

@@ -85,7 +85,7 @@ class WebDataset(Source):
     test_fraction: the fraction of samples for testing, which is used only without test files. It
     applies to each user separately, and to each class of a user's samples.
     length: the largest number of tokens of a text; further tokens are left out.
-    padding: the token number that fills up shorter rows of tokens.
+    padding: the token number that fills up shorter lists of tokens; text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
     """
 
@@ -321,7 +321,7 @@ def _read_text(part: Part) -> str:
 
 
 def _read_value(part: Part, ending: str) -> Any:
-    """Return the content of a file that is not a picture: a number, text or array.
+    """Return the content of a file that is not a picture: a number, text, array or JSON value.
 
     ending: the file's ending, which gives its type.
     Raise ValueError if the file cannot be read or has an unknown ending.

@@ -290,7 +290,7 @@ def _download(folder: Path, set_name: str, missing: str) -> None:
 
 
 def _download_error(error: Exception) -> str:
-    """Describe why a download failed, without the internet address in the error."""
+    """Describe why a download failed: the reason in a `urlopen` error, or else the whole error."""
     reasons = re.findall(r"<urlopen error (?:\[[^]]*\] )?(.*?)>", str(error))
     return reasons[0] if reasons else str(error)
 

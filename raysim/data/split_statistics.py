@@ -12,7 +12,8 @@ from raysim.data.heterogeneity import entropy, heterogeneity
 def class_counts(data: FederatedData) -> Ints:
     """Return the number of training samples of each of N clients in each of C classes, [N, C].
 
-    Unseen clients are included. If the data has no classes, all samples are one class, [N, 1].
+    Unseen clients are included. Samples without a label are one more class. If the data has no
+    classes, all samples are one class, [N, 1].
     """
     train = data.partition.all_train
     groups, names = data.open().groups()
@@ -27,7 +28,7 @@ def statistics(data: FederatedData) -> dict[str, object]:
     "sizes" and "test_sizes" have the smallest, the median and the largest number of a client's
     training and test samples. "classes_per_client" has the smallest, the median and the largest
     number of a client's classes, over the clients with samples. "unused" is the number of training
-    rows that no client has. "pooled_entropy" is the entropy of all clients' labels together, in
+    rows that no client uses. "pooled_entropy" is the entropy of all clients' labels together, in
     nats. "counts" and "heterogeneity" are the results of `class_counts` and `heterogeneity`.
     """
     counts = class_counts(data)

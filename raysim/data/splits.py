@@ -229,7 +229,9 @@ def shard_split(
     order: ArrayLike,
     assignment: ArrayLike,
 ) -> CSR:
-    """Sort rows by label, cut them into N * S equal shards, and give each client S shards.
+    """Sort rows by label, cut them into N * S shards, and give each client S shards.
+
+    The sizes of two shards differ by at most one row.
 
     labels: the class of each row, [n].
     num_clients: the number N of clients.

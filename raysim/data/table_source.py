@@ -20,7 +20,8 @@ class TableSource(Source):
     separate: True gives the model each input column as a separate argument, which has the column's
     name. False joins several columns to one vector.
     length: the largest number of tokens of a row; further tokens are left out.
-    padding: the token number that fills up rows with fewer tokens than the longest row.
+    padding: the token number that fills up lists of tokens that are shorter than the longest one.
+    Text has a padding of its own.
     tokenizer: a folder or name of a Hugging Face tokenizer for text; None turns text into bytes.
 
     If `data.kind` is "causal", each row of the table is a document for a language model, without a

@@ -174,8 +174,8 @@ class TextTable(TableSource):
 class Csv(TextTable):
     """A source of comma-separated values with the names of the columns in the first line.
 
-    delimiter: the character between the values of a row. A field that is empty or NA, and not in
-    quotes, is missing.
+    delimiter: the character between the values of a row. A field that is empty, and one such as NA,
+    NaN or NULL, is missing if it is not in quotes.
     """
 
     delimiter: str = ","

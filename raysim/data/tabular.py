@@ -79,8 +79,8 @@ class NumPy(Source):
     Each file has these arrays:
     x [n, ...]: the inputs: uint8 levels (images are [n, channels, height, width]), floats, or
     integers, which are token numbers.
-    y [n] or [n, outputs]: the labels; `labels.infer_kind` decides whether they are classes or
-    values.
+    y [n] or [n, ...]: the labels; `labels.infer_kind` decides whether they are classes or values,
+    unless `data.kind` does.
     user [n]: the user of each sample, for partition=natural; this array may be missing.
 
     Samples with several inputs have an array x.NAME for each input in place of x. Samples with
@@ -339,8 +339,9 @@ def _read_archive(path: Path) -> dict[str, NDArray[Any]]:
         ) from error
     if "data" in names and not arrays:
         raise ValueError(
-            f"{path} holds a pickled object. raysim never unpickles, because a pickle can run any "
-            "program. If you trust the file, convert it with "
+            f"{path} has an array data, but no array x. PFLlib stores data as a pickled object, "
+            "which raysim never reads, because a pickle can run any program. If you trust the "
+            "file, convert it with "
             'd = numpy.load(path, allow_pickle=True)["data"].item(); '
             'numpy.savez(path, x=d["x"], y=d["y"]).'
         )

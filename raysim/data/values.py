@@ -28,7 +28,8 @@ def plain_array(column: Any, place: str) -> NDArray[Any]:
     column: an array, a tensor, a list, or a column of a table. A whole table becomes an array
     [rows, columns].
     place: the name of the column in errors, such as "data: the labels for train".
-    Raise ValueError for missing values, rows of different shapes and mixed types.
+    Raise ValueError for missing values, rows of different shapes and mixed types. An array or a
+    list of floats may have nan.
     """
     if isinstance(column, torch.Tensor):
         return _read_tensor(column, place)
@@ -198,7 +199,7 @@ def _unequal_shapes(place: str) -> ValueError:
 
 
 def _read_items(items: list[Any], place: str) -> NDArray[Any]:
-    """Return Python values as a flat array; raise an error if they have different types.
+    """Return Python values as a flat array; raise ValueError if not all are numbers or all text.
 
     items: the values.
     place: the file or the argument that has the data, for errors.

@@ -86,7 +86,7 @@ def build(
 ) -> Experiment:
     """Build and check all objects of a run; return them as an `Experiment`, which `run` takes.
 
-    Data are downloaded and cached if necessary; no other file is written.
+    Data and pretrained weights are downloaded and cached if necessary; no other file is written.
     config: overrides as on the command line, in one text or a list; or a complete configuration.
     allow: packages besides raysim whose classes and options the configuration may use.
     methods: a list of methods, each as an object or as the name of an option.
@@ -289,9 +289,9 @@ def _build_experiment(
 
 
 def _rate_warnings(settings: RunSettings) -> list[str]:
-    """Return a warning for each setting of the learning rate that has no effect.
+    """Return a warning for each setting of the learning rate that is probably a mistake.
 
-    For example, the run, or each of its jobs, may end before the warm-up does.
+    Such a setting has no effect, or the run, or each of its jobs, ends before the warm-up does.
     """
     local, texts = settings.local, []
     if local.drop_every is not None and local.schedule != "step":

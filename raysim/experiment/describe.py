@@ -37,7 +37,7 @@ from raysim.vectors.layout import Layout
 
 # More users than these are listed only in clients.parquet.
 MAX_LISTED_USERS = 1000
-# Libraries on which the bits of a run depend.
+# Libraries whose versions a run stores.
 LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 
 
@@ -89,7 +89,7 @@ def _methods(methods: Sequence[Method]) -> str:
 def hook_names(cls: type[Method]) -> list[str]:
     """Return the names of the hooks that a method's class overrides.
 
-    Hooks that only check settings are left out.
+    The hook `settings` is left out.
     """
     names = [hook for hook in HOOKS if hook != "settings"]
     return [hook for hook in names if getattr(cls, hook) is not getattr(Method, hook)]
@@ -377,7 +377,10 @@ def _workers(experiment: Experiment) -> str:
 
 
 def _sums(experiment: Experiment, declarations: Declarations) -> str:
-    """Return the reason for sending every update separately; "" if workers send sums of updates."""
+    """Return the reason for sending every update separately; "" if workers send sums of updates.
+
+    With `runtime=inprocess` nothing is sent, so the result is "".
+    """
     uses = declarations.uses_of_single_updates
     if experiment.network.moves_clients:
         uses.append("the topology moves clients by them")

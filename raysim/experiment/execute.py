@@ -36,7 +36,13 @@ from raysim.experiment.run_folder import (
 from raysim.experiment.runtime_events import runtime_events
 from raysim.experiment.settings import Experiment
 from raysim.primitives.errors import RefusedError, errors_as_refusals
-from raysim.primitives.files import abandoned_drafts, lock_folder, make_folder, user_path
+from raysim.primitives.files import (
+    abandoned_drafts,
+    lock_folder,
+    make_folder,
+    user_path,
+    without_password,
+)
 from raysim.primitives.output import lossy_output
 from raysim.primitives.stacks import stacks_on_signal
 from raysim.primitives.stores import is_url, temporary_copy
@@ -50,9 +56,8 @@ from raysim.simulation.schedule import Schedule
 if TYPE_CHECKING:
     from rich.console import Console
 
-RESUME_ADVICE = "Continue from the last checkpoint with the same settings and resume=latest."
-# Restarts after lost processes, if no new checkpoint is written between them.
-MAX_RESTARTS = 3
+# A run fails if it loses a process so many times in a row without a new checkpoint.
+MAX_LOSSES = 3
 
 
 def run(
@@ -103,8 +108,8 @@ def run(
     `partition` may also be the rows of each client, in a list of lists or a dictionary.
     `loss` may also be a function of outputs and labels that returns a loss for each sample.
     metrics: names, functions of outputs and labels, and objects `raysim.Metric`. The main metric
-    decides which round is best and which trial of a sweep wins. It is the first one, unless
-    `evaluate.metric` names another one.
+    decides which trial of a sweep wins and, if there are validation samples, which round is best.
+    It is the first one, unless `evaluate.metric` names another one.
 
     config.yaml stores an object if its class can be imported and its arguments are plain values. To
     continue or repeat the run, you must pass all objects that config.yaml could not store.
@@ -118,10 +123,11 @@ def run(
 
     `on_round` and `observers` are not stored, and are not called if the run had finished before.
 
-    Raise `RefusedError` if the run cannot start; then nothing was written. If too many jobs of an
+    Raise `RefusedError` if the run cannot start; then no result was written. If too many jobs of an
     aggregation fail, write a checkpoint and raise `TooManyFailuresError`. If one of your observers
-    raises an error, write the history and raise `ObserverError`. Raise `Interrupted` if the user
-    stops the run.
+    raises an error, write the history and raise `ObserverError`. Raise `RunStoppedError` if a
+    method fails, a file cannot be written, or too many processes are lost. Raise `Interrupted` if
+    the user stops the run.
     """
     from rich.console import Console
 
@@ -201,39 +207,47 @@ def _run_with_restarts(
     quiet: bool,
     user_observers: Sequence[Observer],
 ) -> Result:
-    """Execute a run; if a process is lost, continue from the last checkpoint.
+    """Execute a run; if a process is lost, continue from the last checkpoint, or from round 0.
 
     place: the run's folder, and the checkpoint from which the run continues, if it has one.
     quiet: True prints only warnings and errors.
     user_observers: the user's observers.
     """
     options = experiment.spec.settings.checkpoint
-    restarts_left = MAX_RESTARTS
+    losses_left = MAX_LOSSES
+    address = without_password(experiment.url) or str(place.folder)
     while True:
         checkpoint = last_checkpoint(place.folder, options)
         try:
             return _run_once(experiment, place, console, quiet, user_observers)
         except ProcessLostError as error:
-            has_progressed = last_checkpoint(place.folder, options) != checkpoint
-            restarts_left = MAX_RESTARTS if has_progressed else restarts_left - 1
+            new_checkpoint = last_checkpoint(place.folder, options)
+            losses_left = MAX_LOSSES if new_checkpoint != checkpoint else losses_left - 1
             has_begun = (place.folder / CONFIG).is_file()
-            if restarts_left == 0 or not has_begun:
-                raise ProcessLostError(_with_advice(error)) from error
+            if losses_left == 0 or not has_begun:
+                raise ProcessLostError(_with_advice(error, address)) from error
             reason = str(error).rstrip(".")
-            say(console, f"{reason}. The run restarts from its last checkpoint")
+            start = "its last checkpoint" if new_checkpoint else "round 0: it has no checkpoint"
+            say(console, f"{reason}. The run restarts from {start}")
         except RefusedError as error:
             if not place.is_restart:
                 raise
-            raise RunStoppedError(_with_advice(error)) from error
+            raise RunStoppedError(_with_advice(error, address)) from error
         execution = replace(experiment.execution, out=str(place.folder), resume="latest")
         experiment = replace(experiment, execution=execution)
         with errors_as_refusals():
             place = replace(choose_place(experiment), is_restart=True)
 
 
-def _with_advice(error: Exception) -> str:
-    """Return the text of an error, with the advice to continue the run."""
-    return f"{str(error).rstrip('.')}. {RESUME_ADVICE}"
+def _with_advice(error: Exception, address: str) -> str:
+    """Return the text of an error, with the advice to continue the run.
+
+    address: the run's folder or URL.
+    """
+    return (
+        f"{str(error).rstrip('.')}. Continue the run with the same settings, out={address} and "
+        "resume=latest."
+    )
 
 
 def _run_once(

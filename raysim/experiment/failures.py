@@ -1,4 +1,4 @@
-"""End a run with one sentence if a hook fails or a file cannot be written."""
+"""End a run with a short text if a hook fails or a file cannot be written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from raysim.simulation.events import RunStoppedError
 def explain_errors(folder: Path) -> Iterator[None]:
     """Raise `RunStoppedError` with a short text for two kinds of errors in a `with` block.
 
-    These are errors of methods' hooks, and errors of files that cannot be written.
+    These are errors of methods' hooks, and errors of the operating system (`OSError`), such as a
+    file that cannot be written.
     folder: the run's folder.
     """
     with _report_unwritable_files(folder), _name_failing_method():
@@ -29,7 +30,7 @@ def explain_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _name_failing_method() -> Iterator[None]:
-    """Raise `RunStoppedError` with the method's name if a server hook fails inside `with`."""
+    """Raise `RunStoppedError`, which says what failed, if a method's hook fails inside `with`."""
     try:
         yield
     except (RefusedError, RunStoppedError):
@@ -45,8 +46,9 @@ def _name_failing_method() -> Iterator[None]:
 
 @contextmanager
 def _report_unwritable_files(folder: Path) -> Iterator[None]:
-    """Raise `RunStoppedError` with advice if a file cannot be written inside `with`.
+    """Raise `RunStoppedError` with advice for an `OSError` or `SafetensorError` inside `with`.
 
+    Usually a file cannot be written.
     folder: the run's folder, which the advice names.
     """
     try:

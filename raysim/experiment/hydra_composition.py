@@ -163,8 +163,8 @@ def compose_files(options: Options, groups: Groups, folders: tuple[Path, ...]) -
         reason = first_line(error).rstrip(".:")
         raise RefusedError(
             f"the configuration files cannot be combined ({reason}). Correct your own "
-            "configuration files: in the folders given with --conf, or in the folder conf of the "
-            "packages given with --allow."
+            "configuration files, in the folders given with --conf and in the folder conf of your "
+            "packages."
         ) from error
     config = OmegaConf.create(composition.values)
     has_preset = "experiment" in chosen

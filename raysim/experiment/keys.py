@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from raysim.experiment.groups import LISTS, NONE, Groups, join_options, options_with_key
 from raysim.experiment.run_overrides import read_setting
-from raysim.primitives.errors import RefusedError, nearest, suggest
+from raysim.primitives.errors import RefusedError, first_line, nearest, suggest
 
 # Keys that may have entries of any name.
 FREE_MAPPINGS = (
@@ -43,7 +43,7 @@ OTHER_NAMES = {
 ALTERNATIVES = (("local.epochs", "local.steps"), ("init.file", "init.sha256"))
 
 _LAUNCHER_ADVICE = (
-    "raysim study --parallel N makes runs side by side, and raysim sweep on all nodes of a Ray"
+    "raysim study --parallel N makes runs side by side, raysim sweep on all nodes of a Ray cluster"
 )
 _SWEEPER_ADVICE = "raysim sweep searches, as sweep.search says: random, grid or optuna"
 # Keys of Hydra, and what to use instead.
@@ -80,7 +80,7 @@ def _unknown_key(
     If the key is local.optimizer.rate and local.optimizer exists, `path` is ["local", "optimizer"]
     and `part` is "rate".
     config: the run's configuration.
-    node: the value at `path`: a dictionary, or a single value.
+    node: the value at `path`: a dictionary, a list, or a single value.
     path: the parts of the key that exist.
     part: the first part that does not exist.
     key: the whole key.
@@ -88,6 +88,8 @@ def _unknown_key(
     """
     where = ".".join(path)
     if not isinstance(node, DictConfig):
+        if OmegaConf.is_list(node):
+            return f"{key} does not exist: {where} is a list, so write {where}=VALUE+VALUE"
         return f"{key} does not exist: {where} is a single value, so write {where}=VALUE"
     renamed = RENAMED_KEYS.get(f"{where}.{part}")
     if renamed is not None:
@@ -191,10 +193,13 @@ def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
         is_free = key.rpartition(".")[0] in FREE_MAPPINGS
         OmegaConf.update(config, key, value, merge=True, force_add=is_free)
     except OmegaConfBaseException as error:
-        expected = f"the key {key} takes a list. Write {key}=VALUE+VALUE."
-        if OmegaConf.is_dict(OmegaConf.select(config, key)):
-            expected = f"{key} is a group of keys. Set one of its keys: {key}.KEY=VALUE."
-        raise RefusedError(f"the override '{text}' has a single value, but {expected}") from error
+        earlier_value = OmegaConf.select(config, key)
+        reason = f"its value cannot be read ({first_line(error).rstrip('.')}). Correct it."
+        if OmegaConf.is_list(earlier_value):
+            reason = f"the key {key} takes a list. Write {key}=VALUE+VALUE."
+        if OmegaConf.is_dict(earlier_value):
+            reason = f"{key} is a group of keys. Set one of its keys: {key}.KEY=VALUE."
+        raise RefusedError(f"the override '{text}' cannot be applied: {reason}") from error
 
 
 def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:

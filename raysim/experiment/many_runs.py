@@ -110,7 +110,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raise `RefusedError` if the folder for a new study or sweep exists already."""
+    """Raise `RefusedError` if the folder for a new run, study or sweep exists already."""
     lock = folder / LOCK_FILE
     if lock.is_file() and os.access(lock, os.W_OK):
         with lock_folder(folder):

@@ -1,6 +1,6 @@
 """Read a method's docstrings and hooks from its source file, without importing it.
 
-`raysim methods` lists 60 methods. Importing their classes would take most of its time.
+`raysim methods` lists about 70 methods. Importing their classes would take most of its time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 PACKAGE = "raysim"
 ROOT = Path(__file__).parents[1]
 METHOD = "Method"  # the class that all methods extend
-UNLISTED_HOOKS = ("settings",)  # these hooks only check settings
+UNLISTED_HOOKS = ("settings",)  # it only names the settings that a method needs
 
 
 @dataclass(frozen=True)

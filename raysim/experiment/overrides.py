@@ -158,7 +158,7 @@ def _to_setting(override: Override, text: str, letters: _Letters) -> SettingOver
 def _expand_counts(text: str) -> str:
     """Return a text in which a range such as "0..4" is written as "0,1,2,3,4".
 
-    A quoted value stays unchanged.
+    A text with a quote or an opening bracket stays unchanged.
     text: the override.
     """
 

@@ -183,7 +183,8 @@ def record(
     If an error ends the run, the observers still write its history and close its tracking.
     folder: the run's folder.
     events: the events of the run, in order.
-    quiet: True lets raysim's observers print nothing.
+    quiet: True leaves out progress, tables and notes; raysim's observers still print warnings and
+    the closing line, unless the console is quiet.
     user_observers: the user's observers, which are called after raysim's.
     Raise `Interrupted` if the user stops the run.
     """
@@ -239,7 +240,7 @@ def run_observers(
     folder: the run's folder.
     is_trial: True if a sweep makes the run. The sweep sends the trial's rows to MLflow and draws
     one picture of all trials, so the run itself does neither.
-    quiet: True if the observers must print nothing.
+    quiet: True leaves out progress, tables and notes. Warnings and the closing line remain.
     """
 
     def print_line(text: str) -> None:

@@ -128,8 +128,9 @@ class Result:
         path = self.folder / "clients.parquet"
         if not path.is_file():
             raise RefusedError(
-                f"{self._address} has no clients.parquet: an earlier version of raysim wrote this "
-                "run, or it has no round yet. Run it again, or continue it with resume=latest."
+                f"{self._address} has no clients.parquet: the run is in progress or was killed, or "
+                "an earlier version of raysim wrote it. Wait for its end, continue it with "
+                "resume=latest, or run it again."
             )
         return pd.read_parquet(path).set_index("client")
 

@@ -461,6 +461,8 @@ def test_hugging_face_source_reads_a_saved_data_set_folder(tmp_path: Path) -> No
     )
     with pytest.raises(ValueError, match=r"who.*partition\.column.* text, label, user"):
         federate(source, Natural(column="who"), 0)
+    with pytest.raises(ValueError, match=r"has no column domain\. Set partition\.column"):
+        federate(source, Natural(column="domain"), 0)
     with pytest.raises(ValueError, match=r"data\.root=.*nowhere"):
         HuggingFace(str(tmp_path / "nowhere")).build()
 

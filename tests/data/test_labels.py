@@ -28,6 +28,7 @@ from raysim.data.sources import (
     Parquet,
     Tabular,
 )
+from raysim.primitives.kinds import IGNORED
 
 INPUTS = np.linspace(-1, 1, 24).reshape(12, 2)
 ROWS = np.array_split(np.arange(12), 3)  # of three users
@@ -231,6 +232,11 @@ def test_list_with_a_single_integer_is_read_as_the_class_of_the_sample() -> None
     labels = read_labels([[1], [0], [1]], "classification", None, "place")
     assert labels.values.tolist() == [1, 0, 1]
     assert (labels.names, labels.kind) == (["0", "1"], "classification")
+
+
+def test_list_with_only_the_ignored_label_is_a_sample_without_a_label() -> None:
+    labels = read_labels([[1], [255], [0]], "classification", None, "place", 255)
+    assert labels.values.tolist() == [1, IGNORED, 0] and labels.names == ["0", "1"]
 
 
 # ---- several labels, and labels per position -----------------------------------------------------

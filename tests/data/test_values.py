@@ -203,6 +203,18 @@ class DictionarySource(Source):
         return Raw(inputs, np.array(INTEGERS), 6, ["a", "b", "c"])
 
 
+class TooFewLabels(Source):
+    """A source that claims more training samples than it has."""
+
+    def read(self) -> Raw:
+        return Raw(TABLE, np.array(INTEGERS), len(INTEGERS) + 1, ["a", "b", "c"])
+
+
+def test_source_with_more_training_rows_than_labels_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"TooFewLabels has train_rows=\d+, but only \d+ labels"):
+        TooFewLabels().build()
+
+
 def test_source_with_dictionary_of_inputs_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"DictionarySource .*image, age"):
         DictionarySource().build()

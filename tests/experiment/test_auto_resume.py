@@ -82,14 +82,16 @@ def test_run_restarts_from_its_checkpoint_after_each_loss_of_a_process(
     assert not fails and waited.times == 4
     assert result.summary["model_sha256"] == straight.summary["model_sha256"]
     assert [row["round"] for row in read_history(tmp_path / "b/history.parquet")] == [1, 2, 3, 4, 5]
-    assert out.getvalue().count("a node is gone. The run restarts from its last checkpoint") == 4
+    text = out.getvalue()
+    assert text.count("a node is gone. The run restarts from round 0: it has no checkpoint") == 1
+    assert text.count("a node is gone. The run restarts from its last checkpoint") == 3
 
 
 def test_run_fails_after_three_restarts_without_a_new_checkpoint(
     fails: list[int], tmp_path: Path
 ) -> None:
     fails += [3] * 9
-    with pytest.raises(ProcessLostError, match=r"a node is gone\. .* resume=latest"):
+    with pytest.raises(ProcessLostError, match=r"a node is gone\. .*out=.*/a and resume=latest"):
         raysim.run([*QUICK, f"out={tmp_path / 'a'}"], quiet=True)
     assert len(fails) == 5, "the first made a checkpoint, and three after it none"
 

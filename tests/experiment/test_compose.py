@@ -313,6 +313,7 @@ def test_default_weighting_of_updates_depends_on_the_method() -> None:
         (["local.nesterov=1"], ["local.nesterov=1", "true or false"]),
         (["local.optimizer=sdg"], ["local.optimizer=sdg", "did you mean sgd?"]),
         (["local.lr.x=1"], ["local.lr is a single value"]),
+        (["data.augment.x=1"], ["data.augment is a list"]),
         (["local={lr: 1}"], ["local=", "default"]),
         (["schedule=null"], ["schedule=null", "synchronous"]),
         (["schedule.cohort=500"], ["schedule.cohort=500", "20"]),
@@ -411,6 +412,11 @@ def test_wrong_override_is_refused(words: list[str], parts: list[str]) -> None:
     text = sentence(*words)
     for part in parts:
         assert part in text
+
+
+def test_override_with_a_broken_reference_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"'rounds=\$\{' cannot be applied: its value cannot"):
+        compose(settings={"rounds": "${"})
 
 
 def test_folders_that_vanish_during_the_search_for_options_are_skipped(

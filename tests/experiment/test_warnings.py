@@ -239,15 +239,17 @@ def test_run_without_scores_gets_a_warning() -> None:
         half = (np.zeros((40, 3), np.float32), np.arange(40) % 4)
         words = (*DATA[:2], "partition=iid", "model=mlp", *ROUNDS, *words)
         found = build(words, data=(half, half) if test else half).warnings
-        return [text for text in found if "nothing will be scored" in text]
+        return [text for text in found if "will be scored" in text]
 
     (sentence,) = of("partition.clients=10")
-    assert "none of 10 clients (of at most 4 training samples)" in sentence
+    assert "nothing will be scored: none of 10 clients (of at most 4 training" in sentence
     assert "partition.test_fraction" in sentence
     assert (
         of("partition.clients=8") == of("partition.clients=10", "partition.test_fraction=0.3") == []
     )
     assert of("partition.clients=10", test=True) == []
+    (sentence,) = of("partition.clients=10", "partition.validation_fraction=0.3")
+    assert sentence.startswith("only validation samples will be scored: none of 10 clients")
 
 
 @pytest.mark.parametrize(
