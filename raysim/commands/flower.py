@@ -198,9 +198,10 @@ def _load_server_app(project: Project) -> Any:
 
 
 def _rounds_table(rounds: Any) -> str:
-    """Return a pandas.DataFrame as text.
+    """Return the table of an app's rounds as text, or a sentence if no messages were sent.
 
-    rounds: `AppResult.rounds`. It has a row for each virtual time at which messages were sent.
+    rounds: `AppResult.rounds`. It has a row for each group of messages of one type that were sent
+    at the same virtual time.
     """
     if not len(rounds):
         return "the ServerApp sent no messages"

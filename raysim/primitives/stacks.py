@@ -139,10 +139,10 @@ def write_stacks(folder: Path, name: str, text: str) -> Path:
 def stacks_on_signal(folder: Path, name: str) -> Iterator[None]:
     """Make `kill -USR1` write this process's call stacks to a file during a `with` block.
 
-    If the program already handles the signal SIGUSR1, nothing is changed. When the block ends, the
-    file is removed if it is empty.
+    If the program already handles the signal SIGUSR1, or the system has no such signal, nothing is
+    changed. When the block ends, the file is removed if it is empty.
     folder: the run's folder, in which the file is; `stack_file` returns the path of the file.
-    name: the name of this process, such as "worker-3".
+    name: the name of this process, such as "driver".
     """
     if _SIGNAL is None or signal.getsignal(_SIGNAL) != signal.SIG_DFL:
         yield

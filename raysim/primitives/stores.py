@@ -59,7 +59,7 @@ class LocalStore:
     def local(self, name: str) -> Iterator[Path]:
         """Yield the path for reading a file; a memory map of the file stays valid afterwards.
 
-        Raise `OSError` if it cannot be read, or `ValueError` if it is not a file.
+        Raise `RefusedError` if it is missing or not a regular file.
         """
         yield regular_file(self.path / name)
 
@@ -172,7 +172,10 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def _errors_with_address(self, name: str) -> Iterator[None]:
-        """Raise `OSError` with the file's address in place of any error inside `with`."""
+        """Raise `OSError` with the file's address in place of an error inside `with`.
+
+        The error of a full disk is raised unchanged.
+        """
         try:
             yield
         except Exception as error:

@@ -39,10 +39,11 @@ def stream(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 
     An example is stream(seed, "batches", client, participation). Equal arguments give equal
     generators; different arguments give independent generators. All uses of a purpose must have the
-    same number of keys, because the keys (3,) and (3, 0) give equal generators.
+    same number of keys, because the keys () and (0,) give equal generators.
     seed: the run's seed.
     purpose: a name for the use of the random numbers.
-    keys: numbers of 0 or more, such as a client and a round.
+    keys: numbers of 0 or more, such as a client and a round. Only the last key may be 2^32 or more,
+    because other keys would be split like several keys.
     """
     # These are the words that SeedSequence([seed, code, *keys]) would compute. Computing them here
     # is a third faster, and workers make a stream for each job.

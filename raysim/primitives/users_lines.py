@@ -31,6 +31,9 @@ def users_line(error: BaseException, folder: Path | None = None) -> str:
 
 
 def is_foreign(file: Path) -> bool:
-    """Return True if a file belongs to raysim, to Python or to an installed package."""
+    """Return True if a file belongs to raysim, to Python or to an installed package.
+
+    Also return True for code that is in no file, such as "<string>".
+    """
     is_installed = "site-packages" in file.parts or file.is_relative_to(_PYTHON_FOLDER)
     return is_installed or file.is_relative_to(_OWN_FOLDER) or str(file).startswith("<")

@@ -37,7 +37,7 @@ class TensorBoard(Observer):
             folder = user_path(self._folder) / run.folder.name
         done = len(run.rows)
         self._writer: Any = self._package.SummaryWriter(
-            str(folder), purge_step=done + 1 if done else None, filename_suffix=f".{done}"
+            str(folder), purge_step=done + 1, filename_suffix=f".{done}"
         )
 
     def on_round(self, run: CurrentRun, event: Round) -> None:
@@ -140,7 +140,7 @@ def _summary_numbers(run: CurrentRun) -> dict[str, float]:
 
 
 def _plain_value(value: object) -> object:
-    """Return a number unchanged, and any other value as text without passwords."""
+    """Return a number or None unchanged, and any other value as text without passwords."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return without_password(str(value))

@@ -3,10 +3,10 @@
 split.parquet has a row for each client and each class of its training samples. The columns are
 client, label (the number of the class) and samples (the number of samples).
 
-clients.parquet has a row for each client. The columns are the number of training samples, the
-number of test samples, and the scores in the last evaluation. The column `unseen` is true for
-clients that are never trained (`evaluate.unseen`). Some runs also have the columns `user`, the name
-of the client's user, and `replica`, the number of the client's replica.
+clients.parquet has a row for each client. The columns are the client's number, the number of
+training samples, the number of test samples, and the scores in the last evaluation. Some runs also
+have the column `unseen`, which is true for clients that are never trained (`evaluate.unseen`). Some
+have `user`, the name of the client's user, or `replica`, the number of the client's replica.
 
 client_scores.parquet is a folder of Parquet files. They have a row for each round and each client
 that was scored in this round.
@@ -212,8 +212,9 @@ class ScoreWriter:
     def write(self) -> None:
         """Write all rows that are in memory to the newest file, and replace its old content.
 
-        A file is full once it has at least `SCORES_FILE_ROWS` rows. The rows in memory are all rows
-        that no full file has. Full files do not change. Without rows in memory, nothing is written.
+        The rows in memory are all rows of the newest file. Once it has at least `SCORES_FILE_ROWS`
+        rows, the next rows begin a new file. Older files do not change. Without rows in memory,
+        nothing is written.
         """
         if not self._tables:
             return
@@ -285,5 +286,6 @@ def _floats(column: pa.ChunkedArray) -> np.ndarray:
 
 def _unreadable(path: Path) -> ValueError:
     return ValueError(
-        f"{path} cannot be read; restore the file, or delete it to make the report without it."
+        f"{path} cannot be read, or does not have the expected content; restore the file, or "
+        "delete it to continue without it."
     )

@@ -54,9 +54,11 @@ class Report:
     def results(self) -> pd.DataFrame:
         """Return the table of results: a row for each setting, with means over the seeds.
 
-        The columns are numbers of the runs' summaries. The column "final_std" is the sample
-        standard deviation of "final" over the seeds. Each setting is compared with the first one
-        that has the same data and split. The column "final_mark" is † for a setting that is
+        Most columns are numbers of the runs' summaries; "floats" and "bytes" are the traffic down
+        and up together. The column "final_std" is the sample standard deviation of "final" over the
+        seeds. If no setting has several seeds, it is the population standard deviation of the last
+        ten scores. Each setting is compared with the first one that has the same data and split.
+        The column "final_mark" exists if tests were made. It is † for a setting that is
         significantly better, and ‡ for one that is significantly worse.
         """
         return to_frame(result_columns(self.groups, view=self.view))
@@ -66,9 +68,9 @@ class Report:
         """Return a row for each target score and setting, with the costs of reaching the score.
 
         The costs are rounds, bytes, virtual seconds and wall seconds, counted up to the first round
-        that reaches the score. Energy, money and CO2 follow if the fleet has them. Each cost is the
-        mean over the seeds that reach the score. A column such as "rounds_std" has the sample
-        standard deviation of the column "rounds".
+        that reaches the score. Energy, money and CO2 follow if the fleet has them. A cost that is 0
+        everywhere has no column. Each cost is the mean over the seeds that reach the score. If a
+        setting has several seeds, columns such as "rounds_std" have the sample standard deviations.
         """
         return to_frame(threshold_columns(self.groups, self.view))
 
@@ -90,7 +92,8 @@ class Report:
         - wilcoxon: the p-value of Wilcoxon's signed-rank test.
         - note: why two settings are not tested; "" if they are tested.
 
-        A number is None if there are too few pairs for it.
+        A number is missing (None or nan) if there are too few pairs for it, or if `note` says why
+        there is no test.
         """
         import pandas as pd
 
@@ -98,7 +101,7 @@ class Report:
 
     @property
     def runs(self) -> pd.DataFrame:
-        """Return a row for each run: setting, seed, and every number of its summary."""
+        """Return a row for each run: setting, seed, options, and every number of its summary."""
         import pandas as pd
 
         return pd.DataFrame(run_rows(self.groups))
@@ -107,8 +110,8 @@ class Report:
     def figures(self) -> dict[str, Figure]:
         """Return a figure for each metric and axis, by a name such as "accuracy_global-round".
 
-        Figures with traffic or virtual time as the axis are left out if a round costs the same in
-        all settings.
+        The axes are rounds, traffic, virtual time, energy, money and CO2. Except for rounds, an
+        axis is left out if it is 0 everywhere, or if a round costs the same in all settings.
         """
         from raysim.results.page import setting_curves
 
@@ -232,7 +235,8 @@ def report(
     width: the width of the figures in inches.
     warn: function that gets a sentence about skipped folders.
 
-    Raise `RefusedError` if a folder has no run or a choice does not exist.
+    Raise `RefusedError` if a folder does not exist, no folder has a run, a file of a run is broken,
+    or a choice does not exist.
     """
     paths = [runs] if isinstance(runs, (str, Path)) else list(runs)
     with errors_as_refusals():

@@ -40,6 +40,7 @@ _FEATURE_ROWS = 150  # t-SNE of these rows takes a few seconds
 _MAX_OUTPUT_CLIENTS = 6
 _MAX_MARKED_POINTS = 12  # a curve of so few points shows each of them
 _LEGEND_COLUMNS = 4
+_ALL_CLASSES_SEEN = "Every probed client has seen all classes of the probed samples."
 
 
 @contextmanager
@@ -87,8 +88,8 @@ def draw_features(probes: Sequence[Probe], path: Path, title: str) -> None:
     """Write a picture of the features that trained models and the received model compute.
 
     All shown clients received the same model. All models get the same samples, and t-SNE maps their
-    features to points in the plane. The picture shows up to 10 classes, about 150 samples and up to
-    4 clients.
+    features to points in the plane. The picture shows up to 10 classes, 150 samples and 4 clients.
+    Without probes that have finite features, it shows a sentence.
     """
     chosen = _comparable_probes(probes)
     with figure_file(path, title, (12.0, 6.9 if chosen else 3.0)) as figure:
@@ -130,7 +131,7 @@ def _comparable_probes(probes: Sequence[Probe]) -> list[Probe]:
 def _shown_rows(labels: Ints) -> Ints:
     """Return the positions of the rows to plot: the first rows of each of up to 10 classes.
 
-    Each class gets equally many rows if it has enough. The result has about `_FEATURE_ROWS` rows.
+    Each class gets equally many rows if it has enough. The result has at most `_FEATURE_ROWS` rows.
     labels: int [rows], the class of each row of the probes.
     """
     classes = np.unique(labels)[: len(MANY_COLOURS)]
@@ -216,8 +217,8 @@ def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
 
     An unseen class does not occur in the client's training samples. The picture has a panel for
     each of up to 6 clients, with a bar for each class. The bar of class c is the mean of the
-    probabilities that the client's model predicts for c. The mean is over all central test samples
-    of the client's unseen classes.
+    probabilities that the client's model predicts for c. The mean is over the probe's samples of
+    the client's unseen classes. If there are no such samples, the picture shows a sentence.
     """
     outputs = []
     for probe in probes:
@@ -227,7 +228,7 @@ def draw_outputs(probes: Sequence[Probe], path: Path, title: str) -> None:
     outputs = outputs[:_MAX_OUTPUT_CLIENTS]
     if not outputs:
         with figure_file(path, title, (7.0, 3.0)) as figure:
-            _draw_sentence(figure.subplots(), "Every probed client has seen every class.")
+            _draw_sentence(figure.subplots(), _ALL_CLASSES_SEEN)
         return
 
     columns = min(3, len(outputs))
@@ -354,7 +355,7 @@ def draw_bias(rows: Sequence[Row], path: Path, title: str) -> bool:
             ax.grid(True)
             ax.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.16))
         if not classifier_lines:
-            _draw_sentence(classifier, "Every probed client has seen every class.")
+            _draw_sentence(classifier, _ALL_CLASSES_SEEN)
     return True
 
 
@@ -412,8 +413,8 @@ def draw_decomposition(rows: Sequence[Row], path: Path, title: str) -> bool:
 def draw_domains(rows: Sequence[Row], path: Path, title: str) -> bool:
     """Write one picture with the scores of all domains over the rounds.
 
-    Each domain is a curve. There is one panel for the clients' models, one for the shared model and
-    one for fine-tuned models. A panel is left out if the history has no scores of these models.
+    Each domain is a curve. There is a panel for each kind of models whose scores the history has,
+    such as the clients' models, the shared model and fine-tuned models.
 
     Returns False, and writes nothing, if there are no domains.
     """

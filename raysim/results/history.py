@@ -20,7 +20,7 @@ from raysim.primitives.kinds import LOWER_IS_BETTER
 Row: TypeAlias = Mapping[str, int | float | None]
 Values: TypeAlias = Sequence[int | float | None]
 
-# The order of columns in a history; columns of methods follow in the order of their first value.
+# The order of columns in a history; all other columns follow in the order of their first row.
 COLUMNS = {
     "round": pa.int64(),
     "virtual_seconds": pa.float64(),
@@ -89,8 +89,8 @@ def _array(values: Values, kind: pa.DataType | None) -> pa.Array:
 def read_history(path: Path) -> list[dict[str, int | float | None]]:
     """Return the rows in order; every row has every column.
 
-    Raises `ValueError` if the file is no Parquet file, has no column `round`, or holds anything but
-    numbers.
+    Raises `ValueError` if the file is no Parquet file, has a row without a whole number in the
+    column `round`, or holds anything but numbers.
     """
     try:
         table = pq.read_table(pa.BufferReader(regular_file(Path(path)).read_bytes()))
@@ -112,15 +112,15 @@ def read_history(path: Path) -> list[dict[str, int | float | None]]:
             )
     if not pa.types.is_integer(table.schema.field("round").type) or table["round"].null_count:
         raise ValueError(
-            f"{path} has rows without a round, so it is not a history; restore the file or start "
-            "the run again."
+            f"{path} has rows without a whole number in the column 'round', so it is not a "
+            "history; restore the file or start the run again."
         )
     rows: list[dict[str, int | float | None]] = table.to_pylist()
     return rows
 
 
 def last_round(path: Path) -> int:
-    """Return the last round of a stored history; 0 if no history can be read."""
+    """Return the last round of a stored history; 0 if it has no rounds or cannot be read."""
     try:
         rounds = pq.read_table(path, columns=["round"])["round"]
     except (pa.ArrowException, OSError, KeyError):

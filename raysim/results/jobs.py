@@ -182,8 +182,8 @@ class JobWriter:
     def write(self) -> None:
         """Write all jobs that are in memory to the newest file, and replace its old content.
 
-        A file is full once it has at least `_FILE_ROWS` jobs. The jobs in memory are all jobs that
-        no full file has. Full files do not change.
+        The jobs in memory are all jobs of the newest file. Once it has at least `_FILE_ROWS` jobs,
+        the next jobs begin a new file. Older files do not change.
         """
         arrays = {}
         for name, values in self._columns.items():

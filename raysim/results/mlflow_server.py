@@ -398,7 +398,7 @@ def make_experiment(uri: str) -> str:
 def find_experiment_id(uri: str) -> str:
     """Return the id of raysim's experiment on a server.
 
-    Raise `RefusedError` if the server has no such experiment.
+    Raise `RefusedError` if the server does not answer, or has no such experiment.
     """
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
@@ -478,10 +478,10 @@ def _tensor_schema(array: np.ndarray) -> Schema:
 
 def save_problem(error: Exception) -> str:
     """Return a sentence that says why a model could not be saved for MLflow."""
-    if isinstance(error, RefusedError):
+    if isinstance(error, (RefusedError, ConnectionError)):
         return str(error)
     if not isinstance(error, OSError):
-        return f"it cannot be traced: {first_line(error)}"
+        return f"it cannot be converted or sent: {first_line(error)}"
     try:
         Path.cwd()
     except FileNotFoundError:  # the usual cause of an error that names no file

@@ -1,8 +1,8 @@
 """Format the numbers of reports: scores, bytes, times, counts, and means with deviations.
 
-A standard deviation gets the unit and the decimals of its mean. Therefore every function that
-formats a number has the argument `like`: the mean, if the number is a deviation, else None. A
-missing value (None) becomes a dash.
+A standard deviation gets the unit and the decimals of its mean. Therefore the functions that format
+a number of a table have the argument `like`: the mean, if the number is a deviation, else None. For
+them, a missing value (None) becomes a dash.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class UnitFormat:
         value: the number; None, for a missing number, becomes "–".
         like: decides the number of decimals. If `value` is a standard deviation, `like` is the mean
         to which it belongs. The text then has as many decimals as the text of the mean. If `like`
-        is None, the text has three digits.
+        is None, the text has at most three significant digits, or no decimals.
         unit_of: a number that decides the prefix: 1000000 gives M. None if `like` or `value`
         decides it.
         """
@@ -95,7 +95,7 @@ def format_count(
     value: the number; None, for a missing number, becomes "–".
     like: decides the number of decimals. If `value` is a standard deviation, `like` is the mean to
     which it belongs. The text then has as many decimals as the text of the mean. If `like` is None,
-    the text has three digits.
+    the text has at most three significant digits, or no decimals.
     unit_of: a number that decides the prefix: 1000000 gives M. None if `like` or `value` decides
     it.
     """
@@ -128,7 +128,7 @@ def format_seconds(
     value: the time in seconds; None, for a missing time, becomes "–".
     like: decides the number of decimals. If `value` is a standard deviation, `like` is the mean to
     which it belongs, in seconds. The text then has as many decimals as the text of the mean. If
-    `like` is None, the text has three digits.
+    `like` is None, the text has at most three significant digits, or no decimals.
     unit_of: a time in seconds that decides the unit: 7200 gives hours. None if `like` or `value`
     decides it.
     """
@@ -156,7 +156,7 @@ def in_common_unit(show: FormatNumber, values: Sequence[float | None]) -> Format
 
     This is the unit that fits the smallest number; signs are ignored. If the largest number is more
     than `MAX_UNIT_RATIO` times the smallest, return `show`, which chooses a unit for each number.
-    Also return `show` if it writes no units.
+    Also return `show` if it writes no units, or if there are no numbers.
     show: function that formats one number.
     values: the numbers of the column; None, nan and 0 are ignored.
     """
@@ -173,12 +173,13 @@ def _format_digits(value: float, like: float | None, size: float) -> str:
     """Return value / size as text.
 
     like: if `value` is a standard deviation, the mean to which it belongs. The text then has as
-    many decimals as the mean. If `like` is None, the text has three digits.
+    many decimals as the mean. If `like` is None, the text has at most three significant digits, or
+    no decimals.
     size: the size of the unit, such as 1000 for k.
     """
     if like is None:
         number = value / size
-        return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
+        return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
     decimals = 0
     if like:
         decimals = max(0, 2 - math.floor(math.log10(abs(like / size))))

@@ -140,10 +140,10 @@ class Observer:
     """The base class of observers.
 
     Override the methods that you need; by default they do nothing. `on_start` is called first. At
-    the end of the run, `on_finish` is called. If an error ends the run, `on_stop` is called in
-    place of `on_finish`. An error in `on_finish` also ends the run: `on_stop` is then called for
-    this observer and all later observers. A run that lost a process calls `on_stop` and starts
-    again with `on_start`.
+    the end of the run, `on_finish` is called. If an error ends the run after `on_start`, `on_stop`
+    is called in place of `on_finish`. An error in `on_finish` also ends the run: `on_stop` is then
+    called for this observer and all later observers. A run that lost a process calls `on_stop`, and
+    usually starts again with `on_start`.
     """
 
     def on_start(self, run: CurrentRun) -> None:
@@ -431,7 +431,7 @@ class ClosingLine(Observer):
 
 # --- files in the run's folder --------------------------------------------------------------------
 class HistoryFile(Observer):
-    """An observer that writes history.parquet at checkpoints and at the end of the run.
+    """An observer that writes history.parquet at checkpoints and when the run ends or stops.
 
     In a long run, a checkpoint writes the file only if the history has grown by a tenth.
     """
@@ -526,7 +526,7 @@ class ClientFiles(Observer):
     def on_checkpoint(self, run: CurrentRun, event: Saved) -> None:
         """Write the new scores into the folder client_scores.parquet.
 
-        The folder has numbered files. Only the last file, which is not full yet, is written again.
+        The folder has numbered files. Only the last file is written again.
         """
         self._writer.write()
 
@@ -540,7 +540,7 @@ class ClientFiles(Observer):
     def on_stop(self, run: CurrentRun, error: BaseException) -> None:
         """Write clients.parquet and the scores of all rounds so far.
 
-        clients.parquet has each client's scores of the last evaluation.
+        clients.parquet has each client's scores of the last evaluation since `on_start`, if any.
         """
         self._write(run)
 
@@ -625,9 +625,9 @@ class ProbeFiles(Observer):
 
 
 class Pictures(Observer):
-    """An observer that draws a run's pictures at its end: history, jobs, reports and probes.
+    """An observer that draws a run's pictures at its end, such as history, jobs and probes.
 
-    Reports are the values that methods report.
+    Other pictures show replicas, domains and the values that methods report.
     activity: function that takes a text and returns a context manager. The context manager shows
     the text while pictures are drawn.
     network: the server's models (replicas). If there are several, a picture shows them with their
@@ -715,7 +715,8 @@ class SummaryFile(Observer):
 class TrackingObserver(Observer):
     """An observer that passes rows, summary and files to a tracker, which sends them to MLflow.
 
-    If all clients share one model, the observer also saves the model in MLflow's format.
+    If all clients share one model, the observer also saves the model in MLflow's format, unless
+    `leaves_model` is True.
     tracker: the object that sends the run to MLflow; with `tracking=none` it does nothing.
     config: the configuration of the run, by key; MLflow shows it as parameters.
     tags: MLflow's tags of the run: texts by name.
@@ -838,7 +839,7 @@ class RoundCallback(Observer):
 class UserObserver(Observer):
     """A wrapper of an observer that a user has written.
 
-    The wrapper adds the observer's name to errors, and protects the rows of the run from changes.
+    The wrapper adds the observer's name to errors, and passes a copy of each round's row.
     observer: the user's observer.
     name: the name of the user's observer, for errors.
     """

@@ -310,8 +310,8 @@ def _costs(groups: Sequence[RunGroup], view: TableView) -> PagePart | None:
     if not columns:
         return None
     text = (
-        "What a setting has used in the first round that reaches the score: means over the seeds "
-        "that reach it. Traffic counts 4 bytes for each number, down and up."
+        "What a setting has used up to the first round that reaches the score: means over the "
+        "seeds that reach it. Traffic counts 4 bytes for each number, down and up."
     )
     return PagePart("Cost of a score", text, [_table(columns)])
 
@@ -323,7 +323,7 @@ def setting_curves(
     """Return the curves of all settings for each metric and loss that some run has measured.
 
     The result maps a column of the histories to (title, label, curves). The title says what the
-    column is, the label belongs to the vertical axis, and each setting has one curve.
+    column is, and the label belongs to the vertical axis. Each setting with values has one curve.
     groups: one group of runs for each setting.
     view: which columns the tables have, and whether scores are shown in percent.
     """
@@ -423,8 +423,8 @@ def _client_scores(groups: Sequence[RunGroup], view: TableView = USUAL_VIEW) -> 
         test_samples.append(median_tests)
     if not any(len(values) for values in scores):
         note = (
-            f"No run stores the scores of single clients ({CLIENTS_FILE}): it is older, or "
-            "unfinished."
+            f"No run stores the scores of single clients ({CLIENTS_FILE}): no client was scored, "
+            "or the run is older or unfinished."
         )
         return PagePart(title, notes=[note])
     metrics = dict.fromkeys(metric_of(run.rows) for group in groups for run in group.runs)
@@ -490,7 +490,8 @@ def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
     """Return the table of the clients with the lowest scores, as a list with one entry.
 
     The table has up to `LOWEST_USERS` clients of the first run of each group. It names the user of
-    each client: the person whose data the client has. Return [] if none of these runs stores users.
+    each client: the person whose data the client has. Return [] if none of these runs stores both
+    users and scores.
     factor: 100 shows scores in percent, and 1 shows them unchanged.
     """
     labels: list[str] = []
@@ -516,7 +517,7 @@ def _lowest_users(groups: Sequence[RunGroup], factor: float) -> list[Shown]:
 def _scores(run: Run) -> np.ndarray:
     """Return the score of each client; nan for a client that was not scored.
 
-    The array is empty if no client was scored.
+    The array is empty if the run stores no such scores.
     """
     columns = read_clients(run.folder) or {}
     metric = metric_of(run.rows)
@@ -602,8 +603,8 @@ def _splits(groups: Sequence[RunGroup]) -> PagePart:
         notes.append(f"{len(splits) - MAX_SPLITS} more splits are only in the table.")
     scales = "; ".join(f"{name.replace('_', ' ')}: {about}" for name, about in SCALES.items())
     text = (
-        "Training samples of the first seed. Numbers are means over the clients that have samples: "
-        f"{scales}."
+        "Training samples of the first seed. Means are over the clients that have samples; only "
+        f"size variation counts all clients. {scales[0].upper()}{scales[1:]}."
     )
     columns = _split_columns(names, list(splits.values()))
     return PagePart(title, text, [_table(columns)], plots=plots, notes=notes)
@@ -641,8 +642,9 @@ def _format_sizes(sizes: Ints) -> str:
 def _draw_class_map(split: ClientLabels) -> str:
     """Return an SVG of the fractions of each client's training samples in the classes.
 
-    Each class is a row and each client is a column. A larger fraction has a deeper colour. The
-    depth is the square root of the fraction, because small fractions would be invisible.
+    Each class is a row and each client is a column; of more than `MAX_MAP_CLIENTS` clients, only so
+    many are shown. A larger fraction has a deeper colour. The depth is the square root of the
+    fraction, because small fractions would be invisible.
     """
     places = np.linspace(0, max(0, split.clients - 1), min(split.clients, MAX_MAP_CLIENTS))
     shown = np.unique(places.astype(int))
@@ -718,7 +720,7 @@ def _draw_sizes(split: ClientLabels) -> list[str]:
 def _texts(groups: Sequence[RunGroup]) -> PagePart | None:
     """Return the page's part with texts that language models generated at the end of runs.
 
-    Return None if no run has such texts.
+    The texts are those of the first run of each group. Return None if none of these runs has texts.
     """
     texts: list[Shown] = []
     for index, group in enumerate(groups):

@@ -75,8 +75,8 @@ def draw_figure(
 def _label_ends(figure: Figure, ax: Axes) -> bool:
     """Write the label of each line next to its end, in the line's colour.
 
-    This is possible if all lines end at the same x coordinate and their number is from 2 to
-    `MAX_DIRECT_LABELS`. Otherwise write nothing and return False.
+    This is possible if all lines end at about the same x coordinate (`END_TOLERANCE`) and their
+    number is from 2 to `MAX_DIRECT_LABELS`. Otherwise write nothing and return False.
     """
     import matplotlib
 

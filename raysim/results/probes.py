@@ -1,8 +1,8 @@
 """Store probes of local models: one safetensors file for each probed round.
 
 A probe has the outputs and features of a local model before the aggregation, and the features of
-the model that the client received. Both models get the same samples of the central test set, with
-the same number of samples for each class.
+the model that the client received. Both models get the same samples of the central test set,
+equally many of each class if it has enough.
 
 Source: Guo, Tang and Lin, "FedBR" (ICML 2023), Figures 2 and 3, and Table 6.
 """
@@ -50,7 +50,7 @@ def save_probes(probes: Sequence[Probe], path: Path) -> None:
 def load_probes(path: Path) -> list[Probe]:
     """Read the probes that `save_probes` wrote, bit-identical and in the same order.
 
-    Raises `ValueError` if the file contains no probes.
+    Raises `ValueError` if the file is not a file of probes.
     """
     try:
         arrays = load(Path(path).read_bytes())

@@ -67,7 +67,7 @@ def waiting_line(console: Console) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def activity_line(console: Console, text: str) -> Iterator[None]:
-    """Show a text while the `with` block runs, for work after the last round."""
+    """Show a text while the `with` block runs; in a log, print it as a line."""
     with waiting_line(console) as show:
         show(text)
         yield
@@ -78,7 +78,7 @@ class Progress:
 
     total: the planned number of rounds.
     done: the number of rounds that were finished before the run was resumed; 0 for a new run.
-    quiet: True shows no progress bar.
+    quiet: True shows neither the bar nor lines.
     console: the terminal or the log; None makes one for the standard output.
     clock: function that returns a time in seconds; tests replace it.
     """

@@ -149,7 +149,7 @@ def _scaled(values: Sequence[float | None], factor: float) -> list[float | None]
 def _format_threshold(threshold: str, percent: bool) -> str:
     """Return the text that a title shows for the threshold of a score.
 
-    threshold: the threshold as the summary writes it, such as "0.8".
+    threshold: the threshold as the summary writes it, such as "0.80".
     percent: True returns the threshold in percent, such as "80 %"; False returns it unchanged.
     """
     return f"{100 * float(threshold):g} %" if percent else threshold
@@ -585,7 +585,8 @@ def result_columns(
 def _over_seeds(column: Column, groups: Sequence[RunGroup]) -> Column:
     """Return a column with a row for each group of runs, from a column with a row for each run.
 
-    A row shows the mean of the group's runs, and their deviation if there are several.
+    A row shows the mean of the group's runs, and their deviation if there are several. The column
+    "rounds" shows no deviation.
     column: the column with a row for each run.
     groups: the groups, whose runs are the rows of `column` in this order.
     """
@@ -661,7 +662,8 @@ def _compare_with_first(
 def describe_tests(columns: Sequence[Column], groups: Sequence[RunGroup]) -> str:
     """Explain in one line a table's marks for significant differences, or why there are none.
 
-    Return "" if there is nothing to compare, for example because there is only one setting.
+    Return "" if there is only one setting. Also return "" if some setting has enough seeds, but no
+    test was made.
     """
     if any(column.is_tested for column in columns):
         return MARK_RULE

@@ -1,8 +1,8 @@
 """Compare methods over seeds: means, paired differences, intervals and tests.
 
-All functions are pure. A pair is two runs with the same seed. The two runs share data, split,
-initial model and cohorts. Therefore a paired test measures the difference of two methods without
-the variation between seeds.
+All functions are pure. A pair is two runs with the same seed. If they differ only in their methods,
+the two runs usually share data, split, initial model and cohorts. Therefore a paired test measures
+the difference of two methods without the variation between seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ ROUNDING = 1e-9  # a deviation below this share of the values comes from roundin
 class Difference:
     """The mean of paired differences, left - right, with an interval and tests.
 
-    A number is None if there were too few pairs for it.
+    A number is None if there were too few pairs for it. If `note` says why there is no test, the
+    interval and the p-values are None.
     pairs: the number of pairs.
     deviation: the sample standard deviation of the differences.
     low, high: the ends of the 95 % confidence interval of the mean.

@@ -109,8 +109,8 @@ def load_run(folder: Path, url: str = "") -> Run:
 def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> list[Run]:
     """Read the runs at these paths and URLs; skip files and folders that no run wrote.
 
-    warn: function that gets one sentence about all skipped folders.
-    Raises `ValueError` if there is no run.
+    warn: function that gets one sentence about the skipped folders, except MLflow's artifacts.
+    Raises `ValueError` if there is no run, a path does not exist, or a file of a run is broken.
     """
     from raysim.results.mlflow_server import ARTIFACTS
 
@@ -138,7 +138,8 @@ def load_runs(paths: Sequence[str | Path], warn: Callable[[str], object]) -> lis
     # If there is no run, read the first path: its error says what is missing.
     loaded = [load_run(path, urls.get(path, "")) for path in runs or paths_found]
     if runs and skipped:
-        warn(f"these paths are skipped, because no run wrote them: {', '.join(skipped)}")
+        files = " or no ".join(RUN_FILES)
+        warn(f"these folders are skipped, because they have no {files}: {', '.join(skipped)}")
     return loaded
 
 

@@ -23,8 +23,8 @@ BEST_RULE = "where it is ahead of the next by more than the deviation of either"
 BOLD_RULES = {"clear": BEST_RULE, "best": "however small its lead is"}
 BETTER_MARK, WORSE_MARK = "†", "‡"  # significantly better, or worse, than the reference
 MARK_RULE = (
-    f"{BETTER_MARK} better, {WORSE_MARK} worse than the first row: paired t-test over the seeds, "
-    "p < 0.05 after Holm's correction"
+    f"{BETTER_MARK} better, {WORSE_MARK} worse than the first comparable row: paired t-test over "
+    "the seeds, p < 0.05 after Holm's correction"
 )
 
 
@@ -48,17 +48,17 @@ class Column:
     scores: the number of each row, or None for a row without a number; empty for a column of texts.
     better: +1 if the highest score is the best, -1 if the lowest score is the best, 0 if no score
     is marked.
-    deviations: the standard deviation of each score over seeds, used by the rule "clear" of `bold`;
-    None if the scores are no means over seeds.
+    deviations: the standard deviation of each score, over seeds or over the last ten rounds. The
+    rule "clear" of `bold` uses it. None if the scores have no deviations.
     groups: for each row, the name of its group, or any other value that identifies the group. Only
     rows of the same group are compared. None means that all rows are one group.
     show: function that formats a number of this column; None uses four decimals.
     key: name of the number in a summary; "" for a column that has none.
     tests: for each row, the paired test against the reference row of its group; None for the
-    reference.
+    reference and for a row that has no seed in common with it. () without tests.
     bold: the rule by which the best score is marked. "best" always marks it. "clear" compares the
     best and the second-best score: their distance must be larger than the deviation of each of
-    them. Without `deviations`, "clear" is the same as "best".
+    them, and both deviations must be known. If `deviations` is None, "clear" is the same as "best".
     incomplete: the positions of rows whose mean leaves out some seeds; they are never marked as the
     best.
     """
@@ -97,7 +97,7 @@ class Column:
 
         `groups` decides which rows form a group. No row of a group is marked if all scores of the
         group are equal, or if only one row has a score. With `bold="clear"`, a best score is not
-        marked if the second-best one is too close.
+        marked if the second-best one is too close, or a deviation is unknown.
         """
         groups = self.groups or [None] * len(self.scores)
         best: set[int] = set()

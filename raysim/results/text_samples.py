@@ -101,7 +101,7 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 class TextSamples(Observer):
-    """An observer that writes samples.txt, if the data is text and clients share a model.
+    """An observer that writes samples.txt, if the run trains a language model that clients share.
 
     It writes nothing if `evaluate.generate` asks for 0 tokens. If each client has its own model, it
     prints how to get texts from these models.

@@ -41,7 +41,7 @@ def draw_timeline(jobs: Jobs, rows: Sequence[Row], path: Path, title: str) -> bo
 
     Write nothing if `has_events` is False, because all rounds then look alike. It is False if no
     job was stale, lost, discarded or failed, and clients waited at most half of the time for each
-    other.
+    other. It is also False if jobs take no virtual time.
     jobs: the jobs of the run.
     rows: the history.
     path: the file to write.
@@ -77,7 +77,7 @@ def has_events(jobs: Jobs) -> bool:
     """Return True if a timeline is worth drawing, because the rounds do not all look alike.
 
     The rounds differ if jobs were stale, lost, discarded or failed. They also differ if clients
-    waited for other clients most of the time.
+    waited for other clients most of the time. Without virtual time, the result is False.
     """
     if not len(jobs) or jobs.finish.max() <= 0:
         return False

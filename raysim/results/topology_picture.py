@@ -1,4 +1,4 @@
-"""Draw the replicas of a run and their links, coloured by accuracy."""
+"""Draw the replicas of a run and their links, with colours for the clients' scores."""
 
 from __future__ import annotations
 
@@ -147,8 +147,10 @@ def _draw_servers(
     positions: np.ndarray,
     rows: Sequence[Row],
 ) -> None:
-    """Draw each replica's links to clients, its name, and its traffic in megabytes.
+    """Draw each replica's links to clients and its name.
 
+    If the replicas have schedules of their own, also write the traffic of each in megabytes. If
+    they exchange, draw their links and write the traffic of all exchanges.
     network: the replicas, and which of them serves each client.
     replicas: the position of each replica in the picture, [replicas, 2].
     positions: the position of each client in the picture, [clients, 2].

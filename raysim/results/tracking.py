@@ -107,7 +107,7 @@ class StoredTracker:
         self._say = say
         self._unsent: list[Row] = []
         self._stored_rows = 0  # how many of the unsent rows are in the backlog file
-        self._last_round = 0  # of the rows that `log` got
+        self._last_round = 0  # of the rows that `start` and `log` got
         self._stored_at = -math.inf  # on the clock of time.monotonic()
         self._store_interval = STORE_INTERVAL_S
 
@@ -373,8 +373,8 @@ class Tracker(StoredTracker):
     def wait(self, patience: float | None = None) -> None:
         """Wait until everything is sent.
 
-        After `patience` seconds the unsent rows stay on disk, and a printed sentence says so. None
-        uses the number of seconds that the tracker was made with.
+        If this fails, or takes longer than `patience` seconds, the unsent rows stay on disk, and a
+        printed sentence says so. None uses the number of seconds that the tracker was made with.
         """
         self._thread.join(self._patience if patience is None else patience)
         with self._wake:
@@ -383,10 +383,10 @@ class Tracker(StoredTracker):
                 return
             self._append(self._unsent[self._stored_rows :])
             self._say(
-                f"MLflow at {without_password(self._uri)} did not accept the last rows of this run"
-                f" ({self._problem or 'no answer in time'}): they are in"
+                f"MLflow at {without_password(self._uri)} does not have all of this run"
+                f" ({self._problem or 'no answer in time'}): unsent rows are in"
                 f" {self._folder / BACKLOG}, and `{self._command} out={self._folder}"
-                " resume=latest` sends them."
+                " resume=latest` sends the rest."
             )
 
     def _run_thread(self) -> None:
@@ -489,7 +489,8 @@ def replay(
     """Send the missing rows of the run in a folder; return True if nothing is left to send.
 
     A server that does not have the run yet gets all rows of the history. Nothing is sent if the run
-    was not tracked, or if its record says that everything was sent.
+    was not tracked. Nothing is sent either if its record says that everything was sent, and no
+    unsent rows are stored.
     folder: the run's folder.
     uri: the address of the server; "" takes the SQLite file next to the run's folder.
     say: function that prints one sentence.

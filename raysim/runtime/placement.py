@@ -41,7 +41,8 @@ class RayOptions:
     `wait` also limits the time to wait for new nodes. None waits for other runs without a limit,
     but does not wait for new nodes.
     preflight: True measures the memory of one job before the run; False does not measure it. None
-    measures it only if raysim must choose how many workers share a GPU.
+    measures it only if raysim must choose how many workers share a GPU. Trials of a sweep measure
+    nothing.
     combine: True lets each node add up the sums of its workers before it sends them to the
     coordinator; False sends every sum. None means True for models of at least 262,144 floats.
     Results are bit-identical in all cases.
@@ -121,7 +122,7 @@ class Size:
 
 
 class NoRoomError(ValueError):
-    """The error if the nodes of a cluster together have too few resources for the workers."""
+    """The error if the nodes of a cluster have too few resources for the workers."""
 
 
 # --- workers --------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ def choose_size(
     nodes: the resources of each node.
     most: the number of clients in flight at once; more workers would never have work.
     Raises NoRoomError if fewer workers fit than `runtime.workers`, or not even one worker. The text
-    of the error says how many workers fit.
+    of the error says what is missing and what to change.
     """
     capacity = worker_capacity(nodes, per_worker, options.strategy)
     requested = options.workers or 1
@@ -248,6 +249,7 @@ def _describe_shortage(
 ) -> str:
     """Describe which resource is scarcest, and what to change.
 
+    If there is enough of each resource, but not on the same nodes, say that.
     workers: the requested number.
     capacity: the number that fits.
     per_worker: the resources of a worker.
@@ -262,7 +264,13 @@ def _describe_shortage(
     is_strict = options.strategy == "STRICT_PACK"
     place = " on one node (runtime.strategy=STRICT_PACK)" if is_strict else ""
     is_missing = not any(node.get(scarce) for node in nodes)
-    if scarce == "memory" and not capacity:
+    shortage = f"too little {scarce}"
+    is_apart = capacities[scarce] >= workers
+    if is_apart:
+        shortage = "not enough of these resources on the same nodes"
+    if is_apart and not capacity:
+        advice = "Start nodes that have all of them, or use runtime=inprocess."
+    elif scarce == "memory" and not capacity:
         advice = "Use a smaller local.batch or model, or larger nodes."
     elif is_missing and scarce == "GPU":
         advice = "Start nodes with GPUs, or set device=cpu."
@@ -274,7 +282,7 @@ def _describe_shortage(
         advice = f"Lower {key}, or use runtime=inprocess."
     return (
         f"runtime.workers={workers} needs {workers} x {format_resources(per_worker)}{place}, but "
-        f"the cluster has {_describe_nodes(nodes, per_worker)}: too little {scarce}. {advice}"
+        f"the cluster has {_describe_nodes(nodes, per_worker)}: {shortage}. {advice}"
     )
 
 

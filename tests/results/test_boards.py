@@ -99,6 +99,17 @@ def test_resumed_run_continues_its_tensorboard_log(tmp_path: Path) -> None:
     assert [step for step, _ in scalars(tmp_path / "run/tensorboard")["accuracy"]] == [1, 2]
 
 
+def test_run_that_starts_again_replaces_its_tensorboard_log(tmp_path: Path) -> None:
+    killed, restarted = TensorBoard(), TensorBoard()
+    killed.on_stop(follow(killed, tmp_path / "run", 1, 3), KeyboardInterrupt())
+    for path in (
+        tmp_path / "run/tensorboard"
+    ).iterdir():  # names differ from one second to the next
+        path.rename(path.with_name(f"{path.name}.killed"))
+    restarted.on_finish(follow(restarted, tmp_path / "run", 1, 2), END)
+    assert [step for step, _ in scalars(tmp_path / "run/tensorboard")["accuracy"]] == [1, 2]
+
+
 def test_tensorboard_can_write_outside_the_run_folder(tmp_path: Path) -> None:
     observer = TensorBoard(str(tmp_path / "all"))
     observer.on_stop(follow(observer, tmp_path / "run", 1, 1), ValueError("x"))

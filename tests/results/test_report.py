@@ -17,6 +17,7 @@ import pytest
 
 from raysim.results import report, stored_runs, tables
 from raysim.results.history import summarise, write_history, write_json
+from raysim.results.number_format import format_bytes
 
 Rows = list[dict[str, int | float | None]]
 
@@ -394,6 +395,13 @@ def test_deviation_has_unit_and_digits_of_its_mean(
     assert {c.title: c.texts for c in report.result_columns(report.group_by_setting(runs))}[
         title
     ] == [text]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(999.4, "999 B"), (999_700.0, "1000 kB"), (1_000_000.0, "1 MB")]
+)
+def test_number_just_below_the_next_unit_has_no_exponent(size: float, text: str) -> None:
+    assert format_bytes(size) == text
 
 
 def test_table_marks_the_best_virtual_time_but_no_best_wall_time(tmp_path: Path) -> None:

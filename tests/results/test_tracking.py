@@ -226,7 +226,7 @@ def test_replay_sends_the_rows_that_the_mlflow_server_did_not_receive(
     begin(made, shelf)
     deliver(made, shelf, rows(1, 3))
     made.finish({"best5_mean": 0.5}, [])
-    assert f"`raysim run out={tmp_path / 'run'} resume=latest` sends them" in said[-1]
+    assert f"`raysim run out={tmp_path / 'run'} resume=latest` sends the rest" in said[-1]
     assert len(said) <= 2
     kept = [
         json.loads(line)["round"] for line in (tmp_path / "run" / BACKLOG).read_text().splitlines()
@@ -341,7 +341,8 @@ def test_message_says_why_mlflow_gets_no_model(
         observer.on_finish(run, Mock())
         return said[0].partition("of the model: ")[2]
 
-    assert told(RuntimeError("a loop\nof some length")) == "it cannot be traced: a loop"
+    assert told(RuntimeError("a loop\nof some length")) == "it cannot be converted or sent: a loop"
+    assert told(ConnectionError("MLflow has no such run")) == "MLflow has no such run"
     missing = FileNotFoundError(2, "No such file or directory", "model.safetensors")
     assert told(missing) == "a file fails: [Errno 2] No such file or directory: 'model.safetensors'"
     (gone := tmp_path / "gone").mkdir()

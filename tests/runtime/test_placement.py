@@ -137,6 +137,19 @@ def test_error_of_too_many_workers_says_which_setting_to_change(
 
 
 @pytest.mark.parametrize(
+    ("gpu_node", "advice"),
+    [({"CPU": 4.0, "GPU": 8.0}, "Set runtime.workers=4."), ({"GPU": 8.0}, "Start nodes that have")],
+)
+def test_error_of_too_many_workers_says_if_resources_are_apart(
+    gpu_node: dict[str, float], advice: str
+) -> None:
+    nodes = [{"CPU": 64.0}, gpu_node]
+    with pytest.raises(NoRoomError, match="on the same nodes") as error:
+        choose_size(RayOptions(workers=8), {"CPU": 1.0, "GPU": 1.0}, nodes, 20)
+    assert "too little" not in str(error.value) and advice in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("cpus", "advice"), [(5.0, "2 CPU, or set runtime.workers=2."), (1.0, "2 CPU.")]
 )
 def test_error_after_a_lost_node_suggests_a_number_of_workers_that_fits(

@@ -246,7 +246,7 @@ class RayCoordinator:
 
         The method `events` yields the later events. Make the run's folder before you call `events`.
         Raises UnequalWorkersError if results of a worker would not be bit-identical to results of
-        the driver. The driver is the process that the user has started.
+        the driver, unless `runtime.mixed=true`. The driver is the process that the user started.
         """
         for event in self._events:
             if not isinstance(event, Started):
@@ -259,7 +259,7 @@ class RayCoordinator:
         """Wait until all workers are ready; return the identities of all processes.
 
         Raises UnequalWorkersError if results of a worker would not be bit-identical to results of
-        the driver. The driver is the process that the user has started.
+        the driver, unless `runtime.mixed=true`. The driver is the process that the user started.
         """
         participants = self._runtime.participants
         if participants is None:
@@ -357,7 +357,7 @@ class RayRuntime:
         self._methods: dict[tuple[int, str, int], Any] = {}
 
     def node_name(self, worker: int) -> str:
-        """Return name and address of a worker's node; "" if the worker has not started."""
+        """Return name and address of a worker's node; "" if they are not known yet."""
         if self.participants is None:
             return ""
         for identity in reversed(self.participants.joined):  # replacements come last
@@ -485,7 +485,7 @@ class RayRuntime:
     def stacks(self, worker: int) -> str:
         """Return the call stacks of a worker's threads as text; "" if they are not known yet.
 
-        A call does not wait. It starts to read the call stacks on the worker's node, and the next
+        A call does not wait. It starts to read the call stacks on the worker's node, and a later
         call returns them.
         """
         text = ""
@@ -578,8 +578,8 @@ class RayRuntime:
     def _admit(self, worker: int, identity: Identity) -> bool:
         """Compare a new worker with the driver; end the worker and return False if they differ.
 
-        They differ if their results would not be bit-identical. The driver is the process that the
-        user has started.
+        They differ if their results would not be bit-identical, and `runtime.mixed` is False. The
+        driver is the process that the user has started.
         identity: the hardware and software of the worker's process.
         """
         try:
@@ -657,7 +657,7 @@ class RayRuntime:
         Raises WorkerDiedError if the worker's node is lost.
         Raises ProcessLostError if the new actor does not start.
         Raises RunStoppedError if its results would not be bit-identical to results of the driver
-        (the process that the user has started).
+        (the process that the user has started), unless `runtime.mixed=true`.
         """
         ray.kill(self.actors[worker])  # it may be alive, but unreachable
         if self._recruiter is not None and worker in self._places:
@@ -702,7 +702,7 @@ class RayRuntime:
         processes: the identities of other processes of the run, which are compared, too.
         Raises ProcessLostError if a worker does not start in time.
         Raises UnequalWorkersError if results of a process would not be bit-identical to the
-        driver's.
+        driver's, unless `runtime.mixed=true`.
         """
         assert self.participants is not None, "a runtime without participants compares nothing"
         answers = [actor.identity.remote() for actor in self.actors]
@@ -724,7 +724,8 @@ class RayRuntime:
         An identity is the hardware and software on which the bits of results depend. The driver is
         the process that the user has started.
         answer: a reference to the new worker's identity.
-        Raises RunStoppedError if the results would not be bit-identical to the driver's.
+        Raises RunStoppedError if the results would not be bit-identical to the driver's, unless
+        `runtime.mixed=true`.
         Raises WorkerDiedError if the worker is lost with its node.
         """
         if self.participants is None:

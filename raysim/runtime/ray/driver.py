@@ -71,8 +71,8 @@ def plan_workers(
     """Choose the number of workers and their resources; wait for nodes if there are too few.
 
     If the cluster is too small, ask Ray's autoscaler for nodes, and wait up to `runtime.wait`
-    seconds. After this time, raise NoRoomError. If the cluster is only on this machine, raise the
-    error at once.
+    seconds. After this time, raise NoRoomError. If `runtime.wait` is null, or the cluster is only
+    on this machine, raise the error at once.
     options: the settings `runtime.*`.
     spec: the run.
     concurrency: the number of clients in flight.
@@ -116,7 +116,7 @@ def plan_now(
     concurrency: the number of clients in flight.
     say: function that gets texts for the user.
     measure: function that trains one job and returns the memory that it needs.
-    Raises ValueError if the cluster is too small; the text of the error says how many workers fit.
+    Raises ValueError if the cluster is too small; the text of the error says what is missing.
     """
     per_worker = worker_resources(options, spec.device, spec.threads)
     group = ray.util.get_current_placement_group()
@@ -242,7 +242,8 @@ def _choose_gpu_share(
     If `runtime.gpus` is set, this is the share. Otherwise the share is 1 / n, so that n workers use
     a GPU together. n is the number of workers for which the GPU has memory. n is smaller if the run
     needs fewer workers for each GPU. The run needs `runtime.workers` workers if this is set.
-    Otherwise it needs at most `concurrency` workers, and at most as many as the CPUs allow.
+    Otherwise it needs at most `concurrency` workers, and at most as many as the other resources of
+    the nodes with GPUs allow.
     concurrency: the number of clients in flight.
     cluster: the resources of each node.
     need: the memory of a job.
@@ -338,8 +339,9 @@ def run(
                         continue
                     if isinstance(event, Started) and not are_equal(event.processes):
                         say(
-                            "runtime.mixed=true: the processes of this run have different "
-                            "hardware or software, so a repetition may not be bit-identical."
+                            "the processes of this run have different hardware or software, which "
+                            "runtime.mixed=true allows. A repetition of the run may not be "
+                            "bit-identical."
                         )
                     yield event
                     if folder and not has_begun:
@@ -398,7 +400,7 @@ def _receive(
             stacks = write_coordinator_stacks()
             place = f" See what its threads execute: {stacks}" if stacks else ""
             say(
-                f"no message from the coordinator for {silent_s:g} s. Either workers are still "
+                f"no message from the coordinator for {silent_s:g} s. Workers may still be "
                 "starting, or a worker died and Ray has no room to replace it. If a worker died, "
                 f"the run restarts from its last checkpoint after {ROOM_CHECK_S} to "
                 f"{REPLACEMENT_TIMEOUT_S} s.{place}"
