@@ -7,8 +7,8 @@ Selection" (OSDI 2021), Algorithm 1. The utility of a client that has reported a
 
 U is the client's number of samples times its mean loss, clipped at a quantile and scaled to [0, 1].
 R is the number of the current round. L is the number of the round in which the client was chosen
-last. D is the duration of the client's last job. T is the preferred duration, a percentile of the
-known durations of jobs.
+last. D is the duration of the client's last job that was not lost. T is the preferred duration, a
+percentile of the known durations of jobs.
 
 A round chooses clients in two ways:
 - Exploitation draws clients that have reported a loss and have a large utility. The probability of
@@ -52,7 +52,7 @@ class Oort(Selection):
       clipped, and the range is scaled to 0 to 1.
     - u is larger for a client that no recent round has chosen.
     - r, the system utility, is min(1, T / D) ** `penalty`. T is the preferred duration of a job,
-      and D is the duration of the client's last job.
+      and D is the duration of the client's last job that was not lost.
 
     A round also explores. It draws clients without a known loss in proportion to their number of
     samples times r, where D is an expected duration.
@@ -215,7 +215,7 @@ class Oort(Selection):
     def _preferred_seconds(percentile: float, seconds: np.ndarray) -> float:
         """Return the preferred duration in seconds: a percentile of the known durations.
 
-        seconds: the duration of the last job of each client that has reported.
+        seconds: for each client that has reported, the duration of its last job that was not lost.
         Return infinity if the percentile is 100 or no duration is known.
         """
         if percentile >= 100 or not len(seconds):

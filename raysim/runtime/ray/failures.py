@@ -66,22 +66,22 @@ _CAUSES = (
     ),
     _Cause(
         ("No space left on device", "Disk quota exceeded", "Errno 28", "Errno 122"),
-        "the disk is full",
+        "the disk is full, or this user's quota is used up",
         "Free space there, or set RAY_TMPDIR to a folder on another disk",
     ),
     _Cause(
         ("Read-only file system", "Errno 30"),
-        "the folder is read-only",
+        "the file system is read-only",
         "Set RAY_TMPDIR to another folder",
     ),
     _Cause(
         ("Permission denied", "Operation not permitted", "Errno 13", "Errno 1]"),
-        "this user has no permission to write there",
+        "this user lacks a permission",
         "Set RAY_TMPDIR to a folder of your own",
     ),
     _Cause(
         ("Not a directory", "No such file or directory", "File exists", "Errno 20", "Errno 2]"),
-        "the folder does not exist and cannot be created",
+        "a file or a folder is missing or cannot be created",
         "Set RAY_TMPDIR to a folder that exists",
     ),
 )
