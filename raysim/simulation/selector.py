@@ -205,6 +205,10 @@ class Selector:
             return []
 
         def measure(clients: Sequence[int], samples: int | None) -> Floats:
+            if not clients:
+                raise SelectionError(
+                    f"{self.name}: view.measure got no clients. Use clients of view.clients."
+                )
             self._check(clients, len(clients), mask, "view.measure got")
             return self._measure(clients, samples, version)
 

@@ -29,11 +29,12 @@ MAX_NAMES = 3  # of tensors in an error
 class Init:
     """The settings `init.*` of the initial weights.
 
-    file: a `.safetensors` file, or a state dict that `torch.save` wrote; None draws all weights.
+    file: a `.safetensors` file, or a state dict that `torch.save` wrote. None keeps the values with
+    which the model is built: random ones, unless the model is pretrained.
     only: networks, modules or tensors that start from the file, such as "model" or "extractor";
     None means all.
-    redraw: networks, modules or tensors that start from random values even if the file has them,
-    such as "head"; None means that none do.
+    redraw: networks, modules or tensors, such as "head", that keep the values with which the model
+    is built, even if the file has them; None means that none do.
     sha256: the checksum that the file must have; None stores the file's checksum.
     """
 

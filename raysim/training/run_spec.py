@@ -186,7 +186,7 @@ class RunSpec:
     loss: the user's loss, a function that returns the loss of each sample; None uses the usual loss
     of the task, such as cross-entropy.
     own_metrics: the user's metrics, by their name in `evaluate.metrics`.
-    weights: saved initial weights; None draws all weights at random.
+    weights: saved initial weights; None keeps the values with which the model is built.
     size: the largest number of updates in an aggregation.
     stale: True if the schedule aggregates updates whose base version is not the current version.
     packages: the names of Python packages besides raysim whose code the run uses.
@@ -341,7 +341,7 @@ def check_base(spec: RunSpec) -> None:
 def declare_as_drawn(spec: RunSpec) -> Declarations:
     """Return the declarations of a run's methods, without a conversion of frozen weights.
 
-    The neural networks in the result have initial weights, which are random or come from
+    The neural networks in the result have initial weights, which come from the model or from
     `init.file`. Frozen weights keep the dtype with which they were initialised or loaded. To
     convert frozen weights to the dtype `model.lora.base`, call `declare_run` instead.
     Raises ValueError if settings do not fit the data, the model or the methods.

@@ -374,6 +374,23 @@ def test_selection_rule_that_returns_wrong_clients_raises_selection_error(name: 
         steps(plan, 5)
 
 
+class ScriptedMeasuring(Scripted):
+    """A scripted selection that may measure losses."""
+
+    measures = True
+
+
+@pytest.mark.parametrize(
+    ("clients", "text"), [([], "no clients"), ([CLIENTS], "0 to 11"), ([0, 0], "more than once")]
+)
+def test_selection_rule_that_measures_wrong_clients_raises_selection_error(
+    clients: list[int], text: str
+) -> None:
+    plan = planner(ScriptedMeasuring(lambda view: view.measure(clients)), Synchronous(3), Ideal())
+    with pytest.raises(SelectionError, match=rf"view\.measure got .*{text}.*\. Use "):
+        plan.next_aggregation()
+
+
 def test_selection_rule_that_chooses_an_unavailable_client_is_refused() -> None:
     fleet = Ideal(availability="markov", on=20.0, off=20.0)
     plan = planner(Scripted(lambda view: np.flatnonzero(~view.is_idle)[:1]), Synchronous(3), fleet)
