@@ -104,8 +104,8 @@ def from_named_arrays(arrays: Mapping[str, np.ndarray], layout: Layout) -> Store
     if missing:
         raise ValueError(
             f"client state: the stored state of a client lacks the tensor '{missing[0]}'. It was "
-            f"written with another model or with a version of raysim before {__version__}. Start "
-            "the run again in a new folder."
+            "written with another model, with other methods, or with a version of raysim before "
+            f"{__version__}. Start the run again in a new folder."
         )
     personal = [np.empty(0, np.float32), *(arrays[entry.name].ravel() for entry in floating)]
     counters = [np.empty(0, np.int64), *(arrays[entry.name].ravel() for entry in integer)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType
 
 from raysim.api.declarations import Task
 from raysim.api.method import Method
@@ -14,7 +15,6 @@ from raysim.primitives.kinds import POSITION_KINDS, PackedShape
 HOOKS = tuple(
     name for name, value in vars(Method).items() if callable(value) and not name.startswith("_")
 )
-DECLARING = ("model", "setup", "cost")  # called before the run, or at dispatch
 # Hooks that run once for each batch.
 STEP_HOOKS = ("batch", "loss", "gradient", "perturb")
 
@@ -71,7 +71,7 @@ def check_name(method: Method) -> None:
     name = getattr(method, "name", None)
     if isinstance(name, str) and name:
         return
-    problem = f"has the name {name!r}, which is not a string"
+    problem = f"has the name {name!r}, which is not a string of one or more characters"
     if name is None:
         problem = "has no name"
     raise ValueError(
@@ -79,7 +79,7 @@ def check_name(method: Method) -> None:
     )
 
 
-# Hooks of version 0.1.0, with what replaces each of them.
+# Hooks of version 0.1.0, with the hook that replaces each of them.
 _RENAMED = {
     "networks": "setup",
     "personal": "setup",
@@ -110,9 +110,10 @@ _RENAMED = {
 def _check_renamed(method: Method) -> None:
     for name in _uncalled_functions(type(method)):
         if name in _RENAMED:
+            hook = _RENAMED[name]
             raise ValueError(
-                f"method '{method.name}': the hook '{name}' was renamed to '{_RENAMED[name]}'. "
-                "See help(raysim.Method)."
+                f"method '{method.name}': the hook '{name}' was replaced by '{hook}'. Use "
+                f"'{hook}', or rename the function '{name}'. See help(raysim.Method)."
             )
 
 
@@ -145,8 +146,9 @@ def _check_hooks(method: Method) -> None:
 def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
     """Yield warnings about methods that probably do not do what their author wants.
 
-    There is a warning for a method that overrides no hook. There is also one for a public function
-    that nothing calls, if its name is almost the name of a hook.
+    There is a warning for a method that overrides no hook, keeps the default weighting and does not
+    pool data. There is also one for a public function that no function of the class calls. Its name
+    must be almost the name of a hook that the method does not override.
     """
     for method in methods:
         empty = [hook for hook in HOOKS if not fills(method, hook)]
@@ -166,10 +168,10 @@ def suspicious_methods(methods: Sequence[Method]) -> Iterator[str]:
 
 
 def _uncalled_functions(cls: type[Method]) -> list[str]:
-    """Return the public functions in the class of a user's method that are never called.
+    """Return the public functions of a user's method that its own functions do not use.
 
-    Such a function is not a hook, and no other function of the class calls it. A misspelt hook is
-    an example.
+    Such a function is not a hook, and no function of the class uses its name. A misspelt hook is an
+    example.
     """
     classes = [
         parent
@@ -182,7 +184,9 @@ def _uncalled_functions(cls: type[Method]) -> list[str]:
         for name, value in vars(parent).items()
         if inspect.isfunction(value)
     }
-    used = {name for function in functions.values() for name in function.__code__.co_names}
+    used: set[str] = set()
+    for function in functions.values():
+        used |= _names_in(function.__code__)
     return [
         name
         for name in functions
@@ -190,12 +194,21 @@ def _uncalled_functions(cls: type[Method]) -> list[str]:
     ]
 
 
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that a function uses, also in its lambdas and comprehensions."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names
+
+
 def check_names(methods: Sequence[Method]) -> None:
     """Raise ValueError if a method in a list has a wrong name or a wrong hook.
 
-    Each method must have a name, and the names must differ. Hooks that were renamed after version
-    0.1.0 must have their new names. A hook must accept the arguments that raysim passes to it. At
-    most one method may override the hook `model`.
+    Each method must have a name, and the names must differ. A function of a method must not have
+    the name of a replaced hook of version 0.1.0, unless the method's functions use it. A hook must
+    accept the arguments that raysim passes to it. At most one method may override the hook `model`.
     """
     for method in methods:
         check_name(method)
@@ -332,11 +345,14 @@ def _check_own_training(all_declared: Sequence[MethodDeclaration]) -> None:
     if owner is None:
         return
     for declared in all_declared:
-        if declared is owner and step_parts(declared):
+        unused = step_parts(declared)
+        if declared.keeps_optimizer:
+            unused.append("run.keep_optimizer")
+        if declared is owner and unused:
             raise ValueError(
                 f"method '{declared.method}' replaces local training (run.train), so that its "
-                f"{step_parts(declared)[0]} would never be called. Remove either run.train or "
-                f"{step_parts(declared)[0]} from the method."
+                f"{unused[0]} would have no effect. Remove either run.train or {unused[0]} from "
+                "the method."
             )
         if step_parts(declared):
             raise ValueError(
@@ -381,8 +397,9 @@ def _check_pooling(all_declared: Sequence[MethodDeclaration]) -> None:
         if keeps_a_model or declared.finetune is not None:
             raise ValueError(
                 f"method '{declared.method}' cannot be combined with method '{pooling}': "
-                f"'{declared.method}' gives every client its own model, but '{pooling}' trains one "
-                "model on the data of all clients. Keep one of them."
+                f"'{declared.method}' keeps a part of the model on each client or adapts the model "
+                f"to each client, but '{pooling}' trains one model on the data of all clients. "
+                "Keep one of them."
             )
 
 
@@ -414,6 +431,7 @@ def check_needs(all_declared: Sequence[MethodDeclaration], task: Task, has_featu
 def _unmet_needs(task: Task, has_features: bool) -> Mapping[Need, str]:
     """Return the needs that this task or model does not meet, each with a reason.
 
+    The need "gradients" is not in the result: it depends on the methods.
     A need is a requirement that methods declare, such as "images". The reasons are the values of
     the returned dictionary. A reason follows the name of a method in an error, so it begins with
     the verb "needs".

@@ -244,7 +244,7 @@ NAMES = "its hooks and what it keeps have names that fit"
         ),
         (users_method(), "method 'mine' overrides no hook"),
         (users_method(end=lambda self: None), "def end(self, job)"),
-        (users_method(finish=lambda self, ctx: None), "'finish' was renamed to 'end'"),
+        (users_method(finish=lambda self, ctx: None), "'finish' was replaced by 'end'"),
     ],
 )
 def test_check_finds_misspelt_hook(method: Method, text: str) -> None:

@@ -174,7 +174,7 @@ def own(name: str = "mine", **attributes: Any) -> Method:
         (own(loss=0.5), "method 'mine' sets loss=0.5"),
         (
             own(finish=lambda self, ctx: None),
-            "method 'mine': the hook 'finish' was renamed to 'end'",
+            "method 'mine': the hook 'finish' was replaced by 'end'",
         ),
     ],
 )
@@ -290,11 +290,17 @@ def test_misspelt_hook_gets_a_warning() -> None:
     def end(self: Any, job: Any) -> None:
         self.gradients(job)
 
+    def prepare(self: Any, job: Any) -> None:
+        job.once("losses", lambda: [self.losses(job) for _ in range(2)])
+
     helped = own("helped", end=end, gradients=lambda self, job: None, _losses=lambda self: None)
+    nested = own("nested", prepare=prepare, losses=lambda self, job: None)
     misspelt = own("misspelt", gradiant=lambda self, job, grad, at: None, norm=lambda self: 0.0)
     found = [
         text
-        for text in build([*DATA, *ROUNDS], methods=[helped, misspelt, own("empty")]).warnings
+        for text in build(
+            [*DATA, *ROUNDS], methods=[helped, nested, misspelt, own("empty")]
+        ).warnings
         if "method '" in text
     ]
     assert found == [

@@ -156,6 +156,19 @@ def test_combination_of_own_training_and_fedprox_raises_an_error_that_names_both
         run(run_spec(PlainSgd(), FedProx(0.1)), rounds=1)
 
 
+class OptimizerKeeping(PlainSgd):
+    """A method that trains by itself, and declares that raysim's optimizer is kept."""
+
+    def setup(self, run: Setup) -> None:
+        super().setup(run)
+        run.keep_optimizer()
+
+
+def test_own_training_refuses_to_keep_the_optimizer_of_raysim() -> None:
+    with pytest.raises(ValueError, match=r"'plain_sgd' .*run\.train.*run\.keep_optimizer"):
+        run(run_spec(OptimizerKeeping()), rounds=1)
+
+
 class Replacing(Method):
     """A method whose training function adds 1 to each tensor, or makes a mistake.
 
