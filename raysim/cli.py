@@ -2,7 +2,8 @@
 
 This module parses the arguments, calls the code of the command, and prints.
 
-Exit status: 0 done, 1 the run failed, 2 refused (one sentence on stderr), 130 interrupted.
+Exit status: 0 done, 1 a run failed or the output cannot be written, 2 refused (one sentence on
+stderr), 130 interrupted. `raysim submit` has the exit status of the job.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ examples:
   raysim run method=fedprox --show                        print the configuration, run nothing
 
 An override is key=value. The groups method, schedule, selection, fleet, topology, data, partition,
-model, loss, learner, compression, local, evaluate, runtime, tracking and experiment take the name
-of an option; all other keys take a value.
-A wrong name is answered with the nearest right one. No override above needs quotes in bash or zsh.
+model, loss, learner, compression, local, evaluate, runtime, observer, tracking and experiment take
+the name of an option; all other keys take a value.
+A wrong name is answered with the nearest right one, or with all right ones. No override above needs
+quotes in bash or zsh.
 Brackets do: 'method=[fedbn,fedadam]' is the same as method=fedbn+fedadam."""
 STUDY = """\
 examples:
@@ -219,6 +221,7 @@ FOREIGN_FLAGS = {
     ),
     "--hosts": "raysim bench --workers N sets the number of workers",
 }
+STOPPED = "stopped before the command had finished"
 CLASS_STATISTICS = ("classes_per_client", "heterogeneity", "pooled_entropy")  # of labels alone
 
 
@@ -266,7 +269,12 @@ def _call(argv: Sequence[str]) -> int:
     if not arguments.command:
         _parser().print_help()
         return 0
-    return exit_status(lambda: COMMANDS[arguments.command](_import_packages(arguments)))
+    interrupted = STOPPED
+    if arguments.command == "run":
+        interrupted = "stopped before the run began; nothing was written"
+    return exit_status(
+        lambda: COMMANDS[arguments.command](_import_packages(arguments)), interrupted
+    )
 
 
 def prepare_ray() -> None:
@@ -275,8 +283,11 @@ def prepare_ray() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
-def exit_status(command: Callable[[], int]) -> int:
-    """Run a command and return its exit status; print an expected error as one sentence."""
+def exit_status(command: Callable[[], int], interrupted: str = STOPPED) -> int:
+    """Run a command and return its exit status; print an expected error as one sentence.
+
+    interrupted: the sentence after a Ctrl-C, if the `KeyboardInterrupt` has no text of its own.
+    """
     try:
         with keep_interrupts():
             status = command()
@@ -285,7 +296,7 @@ def exit_status(command: Callable[[], int]) -> int:
     except RefusedError as error:
         return _print_error(on_one_line(error), 2)
     except KeyboardInterrupt as error:
-        return _print_error(str(error) or "stopped before the run began; nothing was written", 130)
+        return _print_error(str(error) or interrupted, 130)
     except RuntimeError as error:
         from raysim.simulation.events import RunStoppedError
 
@@ -739,7 +750,8 @@ def _add_bench(commands: Commands) -> None:
         "--blocks",
         type=int,
         default=7,
-        help="how often raysim and the bare loop are measured, one after the other (7)",
+        help="how often raysim and the bare loop (with steps: a method and its reference) are "
+        "measured, one after the other (7)",
     )
     bench.add_argument(
         "--lanes",
