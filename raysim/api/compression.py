@@ -118,10 +118,10 @@ class Compressor(Method):
     def contraction(self, layout: Layout) -> float:
         """Return f, the number by which decoded values are multiplied under error feedback.
 
-        The default is 1. Let C(v) be the decoded vector for the vector v. Error feedback converges
-        only if |f C(v) - v| < |v| for every v. If C(v) is random, with the mean v and a variance of
-        at most omega |v|^2, return 1 / (1 + omega). The inequality is then true in expectation
-        (EF21, Section 2).
+        The default is 1. Let C(v) be the decoded vector for the vector v. The proofs that error
+        feedback converges need |f C(v) - v| < |v| for every v except 0. If C(v) is random, with the
+        mean v and a variance of at most omega |v|^2, return 1 / (1 + omega). The inequality is then
+        true in expectation (EF21, Section 2).
         """
         return 1.0
 
@@ -254,7 +254,7 @@ class Compressor(Method):
         This state is the argument `state` for the sender's next message. Do not change the decoded
         vector in place, because the state may contain the same tensor.
 
-        values: [layout.trained], the vector to send. It is overwritten.
+        values: [layout.trained], the vector to send. It may be overwritten.
         state: the sender's current state. For the first message it is the initial state; after
         that, it is the state that this function returned for the previous message.
         key: a random number below 2^63, a new one for each message.

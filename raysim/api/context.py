@@ -109,7 +109,7 @@ class Batch:
     """A batch as the model receives it, and its original inputs and targets.
 
     inputs: [B, ...].
-    targets: int64 [B], or rows of probabilities [B, C].
+    targets: the labels [B, ...], such as int64 [B] for classes, or rows of probabilities [B, C].
     raw_inputs, raw_targets: inputs and targets before a method changed them.
     pair: for Mixup, which mixes two samples into each row, a tuple (y1, y2, weight); else None. y1
     and y2 are the labels of the two samples, and weight is the weight of the first one.
@@ -162,7 +162,7 @@ class Stage:
 
     @property
     def has_task_loss(self) -> bool:
-        """True if the stage minimises the task loss."""
+        """True if the loss of the stage is the task loss."""
         return self.loss is None
 
 
@@ -298,7 +298,7 @@ class Context:
     def keep_statistics(self) -> Iterator[None]:
         """Do not update BatchNorm's running statistics inside `with ctx.keep_statistics():`.
 
-        Forward passes still normalise with the statistics of their batch.
+        Forward passes in train mode still normalise with the statistics of their batch.
         """
         for layer in self.trainer.statistics_layers:
             layer.track_running_stats = False  # type: ignore[assignment]
@@ -416,12 +416,12 @@ class Contribution:
     """A client's training samples, from which a method computes arrays before round 0.
 
     A method calls `Setup.gather(client, server)` with two functions. raysim then calls
-    `client(contribution)` once for each client, with an object of this class.
+    `client(contribution)` for each client with training samples, with an object of this class.
 
     client: the number of the client.
     gather: a function that reads the client's training samples and returns (inputs, labels).
     generator: a random generator that is used only here, and only for this client.
-    num_classes: the number of the model's outputs.
+    num_classes: `Task.num_classes`, which does not count outputs that a method adds to the model.
     """
 
     client: int

@@ -270,8 +270,8 @@ class Evaluation:
 class Local:
     """The settings `local.*`: how a client trains.
 
-    optimizer: "sgd", "adam", "adamw", "lion" or "muon". With "muon", Muon trains matrices, and
-    AdamW trains all other parameters.
+    optimizer: "sgd", "adam", "adamw", "lion" or "muon". With "muon", Muon trains parameters of two
+    or more dimensions, and AdamW trains all others.
     lr: the learning rate.
     momentum: the momentum factor of "sgd"; 0 for none.
     nesterov: with "sgd", True uses Nesterov's momentum.
@@ -294,7 +294,7 @@ class Local:
     warmup_steps: the number of first steps of each job in which the learning rate grows; 0 for
     none.
     rates: factors by which the learning rate of a part of the model is multiplied. A part is
-    "head", "body", "adapters", or the full name of a module ("model.extractor.0").
+    "head", "body", "adapters", or the full name of a module ("model.extractor.0") or parameter.
     epochs: the number of passes of a job over the client's samples; None if `steps` is set.
     steps: the number of batches of a job; None if `epochs` is set.
     batch: the number of samples in a batch.
@@ -364,8 +364,8 @@ class Local:
         self._check_warmup()
         if self.schedule == "step" and self.drop_every is None:
             raise ValueError(
-                "local.schedule=step needs the number of rounds between two decreases of the "
-                "learning rate. Set local.drop_every."
+                f"local.schedule=step needs the number of {self.schedule_over} between two "
+                "decreases of the learning rate. Set local.drop_every."
             )
         for name in ("schedule_rounds", "drop_every"):
             if getattr(self, name) is not None:
@@ -481,6 +481,8 @@ class Local:
     def budget(self, samples: int) -> float:
         """Return how many samples a job trains on, summed over all of its epochs or steps.
 
+        This is the number that is planned before training. A job may train on fewer samples if
+        a method selects samples, or if batches at the end of a pass are smaller or left out.
         samples: the number of the client's training samples.
         """
         if self.epochs:
@@ -520,12 +522,12 @@ class RunFacts:
 class Participation(NamedTuple):
     """A job when it is dispatched, before training.
 
-    It is the argument of `Method.cost`, and of the functions `when` that methods pass to
-    `Setup.send`.
+    It is the argument of `Method.cost`, and of functions that methods pass to `Setup.send`,
+    `Setup.send_to_client` (`when`) and `Setup.omit`.
 
     version: the number of the version that the client receives.
     samples: the number of the client's training samples.
-    trained_samples: the number of samples that the job trains on, summed over its epochs.
+    trained_samples: the planned number of samples that the job trains on (`Local.budget`).
     earlier_jobs: the number of earlier jobs of the client that were dispatched.
     aggregated_jobs: the number of earlier jobs of the client that were aggregated before this
     version.

@@ -59,7 +59,7 @@ class Declarations:
         """Return the methods that override a hook, in list order, each with its function.
 
         An entry of the list is a pair: the declarations of the method, and the method's function
-        for the hook.
+        for the hook. Methods that skip the hook (`Setup.skip`) are left out.
         hook: the name of the hook, such as "loss".
         """
         return [
@@ -70,8 +70,9 @@ class Declarations:
         """Return the first method in the list that overrides a hook, with its function.
 
         The result is a pair: the declarations of the method, and the method's function for the
-        hook. It is None if no method overrides the hook. Use this function only for hooks that at
-        most one method of a run may override. For all other hooks, use `hooks_of`.
+        hook. It is None if no method overrides the hook. Methods that skip the hook are left out.
+        Use this function only for hooks that at most one method of a run may override. For all
+        other hooks, use `hooks_of`.
         hook: the name of the hook, such as "loss".
         """
         return next(iter(self.hooks_of(hook)), None)
@@ -120,7 +121,8 @@ class Declarations:
     def keeps_client_state(self) -> bool:
         """True if the methods of the run declare state that is kept for each client between jobs.
 
-        This is client state, trained parameters that stay on the client, or the optimizer's state.
+        This is client state, tensors of networks that stay on the client and are not fixed, or the
+        optimizer's state.
         """
         if any(
             declared.keeps_client_state or declared.keeps_optimizer for declared in self.methods

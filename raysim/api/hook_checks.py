@@ -20,9 +20,9 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class HookError(ValueError):
-    """The error of a hook that returned or wrote a wrong value.
+    """The error of a hook or a learner that returned or wrote a wrong value.
 
-    Its text contains the names of the method and of the hook.
+    Its text says which value is wrong, and in most cases which method and which hook.
     """
 
 
@@ -80,8 +80,9 @@ def check_draws(values: Any, method: str, name: str, steps: int) -> Sequence[Ten
 
 
 def check_scalar(value: Any, method: str, hook: str) -> Tensor:
-    """Return `value`, which a hook returned. Raises HookError unless it is one number.
+    """Return `value`, which a hook returned. Raises HookError for None.
 
+    Also raises it for a tensor that does not have exactly one entry.
     method, hook: the names of the method and of the hook, for the error.
     """
     # Reading the value would wait for the device, so only the number of entries is checked.
@@ -117,7 +118,7 @@ def _describe(value: Any) -> str:
 
 
 def check_report(report: Mapping[str, Any], where: str) -> None:
-    """Raise HookError if a method reports a value for the history that is not a number.
+    """Raise HookError if a method reports a value for the history whose type is not numeric.
 
     report: the values by "method.column".
     where: "job" if the values are from `job.report`, "server" if they are from `server.report`.
@@ -193,8 +194,8 @@ def check_state(state: Mapping[str, Any], before: Collection[str], names: StateN
 def check_upload(upload: Mapping[str, Tensor], declarations: Declarations) -> None:
     """Raise HookError if a job's uploads differ from those that methods have declared.
 
-    upload: the tensors that the job assigned, by "method.name". A tensor must not be undeclared,
-    missing, or larger or smaller than declared.
+    upload: the tensors that the job assigned, by "method.name". A tensor must not be undeclared or
+    missing. Its size must be as declared, unless the method passed `planned` to `Setup.upload`.
     """
     known: set[str] = set()
     for declared in declarations.methods:

@@ -38,7 +38,7 @@ class LearnerUpdate:
     client: the number of the client.
     parameters: the bytes that `fit` returned for this client.
     weight: the weight of this update in a mean over all updates of the aggregation. The weights sum
-    to 1, or to less if a method lowers the weights of stale updates.
+    to 1, unless a method uses another divisor, for example to lower the weights of stale updates.
     samples: the number of the client's training samples.
     staleness: the number of aggregations since the version that the client started from.
     """
@@ -55,7 +55,7 @@ class EvaluationData:
 
     client: the number of the client; -1 for sets that belong to no client.
     name: the name of the set of samples: "client", "validation", "central", or the name of a
-    domain.
+    domain. For a domain of the central test set, "central:" is in front of this name.
     rows: int64 [n], the positions of the samples in the data set.
     state: the client state that the learner declared, by name; empty for sets that belong to no
     client.
@@ -122,9 +122,9 @@ class Learner(Method):
     def evaluate(self, parameters: Parameters, data: EvaluationData) -> Mapping[str, float]:
         """Return scores by name for a set of samples, such as {"accuracy": 0.9}.
 
-        A learner may implement this function instead of `predict`. raysim calls it for the
-        test samples of each scored client, for the central test set, and for each domain. One of
-        the names should be the run's main metric (`evaluate.metric`). Return an
+        A learner may implement this function instead of `predict`. raysim calls it for the test
+        samples and the validation samples of each scored client, for the central test set, and for
+        each domain. One of the names should be the run's main metric (`evaluate.metric`). Return an
         empty dictionary if there is no score.
         parameters: the parameters of the model that is scored.
         data: the samples; `data.arrays()` returns their inputs and labels.

@@ -80,7 +80,10 @@ class LocalJob:
 
     @property
     def rate(self) -> float:
-        """The learning rate of this job, `local.rate(version)`, without the factor `Stage.rate`."""
+        """The learning rate of this job, `local.rate(version)`.
+
+        The factors `Stage.rate`, `local.rates` and `Local.step_factors` are not included.
+        """
         return self.context.rate
 
     @property
@@ -315,8 +318,8 @@ class PersonalModel:
     task: the learning task.
     vector: the shared parameters and the client's personal parameters.
     state: the method's client state after the client's last aggregated job, or the initial state.
-    received: the tensors that the method would send to a job of this client now, by the names that
-    it declared with `Setup.send`.
+    received: the tensors that the method would send to this client alone, by the names that it
+    declared with `Setup.send_to_client`.
     data: a function without arguments that yields batches (inputs, labels) of the client's training
     samples.
     trained: True if a job of the client was aggregated.
@@ -369,7 +372,9 @@ class ScoredModel(PersonalModel):
     client: the number of the client; -1 for the shared model.
     rows: the samples, int64 positions in the data set.
     name: the name of the set of samples: "client", "central", "validation" or the name of a domain.
+    For a domain of the central test set, "central:" is in front of this name.
     state: the client state that the method declared, by short name; empty for the shared model.
+    received: the tensors that the method sends to all clients, and those to this client alone.
     seed: the seed of the run.
     """
 

@@ -51,7 +51,7 @@ class Focal:
     gamma: float = 2.0
 
     def __post_init__(self) -> None:
-        # With gamma below 1 the gradient is infinite where the probability of the label is 1.
+        # With gamma below 1 PyTorch's gradient is nan where the probability of the label is 1.
         at_least("loss.gamma", self.gamma, 1)
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Messages between coordinator and workers: immutable objects of numbers and NumPy arrays.
 
 The coordinator sends a `Job` to a worker, which returns an `Update` or a `Failure`. To score a
-model on samples, the coordinator sends a `ScoringTask`, and the worker returns a `ScoringReport`.
-These messages never contain client state.
+model on samples, the coordinator sends a `ScoringTask`. The worker returns a `ScoringReport`, or a
+`SetReport` if a method scores sets of samples. These messages never contain client state.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Update(NamedTuple):
     extras: the tensors that methods upload, by "method.name".
     moves: a tuple (start, stop, rates) for each trained range of the shared parameters. The range
     is [start:stop] of the vector, and `rates` is the sum of the learning rates of all optimizer
-    steps on it.
+    steps on it. It is () unless a method calls `Setup.read_updates`.
     report: numbers for the history, by "method.column".
     probe: the features and outputs of the trained model; None if it was not probed.
     loss_rows: the number of samples in all steps with the task loss; each epoch counts them again.
@@ -228,15 +228,17 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """A job that raised an error, or whose result is not finite.
+    """A job that raised an error, or whose update is not finite or longer than `faults.norm`.
 
     It is a separate type, so that no rule of the server treats it as an update.
 
     job: the number of the job, `Job.number`.
     client: the number of the client.
     version: the version from which the job started.
-    worker: the name of the worker that trained the job.
-    method: the name of the method whose hook raised the error; "" for an error elsewhere.
+    worker: the name of the worker that trained the job; "server" if the update failed on the server
+    after a simulated attack.
+    method: the name of the method whose hook raised the error or whose tensor is not finite; ""
+    for an error elsewhere.
     error: the text of the error.
     traceback: the traceback of the error, or "".
     """
@@ -316,7 +318,8 @@ class SetReport:
     """The metrics that a method computed for a set of samples.
 
     client: the number of the client; -1 for the shared model.
-    name: the name of the set: "client", "validation", "central", or the name of a domain.
+    name: the name of the set: "client", "validation", "central", or the name of a domain. For a
+    domain of the central test set, "central:" is in front of this name.
     metrics: the metrics, by name.
     """
 

@@ -1,9 +1,9 @@
 """The hooks of a method: the moments of a run in which it may act.
 
-A method overrides the hooks that it needs. Every default does nothing, and a hook that no method of
-a run overrides is never called. This is the order of the calls:
+A method overrides the hooks that it needs. A default does nothing or is never called. This is the
+order of the calls:
 
-- before the run: `model`, `settings`, `setup`
+- before the run: `settings`, `model`, `setup`
 - when a job is dispatched: `cost`
 - a client's job: `begin`, `prepare`; for each batch `batch`, `loss`, `perturb`, `gradient`; `end`
 - an aggregation: `weigh`, `combine`, `step`, `absorb`
@@ -80,8 +80,8 @@ class Method:
     def setup(self, run: Setup) -> None:
         """Declare what the method adds to a run, such as networks, state and tensors to send.
 
-        raysim calls this hook once in each process. Raise ValueError for settings that do not fit
-        the run.
+        raysim calls this hook in each process, in some of them more than once. Raise ValueError for
+        settings that do not fit the run.
         run: the object with a function for each declaration, such as `run.client_state`. It also
         has facts about the run, such as the number of clients.
         """
@@ -117,7 +117,7 @@ class Method:
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Return the scalar loss to minimise, usually `loss` plus a term of the method.
 
-        raysim calls this hook in the stages of a step that minimise the task loss.
+        raysim calls this hook in the stages of a step that have the task loss.
         out: the features and the outputs (logits) of the model for the batch.
         loss: the task loss plus the terms that earlier methods in the list have added, a scalar.
         """
@@ -132,7 +132,7 @@ class Method:
     ) -> Tensor:
         """Return the gradient to use instead of `grad`; only one method of a list may do so.
 
-        raysim calls this hook in the stages of a step that minimise the task loss. Later, methods
+        raysim calls this hook in the stages of a step that have the task loss. Later, methods
         correct the gradient in the hook `gradient`, and then it is clipped.
 
         params: the m parameters that `job.stage` trains, [m]; do not change them.
@@ -195,14 +195,15 @@ class Method:
     def personalise(self, client: PersonalModel) -> None:
         """Change `client.vector` in place to the client's personalised model.
 
-        Only one method may do so. Called before each score of a client, even if the client never
-        trained.
+        Only one method may do so. raysim calls this hook before it scores a client's own model,
+        even if the client never trained.
         """
 
 
 def parameters(method: Method) -> dict[str, object]:
-    """Return the arguments of the method's constructor by name, such as {"mu": 0.01}.
+    """Return the public attributes of a method object by name, such as {"mu": 0.01}.
 
-    They are the settings `method.NAME.*`. Each argument is read from the attribute with its name.
+    They are the settings `method.NAME.*`, because a constructor stores each argument as an
+    attribute of the same name.
     """
     return {key: value for key, value in vars(method).items() if not key.startswith("_")}

@@ -279,8 +279,9 @@ def resolve_metrics(
     `metrics`, or the usual metric of the task if `metrics` is empty.
     metrics: names of metrics, or `Metric` objects that the user has made.
     task: the learning task, which decides the usual metrics.
-    Raise ValueError for an unknown name, and for two metrics with the same name. A user's metric is
-    tried on random outputs; if it fails, raise ValueError, too.
+    Raise ValueError for an unknown name, and for two metrics with the same name. A user's metric
+    with `per=None` is tried on random outputs, unless labels are dictionaries or lists of arrays.
+    If it fails, raise ValueError, too.
     """
     rules = [_resolve(metric, task) for metric in metrics]
     names = [rule.name for rule in rules]
@@ -423,7 +424,8 @@ def _torch_classes(kind: Kind, error_start: str) -> dict[str, Any]:
 class TorchMetric:
     """A metric of torchmetrics as a function of outputs and labels.
 
-    The metric receives probabilities: the softmax or the sigmoid of the outputs.
+    The metric receives probabilities: the softmax or the sigmoid of the outputs. For a regression,
+    it receives the outputs themselves.
 
     name: the name of the metric, such as "f2".
     kind: the kind of the task, such as "multilabel". torchmetrics has several Python classes for a

@@ -60,9 +60,9 @@ class Objective:
     has_ignored: True if some labels may have the value `IGNORED`. `loss` and `losses` then leave
     out these labels.
     usual_metrics: how many metrics are computed by default, counted from the first one.
-    parts: None if `loss` is a mean over samples. If `loss` is a mean over labels, such as the
-    tokens of texts, `parts` is a function. It takes outputs and labels, and returns [B, 2]: the sum
-    of the losses of each sample's labels, and the number of these labels.
+    parts: None if the loss of a scored set is a mean over samples. If it is a mean over labels,
+    such as the tokens of texts, `parts` is a function. It takes outputs and labels, and returns
+    [B, 2]: the sum of the losses of each sample's labels, and the number of these labels.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]

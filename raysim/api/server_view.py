@@ -140,7 +140,7 @@ class ServerView:
 
     @property
     def max_updates(self) -> int:
-        """The largest number of updates in one aggregation."""
+        """The largest number of updates in one aggregation, without late updates."""
         return self._server.size  # type: ignore[no-any-return]
 
     @property
@@ -160,7 +160,7 @@ class ServerView:
 
     @property
     def total_samples(self) -> int:
-        """The number of training samples of all clients together: the sum of `sample_counts`."""
+        """The number of training samples of the clients of this replica: `sum(sample_counts)`."""
         return self._server.samples  # type: ignore[no-any-return]
 
     @property

@@ -72,8 +72,8 @@ class Send:
     floats: the tensor's size in floats: a number, or a function of the layout.
     to: "all": each client receives the tensor with each version. "once": each client receives it
     with its first job only. "client": each client receives a tensor of its own.
-    when: a function that is called when a job is dispatched. It returns True if the job's client
-    receives the tensor.
+    when: a function that is called when a job is dispatched. It returns True if traffic and virtual
+    time count the tensor for this job.
     varies: True if the size may differ between versions; `floats` is then the size in version 0.
     """
 
@@ -223,7 +223,7 @@ class Setup:
     - networks: the model, and the networks that methods before this one added.
     - methods: the names of all methods of the list, each with the hooks that it overrides.
     - clients_with_samples: the number of clients that have training samples.
-    - max_updates: the largest number of updates in one aggregation.
+    - max_updates: the largest number of updates in one aggregation, without late updates.
     - has_stale_updates: True if updates may start from an earlier version than the current one.
     - devices: the kind of each client's device, such as "phone". `devices.names` has all kinds of
       the fleet, and `devices.kinds` has for each client the position of its kind in
@@ -452,9 +452,11 @@ class Setup:
         Without `value`, the server state of this name is sent.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
-        once: True sends it with a client's first job only.
-        when: a function that is called when a job is dispatched, and returns True if the job's
-        client receives the tensor.
+        once: True sends it with a client's first job only. raysim then computes it before round 0,
+        and again when it continues a run; the value must be the same.
+        when: a function that is called when a job is dispatched. It returns True if traffic and
+        virtual time count the tensor for this job. raysim does not remove the tensor from other
+        jobs, so their hooks must not use it.
         varies: True allows the size to differ between versions; `floats` is then the size in
         version 0. It cannot be used with `once` or `when`. Planning takes longer, because it must
         wait for the real size.
@@ -485,8 +487,9 @@ class Setup:
         returns the tensor, or None to send nothing now.
         floats: the tensor's size, a number or a function of the layout; the default is the size of
         the shared parameters.
-        when: a function that is called when a job is dispatched, and returns True if the job's
-        client receives the tensor.
+        when: a function that is called when a job is dispatched. It returns True if traffic and
+        virtual time count the tensor for this job. raysim does not remove the tensor from other
+        jobs, so their hooks must not use it.
         """
         self.declared.sends.append(Send(name, value, floats, "client", when))
 
@@ -593,10 +596,11 @@ class Setup:
         self.declared.train = function
 
     def change_labels(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Train with other labels than those of the data; scores use the true labels.
+        """Train with other labels than those of the data.
 
         change(labels) receives the labels [n] of all n rows of the data set, and returns the labels
-        [n] to train with.
+        [n] to use. It must not change the labels of test and validation samples, because raysim
+        computes scores with the returned labels, too.
         """
         self.declared.change_labels = change
 
@@ -619,8 +623,9 @@ class Setup:
         """Score sets of samples with `evaluate(model)`; only one method of a list may do so.
 
         raysim then does not compute metrics from the model's outputs. The function is called for
-        the test samples of each scored client, for the central test set, and for each domain. It
-        returns numbers by name; the run's metric (`evaluate.metric`) should be one of the names.
+        the test samples and the validation samples of each scored client, for the central test set,
+        and for each domain. It returns numbers by name; the run's metric (`evaluate.metric`) should
+        be one of the names.
         """
         self.declared.evaluate = evaluate
 

@@ -176,7 +176,8 @@ class Network:
     own_schedules: True if each replica has its own schedule for its clients. With False one
     schedule serves all clients, and an aggregation may have updates for several replicas.
     on_clients: True if each client stores its replica. Jobs then do not send or receive the model.
-    Only replicas that have an update in the aggregation take part in an exchange.
+    Without `pairwise`, only replicas that have an update in the aggregation take part in an
+    exchange.
     client_floats: [clients], the number of floats that each client sends to other clients in an
     exchange. A client receives as many floats as it sends. None unless `on_clients` is True.
     pairwise: True if replicas exchange in pairs. Each replica with updates in the aggregation draws
@@ -334,8 +335,8 @@ def mixing_matrix(weights: Weights, key: str) -> Mixing:
     maps the number of an averaged replica to its weight. Replicas that are not in the dictionary
     have the weight 0.
     key: the name of the setting, for errors.
-    Raises ValueError if a weight is negative or not finite, or if the weights of a row do not sum
-    to 1.
+    Raises ValueError if a weight is negative or not finite, or belongs to no replica. Also raises
+    it if the weights of a row do not sum to 1.
     """
     rows: list[Mapping[int, float]] = []
     if isinstance(weights, np.ndarray):

@@ -41,7 +41,7 @@ class UpdateCode(Protocol):
         The first result is the decoded vector, [layout.trained]. It may share memory with the
         sender's next state, so the caller must not change it.
 
-        values: [layout.trained], the vector to send. This function overwrites it.
+        values: [layout.trained], the vector to send. This function may overwrite it.
         state: the sender's state after its last message, by name.
         layout: the position of each tensor in the vector.
         key: a random number below 2^63 for this message.

@@ -37,7 +37,8 @@ class FlowerRequest:
     config: the configuration of raysim as nested dictionaries; it has the settings of the fleet,
     for example.
     seeds: the app is run once for each seed.
-    clients: the number of clients; None takes the number in the Flower project.
+    clients: the number of clients. None and 0 take the number in the Flower project, or 10 if it
+    has none.
     samples: the number of samples of each client; it decides how much virtual time a client's
     training takes.
     run_config: values for the app's run config, by key. They replace the app's defaults.

@@ -1,11 +1,12 @@
 """Implement `raysim bench gpu --out DIR`: half an hour of measurements on one GPU.
 
-It needs neither Ray nor Hydra, and measures four things:
+It needs neither Ray nor Hydra, and measures five things:
 
 - the results of every method, compared with the CPU;
-- whether one worker and two workers give equal bits;
+- whether a repeated run, and a run on two workers, give equal bits;
 - memory, compared with raysim's estimate before a run;
-- the speed of the workloads G1 to G4, each compared with a plain PyTorch loop on the same device.
+- the speed of the workloads G1 to G4, each compared with a plain PyTorch loop on the same device;
+- where the time of the workload G1 goes (a profile).
 
 G1 and G2 have the shapes and sizes of two experiments of FedBR: RotatedMNIST, and CIFAR-10 with
 VGG11. G3 is CIFAR-10 with 100 clients and ResNet-18. G4 is a neural network without convolutions.
@@ -75,7 +76,7 @@ RESULTS = "results.json"
 COARSER_ROUNDING = 10 * torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
 COARSE_PRECISIONS: tuple[Precision, ...] = ("tf32", "bfloat16")
 CHECK_CLIENTS = 4
-MIN_ROUNDS = 5  # of a speed measurement; the first two rounds allocate memory and record graphs
+MIN_ROUNDS = 4  # of a speed measurement; the first two rounds allocate memory and record graphs
 UTILIZATION_INTERVAL_S = 0.2
 Print: TypeAlias = Callable[[str], object]
 HasTime: TypeAlias = Callable[[], bool]  # whether the benchmark has time for another measurement
@@ -304,9 +305,10 @@ def _distances(name: str, make: MakeMethod, options: GpuOptions) -> Iterator[Res
     clients are trained at once, and whether their steps are recorded as a CUDA graph.
 
     The reference run is on the CPU, trains one client at a time and records no CUDA graphs. If
-    training steps draw random numbers, the reference run uses the measured device instead. In a
-    row, "distance" is the largest difference from the reference, divided by the largest change of a
-    parameter in the run. "allowed" is the largest allowed distance.
+    training steps draw random numbers, the reference run uses the measured device instead, and
+    modes with CUDA graphs are left out. In a row, "distance" is the largest difference from the
+    reference, divided by the largest change of a parameter in the run. "allowed" is the largest
+    allowed distance.
 
     name: the method's name.
     make: the class of the method; None stands for FedAvg.
@@ -500,7 +502,8 @@ def _rate(times: Sequence[float], workload: GpuWorkload) -> ResultRow:
 
 
 def _is_long_enough(times: Sequence[float], seconds: float) -> bool:
-    return len(times) >= MIN_ROUNDS and times[-1] - times[1] >= seconds
+    rounds = len(times) - 1
+    return rounds >= MIN_ROUNDS and times[-1] - times[1] >= seconds
 
 
 def raysim_rate(spec: RunSpec, workload: GpuWorkload, seconds: float) -> ResultRow:
@@ -701,11 +704,11 @@ def describe_device(device: str) -> ResultRow:
 def main(folder: Path, options: GpuOptions, say: Print = print) -> dict[str, Any]:
     """Make the measurements in `options.parts`; return new and earlier results.
 
-    After each measurement, the files results.json and page.md are written. Earlier results are
+    After each of these parts, the files results.json and page.md are written. Earlier results are
     those in results.json when this function is called.
     folder: the folder of the two files.
-    say: function that gets a line for each measurement.
-    Raise `ValueError` for a measurement or a device that does not exist.
+    say: function that gets a line for each part.
+    Raise `ValueError` for a part that does not exist, and for a CUDA device if torch sees no GPU.
     """
     for part in options.parts:
         if part not in PARTS:

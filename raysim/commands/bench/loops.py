@@ -3,7 +3,7 @@
 `raysim bench` alternates between a few rounds of raysim and a few rounds of a usual PyTorch loop
 with `torch.optim.SGD`. The result is the median ratio of the two times, so that slow changes
 of the machine's speed have little effect. With `--floor` it also measures a tuned loop, which has
-no optimizer object and updates one flat vector in a single operation. raysim and the loops use the
+no optimizer object and updates all parameters in a single operation. raysim and the loops use the
 same number of processes. Evaluation and warm-up rounds are not measured. Results are also written
 to a JSON file.
 """
@@ -100,7 +100,7 @@ class LoopResult:
     """The speed of a workload, in raysim and in plain PyTorch loops that do the same training.
 
     A block is a few rounds that are measured together. The usual loop uses `torch.optim.SGD`. The
-    tuned loop has no optimizer object and updates one flat vector in a single operation.
+    tuned loop has no optimizer object and updates all parameters in a single operation.
 
     workload: the name of the workload.
     lanes: the number of clients that raysim trained at once in a process.
@@ -146,6 +146,7 @@ def spec_of(workload: LoopWorkload, source: Source) -> RunSpec:
 def source_of(workload: LoopWorkload, root: str | None) -> Source:
     """Return Fashion-MNIST, or random pictures of the same shape.
 
+    A workload that does not have 60,000 samples always gets random pictures.
     root: the folder that contains Fashion-MNIST; None downloads it; "" takes random pictures.
     """
     samples = workload.clients * workload.samples
@@ -164,8 +165,8 @@ class SharedMemory:
     inputs, labels: the samples of all clients, one client after another.
     vector: the shared parameters.
     sums: [processes, parameters], the weighted sum of the trained models of each process.
-    next_place: the number of clients of the cohort whose training has already started. The value
-    `STOP` ends the processes.
+    next_place: the place in the cohort of the next client to train. It is not below the size of the
+    cohort if all clients have started. The value `STOP` ends the processes.
     start: a semaphore for each process, released at the start of a round.
     done: a semaphore that each process releases after a round.
     """
@@ -259,7 +260,7 @@ def _train_tuned(model: nn.Module, params: list[torch.Tensor], batches: Batches,
 
 
 class BareLoop:
-    """A loop without a framework: its processes train clients and add up the updates."""
+    """A loop without a framework: its processes train clients and average the trained models."""
 
     def __init__(
         self, spec: RunSpec, workload: LoopWorkload, processes: int, is_tuned: bool = False

@@ -9,9 +9,10 @@ client:
 - `client_behave_trace`: "active" and "inactive" are lists of seconds. A client is available from
   active[i] to inactive[i], and the times repeat after "finish_time" seconds.
 
-The two files describe different clients. The trace has the clients of `client_behave_trace`. Client
-i gets the capacity of client i in `client_device_capacity`. If this file has fewer clients, its
-clients are used again from the first one on.
+The two files describe different clients. The trace has the clients of `client_behave_trace` that
+can be converted, with new numbers from 0. The i-th client of the file gets the capacity of the i-th
+client of `client_device_capacity`. If this file has fewer clients, its clients are used again from
+the first one on.
 """
 
 from __future__ import annotations

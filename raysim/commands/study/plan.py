@@ -35,8 +35,8 @@ class StudyRun:
     """One run of a study.
 
     name: the name of the run's folder.
-    settings: the run's value of each key that has several values in the study. The seed is left
-    out. An example is {"method": "fedprox", "partition.alpha": "0.1"}.
+    settings: the run's method, and its value of each key that has several values in the study. The
+    seed is left out. An example is {"method": "fedprox", "partition.alpha": "0.1"}.
     config: the complete configuration.
     is_finished: True if the run has ended already, so that its folder is complete.
     warnings: warnings about the configuration, for the user.

@@ -4,7 +4,7 @@ study.csv        a row for each run
 differences.csv  a row for each comparison with the reference
 study.json       both tables, and the means
 study.tex        the means as a LaTeX table
-study.png        the differences with their intervals
+study.png        the differences with their intervals, if settings are compared
 report.html      a page with all results, and curves of the means over the seeds
 """
 
@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 BEST_ROUNDS = 5  # with five rounds or fewer, the mean of the best five is the mean of all
 SMALL_P = 0.001
 HOW = (
-    "Paired over seeds: with one seed, methods have the same split, starting model and cohorts. "
+    "Paired over seeds: runs with the same seed have the same split, starting model and cohorts, "
+    "unless a compared setting changes these. "
     "The interval is that of the mean difference; p is that of a paired t-test, Holm's is "
     "corrected for all comparisons of one table, Wilcoxon's needs six seeds."
 )
@@ -88,7 +89,7 @@ class Comparison:
     where: the other settings, such as "alpha=0.1", which are equal for `what` and `reference`.
     what: the setting that is compared with the reference, such as "fedprox".
     reference: the setting with which `what` is compared, such as "fedavg".
-    seeds: the seeds of which both `what` and `reference` have a finished run.
+    seeds: the seeds for which both `what` and `reference` have a finished run with the metric.
     differences: for each seed, the metric of `what` minus the metric of `reference`.
     test: the mean difference with its interval and its p-value.
     """
@@ -507,7 +508,7 @@ def report(
     _store(study, scores, comparisons, failures or {})
 
     about = (
-        "Behind ± is the sample standard deviation over the seeds, also in the column last 10. "
+        "Behind ± is the sample standard deviation over the seeds, in all columns. "
         f"Bold is the best, {BEST_RULE}"
     )
     has_groups = any(columns[-1].groups or ())

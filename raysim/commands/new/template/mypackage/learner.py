@@ -16,7 +16,7 @@ class MyLearner(Learner):
 
     The model is one mean image for each class. A job moves each mean image towards the average of
     the client's images of this class. The server averages the mean images of all jobs.
-    share: how far a job moves a mean image, from 0 (not at all) to 1 (to the client's average).
+    share: how far a job moves a mean image, above 0 and at most 1 (to the client's average).
     """
 
     name = "mypackage"
