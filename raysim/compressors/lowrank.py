@@ -9,15 +9,16 @@ sender's previous message. M' is the transpose of M:
     Q <- M' P
     C(M) = P Q'
 
+Before the first message, Q has normal random numbers, which are the same for all senders. After
+each message, the Q of this message is stored in the sender's state.
+
 Departures from the paper
 - Each client has its own P and Q, and sends both. In the paper the workers average P, and then Q.
-- Before the first message, Q has normal random numbers, which are the same for all clients. After
-  each message, the Q of this message is stored as client state.
 - The paper uses error feedback. To use it, set compression.feedback=ef14.
-- P is orthogonalised by the QR decomposition.
+- P is orthogonalised by the QR decomposition, in place of Gram-Schmidt.
 
 A tensor of more than two dimensions is treated as a matrix; its first dimension gives the rows.
-Vectors are sent unchanged. A matrix M is sent unchanged if P and Q together would be larger than M.
+Vectors are sent unchanged. A matrix M is sent unchanged if P and Q together would not be smaller.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class PowerSGD(Compressor):
         Matrices and unchanged entries come in the order of the layout.
         values: float32 [layout.trained], the vector to send.
         key: not used, because nothing is random.
-        kept: the Q of all matrices from the sender's last message.
+        kept: the Q of all matrices from the sender's last message, or the result of `initial`.
         """
         return self._encode(values, layout, kept, lambda part: values[part])
 

@@ -14,14 +14,14 @@ becomes C(v)_i, with a random number u that is uniform in [0, 1), and s levels a
     terngrad  C(v)_i = m sign(v_i) [|v_i| > m u]
 
 For qsgd, |v| is the norm of the bucket that contains v_i. For terngrad, m is the largest absolute
-value in the tensor that contains v_i, and [...] is 1 if the condition is true, else 0.
+value in the tensor that contains v_i, after clipping. [...] is 1 if the condition is true, else 0.
 
 Departures from the papers
 - QSGD uses fewer bits for frequent levels (Elias coding). Here each level has the same number of
   bits, so that the size is known before the training. The level and the sign of an entry together
   take 2 bits for s = 1, 3 bits for s = 3, and 4 bits for s = 7.
 - FedPAQ averages uniformly. To do the same, set weighting=uniform.
-- v is a client's update, and not a gradient.
+- In QSGD and TernGrad, v is a gradient. Here v is a client's update or the server's step.
 """
 
 from __future__ import annotations
@@ -393,7 +393,7 @@ class QSGD(_Quantizer):
 class TernGrad(_Quantizer):
     """A compressor that rounds entries randomly to -m, 0 or m.
 
-    m is the largest absolute value in the entry's tensor.
+    m is the largest absolute value in the entry's tensor, after clipping.
     clip: before the rounding, entries are clipped to this number of standard deviations of their
     tensor; 0 does not clip.
     direction: "up" compresses clients' updates, "down" the server's steps, "both" compresses both.

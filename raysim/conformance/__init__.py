@@ -8,9 +8,9 @@
         check()
 
 `checks` takes a method, a learner, a model, a source of data, a partition, a schedule, a
-selection, a topology, a fleet, a compressor or an observer. Each check makes a few tiny runs in
-this process, which take a fraction of a second each. It raises AssertionError with one sentence if
-the part fails. raysim's own parts pass the same checks.
+selection, a topology, a fleet, a compressor or an observer. Most checks make a few tiny runs in
+this process, which take a fraction of a second each. A check raises an error if the part fails:
+AssertionError, or the error that stopped a run. raysim's own parts pass the same checks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = ["Check", "Study", "checks"]
 class Check:
     """A check of one object of a run, such as a method or a partition.
 
-    Call the `Check` object without arguments to make the check. This raises AssertionError if the
-    tested object fails.
+    Call the `Check` object without arguments to make the check. This raises an error if the tested
+    object fails: AssertionError, or the error that stopped a run.
     name: the name of the tested object, and the property that the check tests.
     run: the function that makes the check.
     """

@@ -24,8 +24,8 @@ from raysim.simulation.schedule import Schedule
 from raysim.training.lanes import LanesError
 from raysim.training.run_spec import RunSpec
 
-# The largest relative difference in float64: products with a learning rate that is a tensor are
-# rounded in another way.
+# The largest relative and absolute difference in float64: products with a learning rate that is a
+# tensor are rounded in another way.
 TOLERANCE = 1e-8
 # Columns that count inner products below 0. Rounding may change the sign of a product near 0.
 COUNTS = ("conflicts", "projections")
@@ -77,8 +77,8 @@ def check_recorded(make: Make, **settings: Any) -> None:
 
     A recorded step (`runtime.graph`) is a training step that a GPU captures once and replays.
     Without a GPU, the replay is simulated. The check fails if code of the step reads the value of a
-    tensor, as `.item()` does. Differences by rounding errors of float64 are allowed. The check
-    passes if raysim refuses to record the steps of this run.
+    tensor, as `.item()` does. Differences by rounding errors of float64 are allowed. The recorded
+    steps train three clients at once. The check passes if raysim refuses this for the run.
     make: function that returns the run, in float64. Each call makes new method objects.
     settings: settings to change in the run, such as rounds=3; `runs.with_settings` lists them.
     """

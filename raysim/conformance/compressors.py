@@ -86,12 +86,15 @@ def check_decoding(compressor: Compressor, layout: Layout) -> None:
         assert bool(decoded[0].isfinite().all()), (
             f"decode leaves entries of `out` unset, or sets values that are not finite, for {what}."
         )
-        assert torch.equal(*decoded), f"decode adds to the old values of `out` for {what}. Set it."
+        assert torch.equal(*decoded), (
+            f"two calls of decode with one message of {what} set other values. Set all of `out`, "
+            "from the message alone."
+        )
         here = torch.empty(layout.trained)
         compressor.decode(message, layout, here)
         assert torch.equal(here, decoded[0]), (
-            f"another process decodes other values for {what}. Put all that decode needs into the "
-            "message."
+            f"a copy of the compressor decodes other values for {what}. Put all that decode needs "
+            "into the message."
         )
 
 

@@ -28,8 +28,8 @@ from raysim.simulation.load import StepMessages, varying_tensors
 from raysim.simulation.schedule import Schedule
 from raysim.training.run_spec import declare_run
 
-# A client state with at least so many different bytes does not occur elsewhere by chance.
-MIN_SECRET_BYTES = 8
+# A client state with more different bytes does not occur elsewhere by chance.
+MAX_COMMON_BYTES = 8
 
 
 def checks(method: Method, study: Study) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -114,7 +114,8 @@ class WatchedRun:
     uploads: the names of the tensors that clients send next to the update.
     personal: the names of the networks' tensors that stay on the clients.
     secrets: client states that no message may contain, as pairs of name and bytes. Short or uniform
-    states are left out, because a message may contain the same bytes by chance.
+    states are left out, because a message may contain the same bytes by chance. States that are
+    equal to an upload or to most of an update are left out, too.
     """
 
     run: FinishedRun
@@ -163,7 +164,7 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None, **settings: Any)
     secrets = [
         (key, value)
         for key, value in client_arrays
-        if len(set(value)) > MIN_SECRET_BYTES and value not in sent
+        if len(set(value)) > MAX_COMMON_BYTES and value not in sent
     ]
     secrets = [
         (key, value)
@@ -176,7 +177,8 @@ def _watch(make: Make, schedule: Schedule, fleet: Fleet | None, **settings: Any)
 def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
     """Check that no update contains personal parameters or undeclared client state.
 
-    Check also that the name of each upload begins with the name of a method, such as "scaffold.".
+    Check also that the name of each upload begins with the name of a method, such as "scaffold.",
+    and that all updates have the same uploads.
     seen: the run and its recorded messages.
     names: the names of the run's methods.
     """
@@ -188,7 +190,7 @@ def _check_secrets(seen: WatchedRun, names: set[str]) -> None:
         )
     for update in seen.spy.updates:
         assert set(update.extras) == seen.uploads, (
-            "every update of a method carries the same uploads"
+            "the updates carry different uploads; each update must carry all of them"
         )
         assert update.delta is None or update.delta.shape == (layout.shared,)
         assert update.counters.shape == (layout.shared_counters,)
@@ -230,7 +232,7 @@ def _part_with_secret(result: TrainingResult, secrets: list[bytes]) -> str:
 def _is_most_of(stored: bytes, update: bytes) -> bool:
     """Return True if an update begins with a client state that is more than half of the update.
 
-    Shorter states are not reported, because equal bytes may then be a coincidence.
+    Such a state is no secret. For a shorter state, return False: equal bytes may be a coincidence.
     stored: the bytes of the client state.
     update: the bytes of the update.
     """

@@ -24,6 +24,7 @@ from raysim.data.partition import CSR, Partition, Partitioner
 from raysim.data.raw import Source
 from raysim.experiment.recorder import Follower
 from raysim.models.classifier import Classifier, ModelRecipe, is_split
+from raysim.primitives.kinds import IGNORED
 from raysim.results.observers import CurrentRun, Observer, UserObserver
 from raysim.simulation.fleet import Fleet
 from raysim.simulation.network import make_network
@@ -86,7 +87,7 @@ def _check_seeds(study: Study) -> None:
         "the model has other parameters with another seed"
     )
     assert all(torch.equal(one[name], again[name]) for name in one), (
-        "one seed gives two networks, by torch's generator"
+        "one seed gives two networks, perhaps by a global generator"
     )
     assert any(not torch.equal(one[name], other[name]) for name in one), (
         "two seeds give the same network"
@@ -145,7 +146,9 @@ def _check_labels(data: Source) -> None:
         ("domain", dataset.domains, dataset.domain_names),
     ):
         if numbers.ndim == 1 and numbers.dtype.kind == "i":
-            assert numbers.min() >= 0 and numbers.max() < len(names), (
+            if what == "label":  # samples may have no label
+                numbers = numbers[numbers != IGNORED]
+            assert numbers.min(initial=0) >= 0 and numbers.max(initial=0) < len(names), (
                 f"a {what} has no name: there are {len(names)}"
             )
 
@@ -297,7 +300,9 @@ def _check_network(study: Study) -> None:
             f"{name} must have {expected} values of at least 0"
         )
     assert (one.replica_of == other.replica_of).all(), "a client has another replica with one seed"
-    assert (one.mixing is None) == (other.mixing is None), "the replicas exchange once only"
+    assert (one.mixing is None) == (other.mixing is None), (
+        "of two networks with one seed, only one exchanges between replicas"
+    )
     if one.mixing is not None and other.mixing is not None:
         same = all(map(np.array_equal, one.mixing, other.mixing))
         assert same, "the weights of an exchange differ with one seed"

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from raysim.data.columns import USER_NAMES, assemble, find_column, find_label
+from raysim.data.columns import LABEL_NAMES, USER_NAMES, assemble, find_column
 from raysim.data.fields import pack_fields, pack_targets
 from raysim.data.labels import LabelSet, read_labels
 from raysim.data.raw import Origin, Raw, Source
@@ -106,13 +106,15 @@ def store_arrays(data: object, settings: Mapping[str, Any] | None = None) -> Arr
     settings: further settings of the source, such as {"kind": "regression"}.
 
     The inputs of a pair are an array, a tensor or a list [n, ...]. Images are [n, h, w], [n, c, h,
-    w] or [n, h, w, c]. A pandas frame is a table of numbers.
+    w] or [n, h, w, c]. A pandas frame is a table of numbers. If samples have several inputs, give a
+    dictionary or a tuple of arrays.
 
     The labels of a pair have one of these forms; `labels.infer_kind` decides what they mean:
     - [n], a class or a value for each sample;
     - [n, values], several values for each sample;
     - [n, labels]: 1 if the sample has the label of the column, and 0 if it does not;
-    - a list with a list of labels for each sample.
+    - a list with a list of labels for each sample;
+    - a list with a dictionary of arrays for each sample.
 
     A pair may have a third item: users [n], integers or text. With `partition=natural`, each user's
     samples become a client.
@@ -214,7 +216,10 @@ def _read_half(
     shapes = f"inputs of shape {inputs.shape} and {_describe_shape(labels)}"
     has_labels = labels.size > 0 if isinstance(labels, np.ndarray) else len(labels) > 0
     if not inputs.size or not has_labels:
-        raise ValueError(f"data: {name} has no samples ({shapes}). Pass at least one sample.")
+        raise ValueError(
+            f"data: {name} has no samples, or samples without a value ({shapes}). Pass at least "
+            "one sample with a value."
+        )
     if len(inputs) != len(labels):
         raise ValueError(f"data: {name} has {shapes}. Give as many labels as inputs.")
     is_table = isinstance(part[0], (pa.Table, pa.RecordBatch))
@@ -261,7 +266,7 @@ def _read_users(column: object, count: int, name: str) -> NDArray[Any]:
 def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ...]:
     """Return the columns of a torch data set: all inputs, all labels and, if there are any, users.
 
-    dataset: a data set whose items are tuples (input, label[, user]), or dictionaries.
+    dataset: a data set whose items are tuples or lists (input, label[, user]), or dictionaries.
     name: "train" or "test", for errors.
     """
     items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]
@@ -288,7 +293,13 @@ def _split_item(item: Mapping[str, Any], row: int, name: str) -> tuple[Any, ...]
     name: "train" or "test", for errors.
     """
     names = [str(key) for key in item]
-    label = find_label(names, f"data: item {row} of the data set for {name}")
+    label = find_column(names, LABEL_NAMES)
+    if label is None:
+        raise ValueError(
+            f"data: item {row} of the data set for {name} is a dictionary with {', '.join(names)}, "
+            f"but without {', '.join(LABEL_NAMES[:-1])} or {LABEL_NAMES[-1]}. Give the label one "
+            "of these names, or return (input, label) from __getitem__."
+        )
     user = find_column([key for key in names if key != label], USER_NAMES)
     inputs = {key: value for key, value in item.items() if key not in (label, user)}
     only = next(iter(inputs.values())) if len(inputs) == 1 else inputs
@@ -361,7 +372,7 @@ def _label_lists(column: object, kind: Kind | None) -> LabelLists | None:
 
 def _describe_shape(labels: NDArray[Any] | LabelLists) -> str:
     if isinstance(labels, list):
-        return f"{len(labels)} lists of labels"
+        return f"labels of {len(labels)} samples"
     return f"labels of shape {labels.shape}"
 
 

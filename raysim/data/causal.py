@@ -1,8 +1,8 @@
 """Turn documents into rows of tokens; the label of each token is the next token.
 
-Documents are joined into a stream of tokens: document 1, `end`, document 2, `end`, and so on. The
-token `end` ends a document. A stream is then cut into rows. The inputs of a row are T consecutive
-tokens of the stream. The labels are the T tokens that begin one position later.
+Documents are joined into a stream of tokens: `end`, document 1, `end`, document 2, `end`, and so
+on. The token `end` ends a document. A stream is then cut into rows. The inputs of a row are T
+consecutive tokens of the stream. The labels are the T tokens that begin one position later.
 
 A document may begin with a prompt, which a model reads but is not trained to write. The labels of a
 prompt are `IGNORED`: no loss is computed for them. The last row of a stream is filled up with
@@ -254,7 +254,7 @@ def pack(
     False, each document begins a new row.
     place: the name of the data in errors.
     origin: a description of the columns that were read, for the plan of a run.
-    Raise ValueError if all documents are for testing.
+    Raise ValueError if no document is for training.
     """
     streams: dict[tuple[str, bool, int], list[Document]] = {}
     for number, document in enumerate(documents):

@@ -306,7 +306,7 @@ def pad_tokens(rows: Sequence[Sequence[int]], length: int, padding: int = 0) -> 
 
     The new rows are as long as the longest row in `rows`, but not longer than `length`. Tokens
     after this length are left out, and short rows are filled up with `padding`. `Tokens` has two
-    fields: `size`, the largest token number plus 1, and `padding`.
+    fields: `size`, the largest number in the new rows or `padding`, plus 1, and `padding`.
     rows: the token numbers of each sample.
     length: the largest allowed number of tokens in a row.
     padding: the token number that fills up short rows.
@@ -359,7 +359,7 @@ def read_sequences(
     name: the column.
     key: the setting that names the column, for errors.
     place: the name of the table in errors.
-    Raise ValueError for a column of another type.
+    Raise ValueError for a column of another type, and for missing values (null).
     """
     column = _plain_column(table, name, key, place).combine_chunks()
     if column.null_count:
@@ -371,10 +371,14 @@ def read_sequences(
         texts: list[str] = column.to_pylist()
         return texts
     has_tokens = _is_list(column.type) and pa.types.is_integer(_item_type(column.type))
-    if not has_tokens or column.flatten().null_count:
+    if not has_tokens:
         raise ValueError(
             f"{place}: column {name} holds {column.type}, and data.kind=causal reads text or lists "
             f"of integers. Set {key} to another column."
+        )
+    if column.flatten().null_count:
+        raise ValueError(
+            f"{place}: column {name} has lists with empty values. Remove or fill these rows."
         )
     return [np.array(row, np.int64) for row in column.to_pylist()]
 

@@ -23,6 +23,7 @@ from raysim.data.csr import CSR, Floats, Ints, Partition
 from raysim.data.dataset import Dataset, Inputs, Samples, open_or_build
 from raysim.data.raw import Source
 from raysim.data.splits import floor_counts, leading_places
+from raysim.primitives.kinds import InputField, PackedShape
 from raysim.primitives.streams import stream
 
 IMAGES_AT_ONCE = 8192  # rotated and pooled at once
@@ -47,6 +48,9 @@ def corrupt(source: Source, clean: Dataset, partition: Partition, seed: int) -> 
     if not source.label_noise and not is_rotated and source.pool <= 1:
         return clean
     content: dict[str, object] = {"clean": clean.path.name, "pool": source.pool}
+    fields = _fields(clean)
+    if fields:
+        content["fields"] = len(fields)  # earlier versions stored such data without their fields
     if source.label_noise or is_rotated:
         content["noise"] = source.label_noise
         content["rotation"] = asdict(source.rotation) if is_rotated else None
@@ -81,7 +85,12 @@ def _build(source: Source, clean: Dataset, partition: Partition, seed: int) -> S
         clean.kind,
         clean.tokens,
         clean.columns,
+        _fields(clean),
     )
+
+
+def _fields(clean: Dataset) -> tuple[InputField, ...]:
+    return clean.shape.fields if isinstance(clean.shape, PackedShape) else ()
 
 
 def _add_label_noise(clean: Dataset, train: CSR, ratio: float, seed: int) -> NDArray[Any]:
@@ -144,7 +153,7 @@ def _draw_angles(
 
 
 def _rotate_and_pool(source: Source, clean: Dataset, rows: Ints, angles: Floats) -> Inputs:
-    """Return the inputs of `rows`, with rotated images in which blocks of pixels are averaged.
+    """Return the inputs of `rows`: images are rotated, and blocks of their pixels are averaged.
 
     Each square block of `source.pool` times `source.pool` pixels becomes one pixel, its mean.
     Inputs that are not images are unchanged.

@@ -1,4 +1,4 @@
-"""Label noise and rotation, which make clients' data differ.
+"""Label noise and rotation, which make clients' data differ, and pooling of pixels.
 
 Rotations are counter-clockwise on the screen (y points down). An image of width w and height h
 turns about its centre ((w-1)/2, (h-1)/2). A rotated image keeps its size, and its pixels from

@@ -93,8 +93,8 @@ class Dataset:
             ValueError,
         ) as error:
             raise ValueError(
-                f"{path} is not a readable data set ({error}). Delete it; the next run builds it "
-                "again."
+                f"{path} is not a readable data set ({error}). Delete it if it exists; the next "
+                "run builds it again."
             ) from error
         self.shape: tuple[int, ...] = samples.inputs.shape[1:]
         if samples.fields:

@@ -35,6 +35,7 @@ from raysim import cli
 from raysim.commands.submit import fetch, job_server, package
 from raysim.commands.submit.package import (
     JobCommand,
+    PackedFile,
     check_command,
     check_size,
     describe_size,
@@ -141,6 +142,13 @@ class TestPackage:
         check_size(files, 50)
         with pytest.raises(RefusedError, match=r"--limit 2 MB.*mine/weights\.bin \(3\.0 MB\)"):
             check_size(files, 2)
+
+    def test_error_of_too_large_package_of_small_files_mentions_one_of_them(
+        self, tmp_path: Path
+    ) -> None:
+        files = [PackedFile(tmp_path, f"photos/{number}", 10_000) for number in range(200)]
+        with pytest.raises(RefusedError, match=r"largest are photos/0 \(10 kB\)"):
+            check_size(files, 1)
 
     def test_submit_refuses_a_missing_path_and_a_folder_named_conf(self, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match="--with nowhere"):
@@ -327,6 +335,14 @@ class TestJobServer:
         with pytest.raises(ValueError, match=f"--address {address}"):
             job_server.find_address(address)
 
+    def test_error_of_a_wrong_address_names_its_environment_variable(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+        monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+        with pytest.raises(ValueError, match=r"^RAY_ADDRESS=ray://head:10001 is not"):
+            job_server.find_address(None)
+
     def test_submit_fails_before_the_upload_if_no_server_answers_at_the_address(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -443,14 +459,28 @@ class TestJobServer:
     ) -> None:
         folder = tmp_path / "home" / "runs"
         (folder / "checkpoints").mkdir(parents=True)
+        (folder / "runs" / "a" / "checkpoints").mkdir(parents=True)
         (folder / "summary.json").write_text("{}")
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         words = [sys.executable, "-c", fetch.PROGRAM, "~/runs", "9999", "checkpoints"]
         printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
         fetch.unpack(fetch.read_archive(printed, "~/runs", "a", 1.0), tmp_path / "here")
-        assert [path.name for path in (tmp_path / "here").iterdir()] == ["summary.json"]
+        here = sorted(path.name for path in (tmp_path / "here").rglob("*"))
+        assert here == ["a", "runs", "summary.json"]
         with pytest.raises(RefusedError, match="--limit"):
             fetch.read_archive("ERROR 5000000 bytes\n", "~/runs", "a", 1.0)
+
+    def test_error_of_fetch_without_job_server_says_to_fetch_again(self) -> None:
+        async def tail(job: str) -> AsyncIterator[str]:
+            raise RuntimeError(f"Job {job} does not exist")
+            yield ""
+
+        details = SimpleNamespace(runtime_env={}, driver_agent_http_address=None)
+        client = SimpleNamespace(
+            submit_job=lambda **_: "b", tail_job_logs=tail, get_address=lambda: "http://head:8265"
+        )
+        with pytest.raises(RunStoppedError, match=r"job b, which packs.*raysim fetch"):
+            fetch._run_on_node_of(client, details, "true")
 
     def test_printed_job_output_omits_log_lines_of_ray(self) -> None:
         lines = "2026-01-01 10:00:00,123\tINFO job_manager.py:581 -- Runtime env is setting up.\n"

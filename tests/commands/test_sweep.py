@@ -160,6 +160,11 @@ class TestPlan:
         assert list(methods) == ["fedprox", "feddecorr"]
         assert methods["fedprox"]["mu"] == 0.2
 
+    def test_samples_of_a_sweep_have_every_searched_value(self) -> None:
+        sweep_plan = plan(["method=fedavg,fedprox", "method.fedprox.mu=0.1,0.2"])
+        tried = {point.get("method.fedprox.mu") for point in sweep_plan.samples()}
+        assert tried == {None, 0.1, 0.2}
+
     def test_trial_has_the_configuration_of_a_run_with_the_same_overrides(self) -> None:
         overrides = ["method=[fraug]", "model=small_cnn"]
         searched = ["rounds=7,9", "local.steps=3,5", "method.fraug.weight=0.2,0.4"]
@@ -356,6 +361,17 @@ class TestReport:
         records.start(1, {"local.lr": 0.1})
         assert records.status() == "0/6 trials have ended · 2 running"
         assert records.most_running == 2
+
+    def test_unfinished_trials_of_an_earlier_session_do_not_count_as_running(
+        self, tmp_path: Path
+    ) -> None:
+        earlier = records_of(tmp_path, [LRS])
+        for number in range(3):
+            earlier.start(number, {"local.lr": 0.1})
+        records = records_of(tmp_path, [LRS])
+        records.start(0, {"local.lr": 0.1})
+        assert records.most_running == 1
+        assert records.status() == "0/6 trials have ended · 1 running · 2 waiting to start again"
 
     def test_only_finished_trials_with_the_best_score_count_as_ties(self, tmp_path: Path) -> None:
         records = records_of(tmp_path, [LRS])

@@ -38,6 +38,7 @@ from raysim.data.sources import Synthetic
 from raysim.learners import SklearnLinear
 from raysim.methods.fedprox import FedProx
 from raysim.models import Mlp
+from raysim.primitives.kinds import IGNORED
 from raysim.simulation.fleet import Ideal, Speeds
 from raysim.simulation.schedule import Buffered, Dispatch, Synchronous, Wait
 from raysim.simulation.selection_rules import FewestJobs
@@ -332,6 +333,19 @@ class Drawing(Source):
 def test_check_finds_classes_without_a_name_and_samples_that_change_when_read_again() -> None:
     assert "differ when the data are read again" in message_of(Drawing(), "the same samples twice")
     assert "a label has no name: there are 2" in message_of(Drawing(), "labels and domains")
+
+
+@dataclass(frozen=True)
+class Unlabelled(Source):
+    """A source in which some samples have no label."""
+
+    def read(self) -> Raw:
+        labels = np.where(np.arange(30) % 3, np.arange(30) % 2, IGNORED)
+        return Raw(np.zeros((30, 1, 8, 8), np.uint8), labels, 25, ["a", "b"])
+
+
+def test_check_accepts_samples_without_a_label() -> None:
+    assert message_of(Unlabelled(), "labels and domains") == ""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from raysim.data.causal import (
     pack,
     stored_vocabulary,
 )
+from raysim.data.columns import read_sequences
 from raysim.data.corpus import PythonTopics, Text
 from raysim.data.federated import federate
 from raysim.data.frames import store_table
@@ -457,6 +458,12 @@ def test_settings_that_language_models_cannot_use_are_refused(
         changed.pop("model.width")
     with pytest.raises(RefusedError, match=key):
         raysim.run(out=tmp_path / "run", **changed)
+
+
+def test_error_of_a_missing_token_in_a_list_names_the_column() -> None:
+    table = pa.table({"chain": [[1, 2], [3, None]]})
+    with pytest.raises(ValueError, match="column chain has lists with empty values"):
+        read_sequences(table, "chain", "data.columns", "here")
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.0, "1 2 3 4"), (1.0, "1 2 3 4")])

@@ -173,6 +173,23 @@ def test_settings_that_need_a_single_input_are_refused(words: str, model: Any, t
         raysim.build(words, **FAST, model=model, data=(INPUTS, LABELS))
 
 
+def test_wrong_labels_leave_several_inputs_unchanged() -> None:
+    experiment = raysim.build(
+        "data.label_noise=0.5", **FAST, model=TwoInputs, data=(INPUTS, LABELS)
+    )
+    dataset = experiment.spec.data.open()
+    assert isinstance(dataset.shape, PackedShape) and dataset.shape.fields[1].name == "words"
+
+
+def test_error_of_an_item_without_a_label_names_its_keys() -> None:
+    class Unlabelled(Items):
+        def __getitem__(self, row: int) -> Any:
+            return {"picture": NUMBERS[row], "kind": 1}
+
+    with pytest.raises(RefusedError, match=r"item 0 .*picture, kind.*without label"):
+        raysim.build(**FAST, model=TwoInputs, data=Unlabelled("dictionary"))
+
+
 # --- tables from Python ----------------------------------------------------------------------
 def frame() -> pd.DataFrame:
     table = pd.DataFrame(NUMBERS.reshape(60, -1), columns=list("abcdef"))

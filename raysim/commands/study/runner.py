@@ -58,8 +58,8 @@ class RunEnd:
 def check(study: StudyPlan, allow: Sequence[str] = (), parallel: int = 1) -> StudyPlan:
     """Build every run of a study, so that errors are found before the first run starts.
 
-    Nothing is written. Return a copy of the study, in which the fields `config`, `is_finished`
-    and `warnings` of each run are up to date.
+    Nothing is written but data sets in the cache. Return a copy of the study, in which the fields
+    `config`, `is_finished` and `warnings` of each run are up to date.
     allow: the user's own packages whose classes the options may use.
     parallel: the number of runs at a time.
     Raise `RefusedError` for the first run whose settings are impossible, or that cannot be
@@ -123,7 +123,8 @@ def make_runs(
 
     parallel: the number of runs at a time.
     allow: the user's own packages whose classes the options may use.
-    say: function that gets a line for each run that has ended.
+    say: function that gets a line for each run that has ended, and one about runs that were
+    finished before.
     show: function that displays the progress on the terminal. It gets the text "running: NAMES"
     and, if `parallel` is 1, a second text after every round, such as " · round 3/20".
 
@@ -173,7 +174,7 @@ def make_runs(
 def _time_left(seconds: Sequence[float], unfinished: int, parallel: int) -> str:
     if not unfinished:
         return ""
-    later = seconds[1:]  # the first run starts Ray, so its time says little about the others
+    later = seconds[1:]  # the first run may start Ray, so its time says little about the others
     estimate = statistics.median(later or seconds) * unfinished / parallel
     return f" · {'' if later else 'at most '}{format_duration(estimate)} left"
 
@@ -244,8 +245,9 @@ def _join_ray(runtime: Node, session: ExitStack) -> str:
 class ChildRun:
     """A run in a process of its own.
 
-    The process reads the run's configuration from stdin. At the end of the run it writes an answer
-    to stdout: "", or why the run failed.
+    The process reads its task from stdin: the run's configuration, the path of its log, the address
+    of Ray, and the packages it may use. At the end of the run it writes an answer to stdout: "", or
+    why the run failed.
     since: time.monotonic() at the start.
     """
 
@@ -277,7 +279,7 @@ class ChildRun:
         if line:
             return str(json.loads(line))
         end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        advice = "Continue the study with resume=latest"
+        advice = "Continue the study with out=DIR resume=latest"
         return f"the process of this run {end} (see {log}). {advice}"
 
 

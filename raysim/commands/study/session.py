@@ -66,9 +66,8 @@ class StudyResult:
         path = self.folder / name
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} does not exist, because too few runs of the study have finished. "
-                f"Continue the study with out={self.folder} resume=latest, or start a study with "
-                "more seeds."
+                f"{path} does not exist, because no run of the study has finished. Continue the "
+                f"study with out={self.folder} resume=latest."
             )
         if not path.read_text().strip():
             return pd.DataFrame()
@@ -96,8 +95,8 @@ def study(
     allow: your own packages whose classes the options may use.
     quiet: print nothing.
 
-    Raise `RefusedError` if an override or a run is impossible (nothing is written then), and
-    `Interrupted` if the user stops the study.
+    Raise `RefusedError` if an override or a run is impossible (the study's folder is not written
+    then), and `Interrupted` if the user stops the study.
     """
     if parallel < 1:
         raise RefusedError(f"--parallel {parallel}: it must be at least 1. Change it.")

@@ -28,7 +28,7 @@ def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
 
     At the end, the means of the metrics and the study's result files are sent to MLflow. If no run
     of the study has tracking=mlflow, this function does nothing.
-    study: the study, whose runs become children of the parent run.
+    study: the study. Its runs with tracking=mlflow become children of the parent run.
     say: function that gets lines for the user, for example if MLflow's server does not answer.
     """
     tracked = [run for run in study.runs if run.config["tracking"]["name"] == "mlflow"]

@@ -1,9 +1,9 @@
 """Implement `raysim fetch`: copy the results of a submitted command to this machine.
 
 Here a job is a job of Ray: `raysim submit` starts one for each command. This machine connects only
-to Ray's job server. It starts a second, small job on the node that has the results. This job prints
-the packed folder as text, and the job server returns the text. Results at a URL are read from the
-URL instead.
+to Ray's job server. It starts a second, small job on the node of the first job. This job prints the
+packed folder as text, and the job server returns the text. Results at a URL are read from the URL
+instead.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from raysim.primitives.stores import fetch_files, is_url, open_store, split_addr
 from raysim.results.stored_runs import CHECKPOINTS, is_result_file
 
 # The program of the second job. It needs Python's standard library only.
-# Arguments: the folder, the largest number of bytes, and names in the folder to leave out.
+# Arguments: the folder, the largest number of bytes, and names to leave out in it and below it.
 PROGRAM = """\
 import base64, os, sys, tarfile, tempfile
 folder, limit, *left_out = sys.argv[1:]
 folder = os.path.expanduser(folder)
+def keep(member):
+    return None if os.path.basename(member.name) in left_out else member
 if not os.path.isdir(folder):
     sys.exit("ERROR no folder " + os.path.abspath(folder))
 with tempfile.TemporaryFile() as archive:
     with tarfile.open(fileobj=archive, mode="w:gz") as packed:
-        for name in sorted(set(os.listdir(folder)) - set(left_out)):
-            packed.add(os.path.join(folder, name), name)
+        for name in sorted(os.listdir(folder)):
+            packed.add(os.path.join(folder, name), name, filter=keep)
     if archive.tell() > int(limit):
         sys.exit(f"ERROR {archive.tell()} bytes")
     archive.seek(0)
@@ -69,8 +71,9 @@ def fetch(
     folder: the folder with the results on the node of the job; None takes the value of out= in the
     job's command.
     checkpoints: True also copies the checkpoints.
-    limit_mb: the largest allowed size of the archive in MB.
+    limit_mb: the largest allowed size of the archive in MB; not used for results at a URL.
     Raise `RefusedError` if there is no such job or folder, or if the archive exceeds the limit.
+    Raise `RunStoppedError` if the connection to the job server is lost for too long.
     """
     if is_url(job):
         return _fetch_url(job, target, checkpoints)
@@ -125,7 +128,7 @@ def _details(client: Any, job: str) -> Any:
     except (OSError, RuntimeError) as error:
         address = client.get_address()
         raise RefusedError(
-            f"job {job} is unknown to {address} ({first_line(error).rstrip('.')}). "
+            f"job {job}: {address} returns no details of it ({first_line(error).rstrip('.')}). "
             f"`RAY_AUTH_MODE=token ray job list --address {address}` shows the jobs."
         ) from error
 
@@ -145,11 +148,15 @@ def find_folder(entrypoint: str) -> str:
 def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
     """Run a command on the node and in the folder of a job; return the text that it prints.
 
+    If the job server does not know the node, Ray chooses one.
     client: the connection to the job server, from `job_server.connect`.
     details: Ray's `JobDetails` of the job.
     entrypoint: the command.
-    Raise `RefusedError` if the job server does not accept the command.
+    Raise `RefusedError` if the job server does not accept the command, and `RunStoppedError` if it
+    no longer answers.
     """
+    from raysim.simulation.events import RunStoppedError  # here, because it imports torch
+
     environment = {
         key: value
         for key, value in (details.runtime_env or {}).items()
@@ -169,8 +176,14 @@ def _run_on_node_of(client: Any, details: Any, entrypoint: str) -> str:
         ) from error
     output: list[str] = []
     connection = job_server.ConnectionToJob(client, job, output.append, _say)
-    connection.follow()
-    job_server.wait_for_end(connection)
+    try:
+        connection.follow()
+        job_server.wait_for_end(connection)
+    except RunStoppedError as error:
+        raise RunStoppedError(
+            f"{client.get_address()} no longer answers for job {job}, which packs the results. Run "
+            "`raysim fetch` again as soon as the job server answers."
+        ) from error
     return "".join(output)
 
 
@@ -184,7 +197,7 @@ def read_archive(text: str, folder: str, job: str, limit_mb: float) -> bytes:
     folder: the results folder, for errors.
     job: the id of the earlier Ray job, for errors.
     limit_mb: the largest size of the archive in MB, for errors.
-    Raise `RefusedError` if the text has an error in place of the archive.
+    Raise `RefusedError` if the text has an error in place of the archive, or no whole archive.
     """
     lines = text.splitlines()
     for line in lines:

@@ -46,7 +46,10 @@ def find_address(address: str | None) -> str:
     machine.
     Raise `ValueError` for an invalid address.
     """
-    text = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
+    origin, text = "--address ", address
+    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+        if not text:
+            origin, text = f"{name}=", os.environ.get(name)
     if text in (None, "", "auto", "local"):
         text = f"http://127.0.0.1:{PORT}"
     url = urlsplit(text if "://" in text else f"http://{text}")
@@ -55,7 +58,7 @@ def find_address(address: str | None) -> str:
     except ValueError:
         port = 0
     if url.scheme not in ("http", "https") or not url.hostname or not port:
-        raise ValueError(f"--address {text} is not a job server. Give it as http://HOST:{PORT}")
+        raise ValueError(f"{origin}{text} is not a job server. Give it as http://HOST:{PORT}")
     host = url.netloc.rpartition("@")[2].removesuffix(f":{port}")
     return f"{url.scheme}://{host}:{port}"
 
@@ -63,8 +66,8 @@ def find_address(address: str | None) -> str:
 def connect(url: str) -> JobSubmissionClient:
     """Connect to the job server; return the connection, Ray's `JobSubmissionClient`.
 
-    Raise `ValueError` if no job server answers at this URL, or if it does not accept Ray's
-    authentication token of this machine.
+    Raise `ValueError` if no job server answers at this URL. Also raise it if Ray's authentication
+    token of this machine is missing, or is not accepted.
     """
     _check_token_file()
     _check_connection(url)
@@ -96,16 +99,17 @@ def _check_connection(url: str) -> None:
 
 
 def _check_token_file() -> None:
-    """Raise `ValueError` if the file with Ray's authentication token is missing or empty.
+    """Raise `ValueError` if RAY_AUTH_TOKEN_PATH names a file that is missing or empty.
 
-    Without this check, Ray would end the process.
+    The file is not needed if RAY_AUTH_TOKEN is set. Without this check, Ray would end the process.
     """
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
     if not path or os.environ.get("RAY_AUTH_TOKEN"):
         return
     if not (Path(path).is_file() and Path(path).read_text().strip()):
         raise ValueError(
-            f"RAY_AUTH_TOKEN_PATH={path} is a file without a token. Put the cluster's token there."
+            f"RAY_AUTH_TOKEN_PATH={path}: this file is missing or empty. Put the cluster's token "
+            "there."
         )
 
 
@@ -214,7 +218,10 @@ class ConnectionToJob:
                 self._wait_to_reconnect(error)
 
     def _wait_to_reconnect(self, error: Exception) -> None:
-        """Wait before the next try; raise `RunStoppedError` if the time for tries is over."""
+        """Wait before the next try; raise `RunStoppedError` if no further try makes sense.
+
+        This is so if the time for tries is over, or if the job server does not know the job.
+        """
         from raysim.simulation.events import RunStoppedError  # here, because it imports torch
 
         address = self.client.get_address()
@@ -246,7 +253,8 @@ def wait_for_end(connection: ConnectionToJob) -> tuple[int, str]:
     """Wait for a job's end; return its exit status, and a sentence that says why it ended.
 
     The sentence is "" if the command of the job exited. If signal n ended the job, the status is
-    128 + n. The status is 130 if the user stopped the job, and 1 if the job could not start.
+    128 + n. The status is 130 if the user stopped the job. It is 1 if Ray knows no exit status, for
+    example because the job could not start.
     """
     job, details = connection.job, connection.details()
     while not details.status.is_terminal():
@@ -258,7 +266,7 @@ def wait_for_end(connection: ConnectionToJob) -> tuple[int, str]:
         return INTERRUPTED, f"job {job} was stopped"
     if details.driver_exit_code is None:
         reason = " ".join((details.message or "no reason is known").split())
-        return 1, f"job {job} could not run: {reason}"
+        return 1, f"job {job} failed: {reason}"
     code = int(details.driver_exit_code)
     if code > 0 and code != SIGNAL_STATUS + signal.SIGKILL:
         return code, ""  # the job has printed the reason

@@ -1,8 +1,9 @@
 """Implement `raysim submit`: send a command and its files to a cluster, and print its output.
 
-The cluster executes the command as a job of Ray. The folder of this job contains
-`raysim/`, `conf/`, the files that pip needs (`PROJECT_FILES`), and the files that --with lists. It
-contains nothing else of the current folder.
+The cluster executes the command as a job of Ray. The folder of this job contains `raysim/`,
+`conf/`, the files that pip needs (`PROJECT_FILES`), the files that --with lists, and the plugins
+that the command uses. It contains nothing else of the current folder. If raysim is installed from a
+wheel, `conf/` is inside `raysim/`, and the files in `PROJECT_FILES` are missing.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ def find_files(extra: Sequence[str | Path] = ()) -> list[PackedFile]:
     """Return the files to send to the cluster.
 
     These are the package raysim, its configuration folder conf, the files in `PROJECT_FILES`, and
-    `extra`. Hidden files and byte code are left out.
+    `extra`. Hidden files and byte code in folders are left out.
     extra: the files and folders of --with.
     Raise `RefusedError` for a path of --with that does not exist or whose name is already used.
+    Also raise it for a link to a folder, and for a link to a file outside of the sent folder.
     """
     package = Path(__file__).resolve().parents[2]
     files = _files_below(package)
@@ -140,9 +142,9 @@ def check_size(files: Sequence[PackedFile], limit_mb: float) -> None:
     if total <= limit_mb * MB:
         return
     largest = sorted(files, key=lambda file: -file.size_bytes)[:MAX_NAMED_FILES]
-    named = []
+    named: list[str] = []
     for file in largest:
-        if file.size_bytes > total / 100:
+        if not named or file.size_bytes > total / 100:
             named.append(f"{file.name} ({_format_size(file.size_bytes)})")
     raise RefusedError(
         f"--limit {limit_mb:g} MB: the files to upload have {_format_size(total)} together; the "
@@ -209,8 +211,8 @@ def with_plugins(
     A plugin is an installed package with classes for raysim, such as methods. The nodes of a
     cluster may not have the plugin installed, so its folder is sent with the command. The flag
     --allow lets the command use it.
-    Return the command with a flag --allow for each plugin. Also return the list of files and
-    folders to send: `extra` and the folders of the plugins.
+    Return the command with a flag --allow for each plugin that it uses. Also return the list of
+    files and folders to send: `extra` and the folders of these plugins.
     extra: the files and folders that the user gave with --with.
     """
     packed = list(extra)
@@ -254,9 +256,9 @@ def check_command(command: JobCommand, files: Sequence[PackedFile]) -> None:
     """Check a command on this machine, before anything is sent to the cluster.
 
     files: the files that will be sent to the cluster.
-    Raise `RefusedError` if the cluster would refuse the command, or if the command needs a file
-    that is not among `files`. Also raise it if the results would be written into a folder that the
-    cluster deletes.
+    Raise `RefusedError` if the folder or file of --conf or --config is not among `files`. Also
+    raise it if the results would be written into a folder that the cluster deletes. For `raysim
+    run`, also raise it for impossible overrides, if all files of --conf and --config are here.
     """
     _check_out(command)
     _check_packed(command, files)
@@ -305,7 +307,8 @@ def read_runtime_env(path: str | None) -> dict[str, Any]:
     """Read the runtime environment of a Ray job, such as its pip packages, from a YAML file.
 
     path: the file, with the keys of Ray's runtime environment; None returns an empty dictionary.
-    Raise `RefusedError` for a file in another format.
+    Raise `RefusedError` if there is no such file, if it has another format, or if it sets
+    `working_dir`.
     """
     if path is None:
         return {}
@@ -315,7 +318,7 @@ def read_runtime_env(path: str | None) -> dict[str, Any]:
     try:
         node = yaml.safe_load(user_path(path).read_text())
     except Exception as error:  # the YAML reader fails in many ways
-        raise RefusedError(f"--runtime-env {path} is not YAML. {example}") from error
+        raise RefusedError(f"--runtime-env {path} cannot be read as YAML. {example}") from error
     if not isinstance(node, Mapping):
         raise RefusedError(f"--runtime-env {path} does not contain keys and values. {example}")
     if "working_dir" in node:
@@ -326,7 +329,7 @@ def read_runtime_env(path: str | None) -> dict[str, Any]:
 
 
 def with_source(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the runtime environment of a Ray job with the git commit of the packed files.
+    """Return the runtime environment of a Ray job with the git commit of the current folder.
 
     The commit becomes an environment variable of the Ray job, unless the user has set this
     variable.
@@ -354,9 +357,10 @@ def submit(
     wait: True prints the job's output and waits for its end; False returns 0 after the job has
     started.
 
-    Raise `RefusedError` if the job cannot be started, and `RunStoppedError` if the connection to
-    the job server is lost for too long. Ctrl-C does not stop the job; the message of
-    KeyboardInterrupt then has the commands that show and stop the job.
+    Raise `RefusedError` if the job cannot be started. Raise `RunStoppedError` if the connection to
+    the job server is lost for too long, or if the job server no longer knows the job. Ctrl-C does
+    not stop the job; the message of KeyboardInterrupt then has the commands that show and stop the
+    job.
     """
     command, extra = with_plugins(command, extra)
     files = find_files(extra)

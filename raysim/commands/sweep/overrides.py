@@ -49,7 +49,8 @@ def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ())
 
     folders: the user's own folders of options.
 
-    Raise `RefusedError` for an option or a range that does not exist.
+    Raise `RefusedError` for a file that does not exist, an option that has been renamed, and a
+    range from which no value can be drawn.
     """
     files = find_groups(config_folders(folders)).files.get(SWEEP, {})
     parsed = {override.key: override for override in map(read_setting, overrides)}
@@ -79,8 +80,8 @@ def sort_overrides(overrides: Sequence[str], folders: Sequence[str | Path] = ())
 def _option_value(option: str, override: SettingOverride) -> Any:
     if option.partition(".")[0] == "space":
         raise RefusedError(
-            f"{override.text}: the search space cannot be set as a whole. Give values for each "
-            "key, such as local.lr=0.01,0.1."
+            f"{override.text}: sweep.space cannot be set on the command line. Give each searched "
+            "key its values, such as local.lr=0.01,0.1."
         )
     return single_override(override.text).value
 
@@ -120,7 +121,7 @@ def _range(override: SettingOverride) -> ValueRange:
             is_whole = isinstance(interval.low, int) and isinstance(interval.high, int)
             return Interval(interval.low, interval.high, "log" in interval.tags, is_whole)
     raise RefusedError(
-        f"{override.text}: this is not a range. Write {key}=VALUE,VALUE or "
+        f"{override.text}: a sweep cannot search this. Write {key}=VALUE,VALUE or "
         f"{key}='interval(LOW, HIGH)', 'int(interval(LOW, HIGH))' or "
         "'tag(log, interval(LOW, HIGH))'."
     )

@@ -189,6 +189,8 @@ class SweepPlan:
 
         These settings are known before the sweep starts. Each setting is returned once, so a random
         search in a small space may have fewer than `trials` settings.
+        Raise `RefusedError` for a grid with an interval, or with another number in sweep.trials
+        than it has settings.
         """
         if self.options.search == "grid":
             points = distinct_points([self.setting(point) for point in grid_points(self.space)])
@@ -220,7 +222,16 @@ class SweepPlan:
         points = list(corners)
         for corner, name in zip(itertools.cycle(corners), self.drafts, strict=False):
             points.append(corner | json.loads(name))
-        return distinct_points([self.setting(point) for point in points])
+        settings = [self.setting(point) for point in points]
+        # These settings lack a corner's value if its key does not exist with their options.
+        occurring = {_name({key: value}) for point in settings for key, value in point.items()}
+        for corner, name in itertools.product(corners, self.drafts):
+            setting = self.setting(corner | json.loads(name))
+            values = {_name({key: value}) for key, value in setting.items()}
+            if not values <= occurring:
+                settings.append(setting)
+                occurring |= values
+        return distinct_points(settings)
 
     def fingerprint(self) -> str:
         """Return a checksum of everything that the trials depend on.
@@ -347,8 +358,8 @@ def read_request(overrides: Sequence[str], conf: Sequence[str] = ()) -> SweepReq
     """Return the sweep and the folder that the overrides describe.
 
     conf: the user's own folders of options.
-    Raise `RefusedError` if the sweep is impossible, or if the folder exists and its sweep cannot be
-    continued.
+    Raise `RefusedError` if the sweep is impossible. Also raise it if the folder exists, unless
+    resume=latest is given and can continue its sweep.
     """
     conf = tuple(str(user_path(root).absolute()) for root in conf)
     values = dict(override.partition("=")[::2] for override in overrides)

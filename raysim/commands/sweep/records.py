@@ -108,7 +108,8 @@ class TrialRecords:
         self.deadline = float("inf")
         self._say = say
         self._ended_before: set[int] = set()
-        self._waiting: set[int] = set()  # trials that lost a process
+        # trials that lost a process, and unfinished trials of an earlier session
+        self._waiting: set[int] = set()
         self.most_running = 0
         self._uri = uri
         self._is_tracked = tracked
@@ -128,6 +129,8 @@ class TrialRecords:
                     rows = read_history(path.parent / HISTORY)
                     record.rows = {int(row["round"] or 0): row for row in rows}
                     self._ended_before.add(record.number)
+                elif record.status == "running":
+                    self._waiting.add(record.number)
             except (OSError, ValueError, TypeError, KeyError) as error:
                 raise RefusedError(
                     f"{path}: the trial cannot be read ({error}). Delete the file to run the "
@@ -209,8 +212,8 @@ class TrialRecords:
     ) -> None:
         """Add rows to a trial's history; they replace all stored rows from their first round on.
 
-        There are rows to replace if population-based training has moved the trial back to the
-        checkpoint of a better trial.
+        There are rows to replace if the trial was started again, or if population-based training
+        has moved it back to the checkpoint of a better trial.
 
         number: the trial's number.
         point: the values of the searched keys, which population-based training may have changed.
@@ -242,7 +245,8 @@ class TrialRecords:
     def end(self, number: int) -> None:
         """Record the end of a trial, and print its line.
 
-        Nothing is recorded if the sweep's time limit ended the trial.
+        Do nothing if the sweep's time limit ended the trial, or if the trial ended in an earlier
+        session.
         """
         record = self.all[number]
         self._waiting.discard(number)
@@ -402,6 +406,7 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Display a text about the sweep's state, in place of the text before.
 
+        A log gets the text as a line, unless the last line is too new (`LOG_INTERVAL_S`).
         text: the state, such as the number of trials that have ended.
         """
         if self._live:

@@ -84,7 +84,7 @@ class SweepResult:
 
         metric: the column; None takes the column that the sweep compared.
         mode: "max" or "min"; None takes the mode of the sweep.
-        Raise `ValueError` if no trial has a value.
+        Raise `ValueError` if no trial has a value, or for another mode.
         """
         name = metric or self.metric
         direction = one_of("mode", mode or self.mode, get_args(RankingMode))
@@ -95,7 +95,8 @@ class SweepResult:
                 scored.append((values[0], trial))
         if not scored:
             raise ValueError(
-                f"metric={name}: no trial has a value in this column. Give a column of the history."
+                f"metric={name}: no trial has a finite value in this column of its last row. Give "
+                "another column of the history."
             )
         choose = max if direction == "max" else min
         return choose(scored, key=lambda pair: pair[0])[1]

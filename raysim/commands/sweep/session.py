@@ -66,8 +66,8 @@ def sweep(
     allow: the packages whose classes and options the sweep may use.
     console: where to print; None takes the standard output.
 
-    Raise `RefusedError` if the sweep is impossible (nothing is written then), and `Interrupted` if
-    the user stops it.
+    Raise `RefusedError` if the sweep is impossible (its folder is not written then), and
+    `Interrupted` if the user stops it.
     """
     from rich.console import Console
 
@@ -104,7 +104,7 @@ def _build_samples(plan: SweepPlan, allow: Sequence[str]) -> list[Experiment]:
     """Build a few runs of a sweep, so that impossible values are found before the search.
 
     The runs have the settings of `SweepPlan.samples`. Raise `RefusedError` if one of them is
-    impossible.
+    impossible, if Optuna is needed and missing, or if checkpoint.folder is set.
     """
     if plan.options.search == "optuna" and importlib.util.find_spec("optuna") is None:
         raise RefusedError(
@@ -134,6 +134,7 @@ def _trial_capacity(
     """Return the resources that a worker reserves, and the number of trials that fit at once.
 
     With sweep.workers=0 a trial has no workers, and the resources are those that a trial reserves.
+    If nothing is reserved, the number is sweep.concurrent, or else the CPUs of this machine.
     options, runtime: the settings sweep.* and runtime.*.
     device: the device of the training, "cpu" or "cuda".
     threads: the CPU threads of a worker.
@@ -194,9 +195,9 @@ def _choose_metric(
 
 
 def _usual_mode(column: str, metrics: Sequence[MetricRule]) -> RankingMode:
-    """Return "max" if the largest value of a column is the best, else "min".
+    """Return "min" for a loss and for a metric whose lower score is better, else "max".
 
-    column: a column of the history; its name begins with "loss", "train_loss" or a metric's name.
+    column: a column of the history.
     metrics: the metrics of the run, which know whether a higher score is better.
     """
     if column.startswith(("loss", "train_loss")):
@@ -360,13 +361,13 @@ def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
     """Return the last line that a sweep prints.
 
     The line has the time of the sweep, the command that trains the best setting again, and the
-    folder of the results. If no trial has a score, the line only names the file that says why
-    trials failed.
+    folder of the results. If no trial has a score, the line only names the file with the trials and
+    their errors.
     numbers: "work_seconds", "wall_seconds" and "trials_at_once" of the sweep's summary.
     """
     best = records.best()
     if best is None:
-        return f"no trial has a score: the reasons are in {records.folder / report.TABLE}"
+        return f"no trial has a score: see status and error in {records.folder / report.TABLE}"
     command = rerun_command(records.plan.node(best.point), records.folder / report.BEST)
     equal = records.count_equal(best)
     also = f" ({equal} other{'s' if equal > 1 else ''} scored the same)" if equal else ""

@@ -61,7 +61,7 @@ class Interval:
     whole: bool = False
 
     def draw(self, generator: np.random.Generator) -> int | float:
-        """Return a random number, rounded to four digits so that a user can retype it.
+        """Return a random number, rounded as `clip` does so that a user can retype it.
 
         generator: the generator of random numbers.
         """
@@ -80,7 +80,8 @@ class Interval:
     def clip(self, value: object) -> int | float:
         """Return the nearest number of the interval, rounded to four significant digits.
 
-        If the interval has only integers, the number is rounded to an integer instead.
+        If the interval has only integers, the number is rounded to an integer instead. An end of
+        the interval is not rounded to a number outside of it.
         value: a number that Tune or Optuna suggests.
         """
         number = min(max(float(str(value)), self.low), self.high)
@@ -108,7 +109,8 @@ def check_range(key: str, values: ValueRange) -> ValueRange:
     low, high = values.low, values.high
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise RefusedError(
-            f"{key}=interval({low:g}, {high:g}) is empty. Write the lower end first."
+            f"{key}=interval({low:g}, {high:g}): the ends must be finite and different numbers, "
+            "the lower end first. Change them."
         )
     if values.log and low <= 0:
         raise RefusedError(

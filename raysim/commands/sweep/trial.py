@@ -10,6 +10,7 @@ from raysim.experiment.config_files import Node
 from raysim.experiment.many_runs import mean_row
 from raysim.experiment.runner import StartEvents, SteppedRun
 from raysim.results.history import FINAL_SUFFIXES, Row, metric_of
+from raysim.results.number_format import format_amount
 from raysim.simulation.events import RunStoppedError
 
 
@@ -70,8 +71,8 @@ class Trial:
         columns = dict.fromkeys([*usual, *last])
         measured = [name for name in columns if name != "round" and last.get(name) is not None]
         return (
-            f"sweep.metric={self.metric} is not measured in this sweep. "
-            f"Set it to one of {', '.join(measured)}"
+            f"sweep.metric={self.metric}: this trial has no value in this column in its last "
+            f"{format_amount(len(rows), 'round')}. Set it to one of {', '.join(measured)}"
         )
 
     @property
@@ -112,7 +113,7 @@ def open_trial(
     allow: the packages whose classes and options the configurations may use.
     accepts_changes: True if an unfinished run may continue with other settings than its stored
     ones, as in population-based training.
-    Raise `RunFailedError` for a run whose configuration is impossible.
+    Raise `RunFailedError` for a run that cannot be made or started.
     """
     runs: list[SteppedRun] = []
     try:

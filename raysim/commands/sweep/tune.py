@@ -106,10 +106,11 @@ class SweepTrial(tune.Trainable):
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Use this process for a new trial, which begins at the next call of `step`.
+        """Use this process for another trial, or for this trial with other values.
 
-        new_config: the dictionary that `_trial_config` made for the new trial.
-        Return True, which tells Tune that the process can be used for a new trial.
+        The trial begins or continues at the next call of `step`.
+        new_config: the dictionary that `_trial_config` made for the trial.
+        Return True, which tells Tune that the process can be used in this way.
         """
         os.chdir(_START_FOLDER)
         self.cleanup()
@@ -314,11 +315,11 @@ class Listener(tune.Callback):
         self._records.end(_number(trial))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Record the failure of a trial that lost processes too often."""
+        """Record the failure of a trial that was interrupted too often."""
         self._records.fail(
             _number(trial),
-            f"it lost a process {MAX_TRIAL_DEATHS} times, perhaps because of missing memory (see "
-            f"{self._records.folder / 'logs'})",
+            f"it was interrupted {MAX_TRIAL_DEATHS} times, perhaps by losing a process because of "
+            f"missing memory (see {self._records.folder / 'logs'})",
         )
         self._records.end(_number(trial))
 

@@ -105,7 +105,8 @@ class RunDatabase:
     def update(self) -> int:
         """Send new rows and files of all runs to the MLflow database, but no models.
 
-        Return the number of runs that had something new.
+        Return the number of runs that were sent: those whose files have changed since the last
+        call, unless all of the run is in the database already.
         """
         count = 0
         for folder in _stored_folders(self.root):
@@ -135,7 +136,9 @@ class RunDatabase:
             send_stored(folder, record, server, is_open)
         except Exception as error:  # of MLflow or its database; the next update tries again
             self._servers.pop(folder, None)
-            self._report(f"{self.uri} cannot be used ({short_reason(error)}); it is tried again")
+            self._report(
+                f"{self.uri} cannot be used ({short_reason(error)}); the next update tries again"
+            )
             return False
         if has_ended(record):
             self._servers.pop(folder, None)
@@ -167,7 +170,8 @@ class RunDatabase:
         """Store the final model of a finished run in the MLflow database.
 
         For this, the run's model is built again and gets the stored parameters. The outcome is
-        written into the run's record: "sent", or why MLflow gets no model.
+        written into the run's record: "sent", or why MLflow gets no model. If the run's folder was
+        removed, nothing is written.
         folder: the run's folder.
         record: the run's record, which says what MLflow already has of the run.
         """

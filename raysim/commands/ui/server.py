@@ -19,6 +19,7 @@ from typing import IO
 from raysim.commands.ui.database import RunDatabase, find_root
 from raysim.primitives.errors import RefusedError
 from raysim.results.mlflow_server import find_experiment_id, make_experiment, set_mlflow_environment
+from raysim.results.tracked_run import read_record
 
 HOST = "127.0.0.1"
 # The filter hides studies and sweeps. In its usual order (by creation) MLflow would show them
@@ -43,7 +44,8 @@ def show_charts(folder_or_address: str, port: int, opens_browser: bool) -> int:
     with http:// or https://.
     port: the port of the server on this machine; not used for an address.
     opens_browser: True opens the page in the browser; False only prints its address.
-    Raise `RefusedError` if there is nothing to show.
+    Raise `RefusedError` if there is nothing to show, if the port is taken, or if the server does
+    not start.
     """
     set_mlflow_environment()
     if folder_or_address.startswith(("http://", "https://")):
@@ -89,10 +91,9 @@ def update_database(path: str) -> int:
     database = RunDatabase(find_root(path), _print)
     make_experiment(database.uri)
     count = database.update()
-    models = sum(1 for _ in database.add_models())
-    _print(
-        f"{database.uri} is up to date: {count} runs and {models} models were added or continued"
-    )
+    folders = list(database.add_models())
+    models = sum(read_record(folder).get("model") == "sent" for folder in folders)
+    _print(f"{database.uri}: {count} runs and {models} models were added or continued")
     return 0
 
 
@@ -128,7 +129,7 @@ def _start_server(uri: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes
 
 
 def _wait_for_server(server: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
-    """Wait until the server answers; raise `RefusedError` if the server ends first.
+    """Wait until the server answers; raise `RefusedError` if it ends or needs too long.
 
     log: the file with the server's output, for the error.
     port: the port at which the server answers.
