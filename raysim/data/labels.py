@@ -24,7 +24,7 @@ EXACT_FLOATS = 2.0**53  # float64 can store every whole number below it
 class LabelSet(NamedTuple):
     """The labels of n samples as numbers, the names of the model's outputs, and the kind of task.
 
-    values: class numbers [n] or [n, ...], or floats [n, outputs].
+    values: class numbers [n] or [n, ...], or floats [n, outputs] or [n, outputs, ...].
     names: the name of each output of the model: a class, a label or a value.
     kind: the kind of the task.
     targets: for kind="structure", each label consists of several arrays. A row of `values` stores
@@ -166,9 +166,9 @@ def _read_lists(
 
 
 def _read_values(values: NDArray[Any], kind: Kind, names: list[str] | None, place: str) -> LabelSet:
-    """Return numeric labels as float32 [n, outputs], with a name for each output.
+    """Return numeric labels as float32 [n, outputs] or [n, outputs, ...], and the outputs' names.
 
-    values: numbers [n] or [n, outputs].
+    values: numbers [n], [n, outputs] or [n, outputs, ...].
     kind: the kind of the task.
     names: the names of the outputs. None, or a list of another length, gives the names "0", "1",
     and so on; a single output is then called "value".

@@ -61,8 +61,9 @@ class Raw:
     inputs: an array [n, ...] of uint8 values (0 to 255), floats or int64 token numbers; or n
     pictures.
     labels: class numbers [n], or [n, ...] if each position, such as a pixel, has a class. For
-    regression, values [n, outputs]. For multilabel data, [n, outputs] with 1 for labels that a
-    sample has, else 0. For kind="structure", a row of floats for each sample, [n, length of a row].
+    regression, values [n, outputs] or [n, outputs, ...]. For multilabel data, [n, outputs] with 1
+    for labels that a sample has, else 0. For kind="structure", a row of floats for each sample,
+    [n, length of a row].
     train_rows: the number of training samples.
     class_names: the name of each output of the model: a class, a label or a value.
     domains: the domain of each sample, [n]; None if there is only one domain.

@@ -16,7 +16,8 @@ class TableSource(Source):
     """A source that reads a table whose columns are inputs, labels and users.
 
     columns: the input columns: one column of text, token numbers or vectors, or several columns of
-    numbers. None takes all columns except the label, the user, and row numbers such as "id".
+    numbers. None takes all columns except the label, columns with users, and row numbers such as
+    "id".
     separate: True gives the model each input column as a separate argument, which has the column's
     name. False joins several columns to one vector.
     length: the largest number of tokens of a row; further tokens are left out.

@@ -117,7 +117,8 @@ def run(
     on_round: function that gets the row of each finished round (a dictionary: `row["round"]`, ...).
     observers: your own objects that are called at the events of a run, such as its start. They are
     called after raysim's observers and after those of the configuration.
-    quiet: print only warnings, which go to standard error.
+    quiet: print only warnings, which go to standard error. A `console` that you pass and that is
+    not quiet still gets the plan of the run, the warnings and the last lines.
     allow: packages besides raysim whose classes and options the configuration may use.
     console: the Rich console that prints; None makes one.
 

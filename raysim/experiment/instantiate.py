@@ -63,7 +63,8 @@ def import_target(
     errors.
     allow: packages from which objects may be imported. raysim and the installed packages that
     extend it are always allowed.
-    Raise `RefusedError` if the module cannot be imported, or belongs to no allowed package.
+    Raise `RefusedError` for an `ImportError`, and for a module of no allowed package. Other errors
+    of the module's code pass unchanged.
     """
     setting = f"{path}{key}={format_value(target)}"
     packages = ("raysim", *allow, *installed_packages())

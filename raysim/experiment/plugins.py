@@ -33,7 +33,7 @@ def installed_packages() -> tuple[str, ...]:
 
 
 def allow_packages(packages: Sequence[str]) -> list[Path]:
-    """Check that Python can import packages; return the packages' folders `conf`.
+    """Check that Python finds packages; return the packages' folders `conf`.
 
     The packages may be in the current folder, which is added to Python's search path.
     packages: the names of the packages.
