@@ -13,10 +13,10 @@ Departures from the paper
 - The sum includes the true class, as in public re-implementations. The paper leaves the true class
   out, and its loss therefore has no lower bound; denominator="others" computes this loss.
 - With count_floor > 0, classes that a client lacks have a finite margin and stay in the sum.
-- A client with samples of only one class has loss 0 and no gradient. The history has the share of
-  such clients as `fedlc.one_class`.
+- With count_floor=0, a client with samples of only one class has loss 0 and no gradient. The
+  history has the share of clients with only one class as `fedlc.one_class`.
 - The method vhl adds outputs to the model for its virtual images. These added outputs have margin
-  0.
+  0, so a client with only one class has a gradient.
 - With Mixup, the loss is the cross-entropy with the mixed labels. With denominator="others", it is
   the weighted mean of the losses for both labels.
 """
@@ -88,8 +88,8 @@ def calibrated_cross_entropy(
     """Return FedLC's loss: the cross-entropy in which each logit is lowered by its class's margin.
 
     The loss is the mean over the batch. The margin of a class is tau * n^(-1/4), where the client
-    has n samples of this class. For n = 0 the margin is infinite: the class is left out, and its
-    logit gets no gradient.
+    has n samples of this class. For n = 0 and count_floor = 0 the margin is infinite: the class is
+    left out, and its logit gets no gradient.
     logits: [B, C].
     labels: int64 [B], of classes with a finite margin.
     class_counts: [C], the client's samples n of each class.

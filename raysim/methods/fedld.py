@@ -35,7 +35,7 @@ Departures from the paper
 - The server's mean uses the run's aggregation weights, as in the paper. In the authors' code, all
   updates have the same weight.
 - At least one principal direction is used. Very small eigenvalues and projections count as 0 (see
-  the setting `tol`).
+  the setting `tol`). If a projection counts as 0, the rebuilt update is shorter.
 - The rule applies in every round. The authors' code applies it from the third round on.
 - With Mixup, the label of a sample is the class with the largest weight.
 """
@@ -301,6 +301,7 @@ def principal_gradient_aggregate(
     tol: an eigenvalue counts as 0 if it is at most tol times the largest eigenvalue. The projection
     of g_i on a direction counts as 0 if it is at most tol |g_i|.
     Raises ValueError unless the weights are finite and at least 0, and one of them is positive.
+    Also raises it for an unknown normalization.
     """
     coefficients = _coefficients(
         gram_matrix(gradients.unbind()), num_components, normalization, tol
@@ -342,7 +343,7 @@ class PrincipalGradient(Method):
         self.tol = at_least("method.fedld_principal.tol", tol, 0.0)
 
     def setup(self, run: Setup) -> None:
-        """Warn if an aggregation can have a single update, which the rule would not change."""
+        """Warn if each aggregation has a single update, which the rule would not change."""
         run.warn_if_single("the rebuilt update is the update itself")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

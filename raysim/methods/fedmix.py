@@ -27,7 +27,7 @@ Choices where the paper and the public implementations differ
   FedBR. The paper averages all samples of a client.
 - With fresh=True, each step draws new means from all clients' raw data, as in the code of FedBR.
   This is only for reproducing numbers, because a real client has no raw data of other clients.
-- The reported task loss is l1 + l2 + l3.
+- The reported task loss is l1 + l2 + l3, or the loss of NaiveMix.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class FedMix(Method):
     def cost(self, job: Participation) -> float:
         """Return the cost of the second derivative, as a number of trained samples.
 
-        It is equal to the cost of plain training. NaiveMix has no such cost.
+        It is equal to the cost of plain training. NaiveMix and lam = 0 have no such cost.
         """
         # In forward passes: one for the gradient of the inputs, and two for its derivative. Plain
         # training also costs three.

@@ -17,7 +17,8 @@ Departures from the paper
 - a_i is computed for any combination of momentum, Nesterov's momentum and a proximal term: by
   making tau_i steps with a constant gradient of 1.
 - If layers are trained with different numbers of steps, tau_i is the largest of these numbers.
-- Weight decay and clipping do not change a_i. Momentum starts at 0 in each job.
+- Weight decay and clipping do not change a_i. a_i is computed as if momentum started at 0 in each
+  job, even with local.keep_optimizer=true.
 - Buffers are averaged as in FedAvg.
 """
 
@@ -68,7 +69,9 @@ def normalising_factors(weights: Sequence[float], steps: Sequence[float]) -> lis
     weights: the weight p_i of each update; they need not sum to 1.
     steps: the number a_i of effective steps of each update.
     """
-    total = sum(weights)
+    total = 0.0
+    for weight in weights:  # `sum` rounds differently in later versions of Python
+        total += weight
     factors = []
     for update_steps in steps:
         weighted_steps = 0.0
@@ -102,9 +105,9 @@ class FedNova(Method):
         )
         if self.mu == 0 and "fedprox" in run.methods:
             run.warn(
-                "method.fednova.mu=0: method 'fednova' counts effective steps as if there were no "
-                "proximal term, but method 'fedprox' adds one. Set method.fednova.mu to the value "
-                "of method.fedprox.mu."
+                "method.fednova.mu=0: method 'fednova' counts effective steps without the proximal "
+                "term of method 'fedprox'. Set method.fednova.mu to the value of "
+                "method.fedprox.mu."
             )
         run.warn_of_second_correction("scaffold")
         run.warn_if_single("it does what FedAvg does")

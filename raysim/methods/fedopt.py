@@ -167,7 +167,8 @@ def _adapt(
     server_lr: the server's learning rate.
     beta1: the factor on the old first moment.
     tau: the constant that is added to the root of the second moment.
-    beta2: the factor on the old second moment; None computes FedAdagrad.
+    beta2: for FedAdam, the factor on the old second moment. For FedYogi, 1 - beta2 is the factor on
+    the squared update. None computes FedAdagrad.
     step: the number of the step, from 1; None makes no bias correction.
     yogi: True computes FedYogi.
     """
@@ -299,7 +300,7 @@ class _Adaptive(Method):
 
 
 class FedAdagrad(_Adaptive):
-    """A server rule with Adagrad: the second moment is the sum of all squared updates.
+    """A server rule with Adagrad: the second moment is tau^2 plus all squared updates.
 
     server_lr: the server's learning rate eta.
     beta1: the factor on the old first moment.
@@ -313,11 +314,12 @@ class FedAdagrad(_Adaptive):
 
 
 class _Decaying(_Adaptive):
-    """The base class of FedAdam and FedYogi, which decay the second moment by beta2.
+    """The base class of FedAdam and FedYogi, which have the setting beta2.
 
     server_lr: the server's learning rate eta.
     beta1: the factor on the old first moment.
-    beta2: the factor on the old second moment.
+    beta2: for FedAdam, the factor on the old second moment. For FedYogi, 1 - beta2 is the factor on
+    the squared update.
     tau: the constant that is added to the root of the second moment.
     bias_correction: True multiplies step t by sqrt(1 - beta2^t) / (1 - beta1^t), as TensorFlow's
     Adam does.

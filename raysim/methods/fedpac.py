@@ -344,9 +344,9 @@ class FedPAC(Method):
         unit = key.removeprefix("local.")
         run.require(
             budget > self.head_epochs,
-            f"{key}={budget}: the first {self.head_epochs} {unit} of a job train the head "
-            f"(method.fedpac.head_epochs={self.head_epochs}). No {unit} are left for the "
-            f"extractor. Set {key}={self.head_epochs + 1} or more.",
+            f"{key}={budget}: a job needs more {unit} than method.fedpac.head_epochs="
+            f"{self.head_epochs}, so that it trains the head and then the extractor. Set "
+            f"{key}={self.head_epochs + 1} or more.",
         )
         run.private_parameters(
             [f"model.head.{name}" for name, _ in run.model.head.named_parameters()]

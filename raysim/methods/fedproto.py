@@ -19,8 +19,8 @@ Departures from the paper
 - c_ij is measured in eval mode, without augmentation. If no participant has samples of a class, its
   C_j does not change.
 - With predict=prototype, a client predicts only classes of its own samples, as in the authors'
-  code. It uses the C_j that it received for its last job. Before its first job it predicts with its
-  head.
+  code. It uses the C_j that it received for its last job. If it received none for its classes, it
+  predicts with its head.
 - Each client uploads means of all classes, with zeros and a count of 0 for classes without samples.
 - All clients have the same layers. In the paper, the layers may differ between clients.
 """

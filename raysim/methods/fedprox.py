@@ -9,6 +9,9 @@ Networks" (MLSys 2020), eq. (2):
 
 Departures from the paper
 - The term covers all shared trainable parameters, but neither buffers nor personal parameters.
+- w_t is the model with which training starts. With PartialFed and FedALA it is a mixture of the
+  received and the client's own model.
+- If other methods add stages with another loss, these stages have no such term.
 - The term's gradient is added before weight decay and momentum, as the gradient of the loss is.
 - In the paper, slow clients make fewer steps. Here `local.*` alone decides the number of steps.
 """
@@ -57,7 +60,8 @@ class FedProx(Method):
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
         """Add the gradient of the proximal term to `grad`, in place.
 
-        grad: the gradient of the task loss with respect to the parameters `job.params[at]`.
+        Gradients of stages without the task loss do not change.
+        grad: the gradient of the stage's loss with respect to the parameters `job.params[at]`.
         at: the positions of these parameters in the vector.
         """
         if self.mu and job.stage.has_task_loss:

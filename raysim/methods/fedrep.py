@@ -17,7 +17,7 @@ Departures from the paper
   is set, the steps are divided in the same proportion.
 - While the head is trained, the extractor is in train mode, as in the authors' code. BatchNorm's
   running statistics then change, but no parameter of the extractor does.
-- Head and extractor have separate optimizers.
+- In mode alternate, head and extractor have separate optimizers.
 - Clients are weighted by samples, as in the authors' code; the paper's clients are of equal size.
 - A client that never trained has the initial head.
 """

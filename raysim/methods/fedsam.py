@@ -74,7 +74,8 @@ class FedSAM(Method):
     """A method that uses the gradient at a nearby point with a higher loss.
 
     Such gradients lead to flat minima.
-    rho: how far this point lies from the model; 0 is FedAvg.
+    rho: how far this point lies from the model; 0 is FedAvg. With adaptive=True, rho is the norm of
+    the shift divided by T, as in the formulas of the module.
     adaptive: True uses the point of FedASAM: large parameters are shifted more than small ones.
     eta: added to the absolute values of the parameters in FedASAM's formula.
     """

@@ -203,11 +203,13 @@ class FedSR(Method):
     def setup(self, run: Setup) -> None:
         """Declare the Gaussians of the classes as a network that is trained with the model.
 
-        They stay on each client unless `share_reference` is True.
+        They stay on each client unless `share_reference` is True. Without the KL divergence there
+        are no Gaussians.
         """
         run.needs("classes", "features")
-        run.needs_clients("each client has its own class Gaussians")
         if self._has_reference:
+            if not self.share_reference:
+                run.needs_clients("each client has its own class Gaussians")
             reference = Reference(run.task.num_classes, run.model.feature_dim)
             run.network("reference", reference, private=not self.share_reference)
             run.stages((Stage(trains=("model", REFERENCE)),))
@@ -218,7 +220,7 @@ class FedSR(Method):
         """Add two penalties on the features.
 
         The first is their mean norm, the second their KL divergence from the Gaussian of their
-        class.
+        class. A penalty of weight 0 is left out; FedL2R has only the first one.
         """
         terms = []
         if self.alpha_l2r:

@@ -14,9 +14,9 @@ and sent factors, but not the weights W0.
 Departures from the paper
 - In the paper all clients take part in each round. Here a client may miss rounds, but traffic
   counts only one stack for each job.
-- If the stack of a layer has more floats than the layer's weight, traffic counts the weight.
-- Traffic does not count the first version, which all clients know. It does not count the initial A
-  either, which each client draws from a seed.
+- Traffic counts a stack of the largest number of updates, whose ranks are the mean rank of all
+  clients. If the stack of a layer has more floats than the layer's weight, it counts the weight.
+- For the first version, traffic counts no factors: B is 0, and each client draws A from a seed.
 - The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
 - The head is trained and averaged, too.
 - Stale updates are added without a correction.
@@ -98,8 +98,8 @@ class FLoRA(Method):
     def _count(run: Setup, ranks: ClientRanks, sizes: Sequence[int]) -> None:
         """Declare which floats do not travel, so that traffic and virtual time leave them out.
 
-        A client receives the stacked factors, and sends its own factors. The frozen weights do not
-        travel.
+        A client receives the stacked factors of the last aggregation, and sends its own factors.
+        The frozen weights do not travel. With version 0, a client receives no factors.
 
         ranks: the ranks of all clients.
         sizes: for each layer with an adapter, the number of floats of its weight.
@@ -164,28 +164,35 @@ def _make_buffer(run: Setup, adapter: Adapter) -> int:
         "'flora' can change only weights of linear layers and convolutions. Leave the layer out.",
     )
     weight = cast("Tensor", layer.weight)
-    owners = [name for name, p in run.model.named_parameters(remove_duplicate=False) if p is weight]
+    sharers = [
+        name
+        for name, parameter in run.model.named_parameters(remove_duplicate=False)
+        if parameter is weight and not name.startswith(f"{adapter.layer}.")
+    ]
     run.require(
-        len(owners) == 1,
-        f"model.lora.layers: the layer '{adapter.layer}' shares its weight with {owners[0]}, but "
-        "method 'flora' would change only one of them. Leave the layer out: "
-        f"{_other_layers(run, adapter)}",
+        not sharers,
+        f"model.lora.layers: the layer '{adapter.layer}' shares its weight with "
+        f"{', '.join(sharers)}, but method 'flora' would change only one of them. "
+        f"{_advise_other_layers(run, adapter)}",
     )
     del layer.weight
     layer.register_buffer("weight", weight.detach().clone())
     return weight.numel()
 
 
-def _other_layers(run: Setup, left_out: Adapter) -> str:
-    """Return an override that gives adapters to all layers except the layer of `left_out`.
+def _advise_other_layers(run: Setup, left_out: Adapter) -> str:
+    """Return the end of an error: advice to give no adapter to the layer of `left_out`.
 
-    An error suggests this override, such as "model.lora.layers=c_attn+c_proj". A layer is named by
-    the last part of its full name.
+    It names an override, such as "model.lora.layers=c_attn+c_proj". A layer is named by the last
+    part of its full name. The override has all names of layers with adapters, except that of
+    `left_out`. If there is no other name, the advice has no override.
     left_out: an adapter of the model.
     """
-    layers = [adapter.layer for adapter in find_adapters(run.model) if adapter != left_out]
-    names = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
-    return f"model.lora.layers={'+'.join(names)}"
+    names = dict.fromkeys(adapter.layer.rpartition(".")[2] for adapter in find_adapters(run.model))
+    del names[left_out.layer.rpartition(".")[2]]
+    if not names:
+        return "Name another layer."
+    return f"Leave the layer out: model.lora.layers={'+'.join(names)}"
 
 
 def _weight_slices(layout: Layout) -> list[slice]:

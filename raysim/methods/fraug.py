@@ -328,10 +328,10 @@ class FRAug(Method):
 
     # --- before the run -------------------------------------------------------------------------
     def setup(self, run: Setup) -> None:
-        """Declare two neural networks and the client state.
+        """Declare the generator, RTNet and the client state.
 
-        All clients share the generator. Each client has its own RTNet, which is never sent. The
-        client state is the class prototypes.
+        All clients share the generator. Each client has its own RTNet, which is never sent. A
+        setting can remove one of these networks. The client state is the class prototypes.
         """
         run.needs("classes", "features")
         run.targets("integer")
@@ -542,6 +542,8 @@ class FRAug(Method):
 
     def end(self, job: LocalJob) -> None:
         """Report three means over the job's steps, which become columns of the history.
+
+        If beta is 0, the classifier has no synthetic features, and nothing is reported.
 
         - "real_norm": the norm of real features.
         - "generated_norm": the norm of the generator's features, from which RTNet then makes

@@ -65,7 +65,7 @@ class GeometricMedian(Method):
         self.nu = above("method.geometric_median.nu", nu, 0.0, "it keeps the divisors away from 0")
 
     def setup(self, run: Setup) -> None:
-        """Warn about aggregations of a single update, which is its own median."""
+        """Warn if each aggregation has a single update, which is its own median."""
         run.warn_if_single("it is that update")
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:

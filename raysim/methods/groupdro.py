@@ -111,7 +111,10 @@ class GroupDRO(Method):
         return torch.from_numpy(np.log(start / start.sum()))
 
     def end(self, job: LocalJob) -> None:
-        """Upload the client's loss, without terms that other methods add."""
+        """Upload the client's loss, without terms that other methods add.
+
+        The loss is 0 if no step had the task loss.
+        """
         losses = job.losses
         if not len(losses):  # No step had the task loss.
             losses = losses.new_zeros(1)

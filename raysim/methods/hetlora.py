@@ -72,7 +72,7 @@ def product_norm(layout: Layout, vector: Tensor) -> float:
 
 
 def kept_rank(rank: int, gamma: float) -> int:
-    """Return floor(gamma * rank): how many columns of B and rows of A a client never prunes."""
+    """Return floor(gamma * rank): how many columns of B and rows of A a job does not prune."""
     return math.floor(gamma * rank)
 
 
@@ -101,8 +101,8 @@ class HetLoRA(Method):
     leaves the weights as the run and other methods set them.
     lam: the weight of a penalty that makes the last columns of B and the last rows of A small. A
     client can then remove these columns and rows, and has a lower rank. 0 switches this off.
-    gamma: for a client of rank r, the first floor(gamma * r) columns of B and rows of A have no
-    penalty, and are never removed.
+    gamma: in a job of a client of rank r, the first floor(gamma * r) columns of B and rows of A
+    have no penalty, and are not removed. The first column and row are never removed.
     """
 
     name = "hetlora"
@@ -118,7 +118,10 @@ class HetLoRA(Method):
         self.gamma = in_range("method.hetlora.gamma", gamma, above=0, below=1)
 
     def setup(self, run: Setup) -> None:
-        """Send clients their ranks; clients keep their pruned rank as client state."""
+        """Send clients their ranks; clients keep their pruned rank as client state.
+
+        With ranks=None no ranks are sent, and with lam=0 no ranks are pruned.
+        """
         adapters = require_adapters(run)
         require_sharing(run)
         declare_ranks(run, self.ranks, adapters).omit(run)

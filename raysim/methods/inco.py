@@ -70,8 +70,8 @@ def cross_layer_gradient(
 
     granularity: "kernel" mixes each [o, i] slice of [O, I, ...] separately; "tensor" mixes the
     whole tensor as one vector.
-    align: "conflict" mixes only if the inner product of `target` and `source` is negative; "always"
-    mixes in any case.
+    align: "conflict" mixes only the slices whose inner product with the slice of `source` is
+    negative; "always" mixes all.
     clamp_max: the largest weight of `source`; `target` has the weight 1.
     value_clip: the largest absolute value of the result; None for no bound.
     eps: a small number that is added to denominators, so that none is 0.
@@ -198,11 +198,12 @@ class InCo(Method):
 
     granularity: "kernel" mixes each kernel of a convolution separately; "tensor" mixes each tensor
     as one vector.
-    align: "always" mixes all updates of deeper layers. "conflict" mixes such an update only if its
+    align: "always" mixes all kernels or tensors of deeper layers. "conflict" mixes only those whose
     inner product with the update of the shallow layer is negative.
     clamp_max: the largest weight of a shallow layer's update in a mixture. The update of the deeper
     layer has the weight 1.
-    value_clip: the largest absolute value of a mixed update; None for no bound.
+    value_clip: the largest absolute value in the update of a deeper layer, even if "conflict" does
+    not mix it; None for no bound.
     eps: a small number that is added to denominators, so that none is 0.
     """
 
@@ -241,8 +242,8 @@ class InCo(Method):
         shapes = [list(parameter.shape) for parameter in parameters.values()]
         if not source_parameters(names=list(parameters), shapes=shapes):
             run.warn(
-                "model: method 'inco' finds no two layers whose updates it can mix, so the run "
-                "is FedAvg with weighting=uniform. Set model=resnet18 or model=resnet50."
+                "model: method 'inco' finds no two layers whose updates it can mix, so it changes "
+                "no update. Set model=resnet18 or model=resnet50."
             )
 
     def step(self, direction: Tensor, aggregation: Aggregation, server: ServerView) -> Tensor:

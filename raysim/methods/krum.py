@@ -96,7 +96,7 @@ class Krum(Method):
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
         """Return the mean of the updates with the smallest scores.
 
-        If all updates are selected, this mean is bit-identical to FedAvg's.
+        If all updates are selected, this mean is bit-identical to FedAvg's with equal weights.
         """
         rows = weighted_rows(aggregation, server)
         selected = self.selected

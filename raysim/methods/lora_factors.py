@@ -153,7 +153,7 @@ def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> Clie
     """Send each job its client's rank; return the ranks of the clients.
 
     ranks: a rank for each kind of device in the fleet; or a list, from which each client draws one
-    with equal probability; None gives every client the rank of the adapters.
+    with equal probability; None sends nothing and gives every client the rank of the adapters.
     """
     sizes = [
         (len(run.model.get_parameter(adapter.a)), _floats_per_rank(run, adapter))

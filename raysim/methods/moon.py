@@ -111,7 +111,7 @@ class Moon(Method):
         """Declare the client state: the vectors of the client's previous models.
 
         The state is [count, layout.total], where count is at most the setting `previous`. Before
-        the client's first job it has no entries.
+        the client's first job it has no entries. With mu=0 there is no such state.
         """
         run.needs("features")
         if self.mu:

@@ -213,8 +213,8 @@ class PartialFed(Method):
         if self.strategy != "all" and bool(self._fixed_mask(layers, run.model).all()):
             run.warn(
                 f"method.partialfed.strategy={self.strategy}: with this strategy clients load "
-                "every layer of this model from the server, so the run is FedAvg. Choose another "
-                "strategy or model."
+                "every layer of this model from the server, so method 'partialfed' does not change "
+                "training. Choose another strategy or model."
             )
 
     def cost(self, job: Participation) -> float:

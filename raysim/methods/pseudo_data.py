@@ -49,8 +49,8 @@ class PseudoData:
     kind: "rsm" makes means of clients' samples, "mixture" makes means of the public `proxy` set.
     rows: the number B of means.
     samples_per_mean: the number of samples in each mean.
-    means_per_client: the number of means that each client sends before round 0. The server stores
-    the means of all clients and draws from them.
+    means_per_client: for kind="rsm", the number of means that each client sends before round 0. The
+    server draws from the means of all clients.
     refresh: "round" draws B new means in every round; "once" draws them only at the start.
     sources: the rule by which samples are drawn: "balanced", "unbalanced" or "classes". The
     module's docstring describes these rules.
@@ -224,7 +224,8 @@ def rows_by_samples(
 
     The server stores `per_client` means of each client, a row for each mean, one client after
     another. A mean is drawn with a probability in proportion to its client's samples.
-    ends: float64 [clients], the cumulative probabilities of the clients, from `_interval_ends`.
+    ends: float64 [clients], the cumulative probabilities of the clients, such as
+    `ServerView.sample_ends`.
     per_client: the number of means of each client; all means of a client are equally probable.
     size: the number of means to draw.
     """
@@ -252,7 +253,7 @@ def _client_intervals(ends: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray
     """Return the start and the width of some clients' intervals in [0, 1), both float64 [k].
 
     The width of an interval is the probability of its client.
-    ends: float64 [all clients], the ends of all intervals, from `_interval_ends`.
+    ends: float64 [all clients], the ends of all intervals: cumulative probabilities.
     clients: int64 [k], the numbers of the clients.
     """
     first = np.where(clients > 0, ends[clients - 1], 0.0)
@@ -270,7 +271,7 @@ def fresh_means(job: LocalJob, size: tuple[int, int], sources: str) -> Tensor:
     """
     generator = stream(job.seed, "fedbr.fresh", job.version)
     ends = _interval_ends(job.partition, sources != "unbalanced")
-    # Clients are drawn as by `Generator.choice`, but without an array over all clients.
+    # Clients are drawn as by `Generator.choice`, but without a new array over all clients.
     clients = ends.searchsorted(generator.random(size[0]), side="right")
     rows = []
     for client in clients:
@@ -342,17 +343,21 @@ def proxy_means(
 def check_proxy(run: Setup, proxy: Source, dataset: Dataset) -> None:
     """Raise ValueError if a public set does not fit the data on which the run trains.
 
-    Its images must have the shape of the run's images. The mean and the deviation of `proxy` must
+    Its inputs must have the shape of the run's inputs. The mean and the deviation of `proxy` must
     have one value, or one value for each channel.
     proxy: the source of the public set, with the mean and the deviation of its channels.
     dataset: the public set, which `proxy` has built.
     """
     shape, (channels, *size) = dataset.shape, run.task.shape
+    advice = "Set method.fedbr.pseudo=rsm."
+    if len(size) == 2 and size[0] == size[1]:
+        advice = (
+            f"Set method.fedbr.proxy.size={size[0]} and method.fedbr.proxy.channels={channels}."
+        )
     run.require(
         shape == run.task.shape,
-        f"method.fedbr.proxy has images of {_times(shape)} (channels, height, width), but the "
-        f"data has {_times(run.task.shape)}. Set method.fedbr.proxy.size={size[0] if size else 1} "
-        f"and method.fedbr.proxy.channels={channels}.",
+        f"method.fedbr.proxy has inputs of the shape {_times(shape)}, but the data has the shape "
+        f"{_times(run.task.shape)}. {advice}",
     )
     for key, values in (("mean", proxy.mean), ("std", proxy.std)):
         run.require(

@@ -79,12 +79,12 @@ def updated_control_variate(
     global_params: the received parameters.
     local_params: the trained parameters.
     lr: the mean learning rate of the steps.
-    Raises ValueError if there was no step, or if lr is 0.
+    Raises ValueError if there was no step, if lr is 0, or if the momentum is outside [0, 1).
     """
     if lr <= 0.0:
         raise ValueError(
-            f"local.lr={lr}: method 'scaffold' divides by the mean learning rate of a job, which "
-            "must be above 0. Increase local.lr, or change local.schedule."
+            f"local: the mean learning rate of a job is {lr}, but method 'scaffold' divides by it. "
+            "Change local.lr, local.schedule or local.rates so that it is above 0."
         )
     scale = 1.0 / (effective_steps(num_steps, momentum) * lr)
     return client_control - server_control + scale * (global_params - local_params)

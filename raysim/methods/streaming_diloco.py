@@ -26,6 +26,8 @@ A client keeps its values of all other fragments.
 Departures from the paper
 - Training waits while a fragment is exchanged (tau = 0). Clients replace their values by the
   received ones, and do not mix them (alpha = 0).
+- Clients use `local.optimizer`, which need not be AdamW. Its state starts again in each job, unless
+  local.keep_optimizer=true.
 - A value travels as a float of 32 bits; the paper's have 4 bits.
 - Updates of one aggregation may be stale and belong to several fragments. Each fragment moves by
   the mean of the updates that belong to it.
@@ -73,8 +75,8 @@ def fragments_of(layout: Layout, count: int, pattern: Pattern) -> tuple[tuple[sl
     empty.
 
     count: the number of fragments.
-    pattern: with "strided" layer i belongs to fragment i mod count; with "sequential" each fragment
-    has equally many neighbouring layers.
+    pattern: with "strided" layer i belongs to fragment i mod count. With "sequential" each fragment
+    has neighbouring layers, and some fragments may have one layer more than others.
     """
     layers: dict[str, list[Entry]] = {}
     for entry in layout.entries:

@@ -80,7 +80,10 @@ class TrimmedMean(Method):
             )
 
     def combine(self, aggregation: Aggregation, server: ServerView) -> Tensor:
-        """Return the trimmed mean; if nothing is left out, it is bit-identical to FedAvg's mean."""
+        """Return the trimmed mean of the updates.
+
+        If nothing is left out, it is bit-identical to FedAvg's mean with equal weights.
+        """
         rows = weighted_rows(aggregation, server)
         if not num_trimmed(len(rows), self.share):
             return linear_combination(rows, [1.0] * len(rows)).div_(len(rows))

@@ -290,7 +290,11 @@ class Vhl(Method):
         return torch.from_numpy(np.concatenate([np.stack(rows), offsets, flips], axis=1)).unbind()
 
     def batch(self, job: LocalJob, batch: Batch) -> Batch:
-        """Add the step's virtual images to the batch, unless another method changes the inputs."""
+        """Add the step's virtual images to the batch, if a term of the loss needs them.
+
+        If another method changes the inputs, do not add them: the hook `loss` computes their
+        features.
+        """
         if self._needs_virtual(job) and not self._are_inputs_changed:
             batch.add_rows(self.name, self._images(job))
         return batch

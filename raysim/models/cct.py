@@ -25,7 +25,7 @@ WIDTH, HEADS, BLOCKS = 256, 4, 7
 class Cct7(ModelRecipe):
     """A recipe for CCT-7/3x1: seven transformer blocks on the tokens of one 3x3 convolution.
 
-    Its training draws random numbers (dropout and stochastic depth).
+    Its training draws random numbers (dropout and stochastic depth), unless both rates are 0.
     attention_dropout: the dropout rate of attention probabilities.
     drop_path: the rate of stochastic depth in the last block. The first block has rate 0, and the
     rate grows by the same amount from each block to the next.

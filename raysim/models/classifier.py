@@ -1,7 +1,7 @@
 """The base classes of neural networks and of recipes.
 
-A neural network consists of an extractor and a linear head. A recipe has the settings of a neural
-network and can build it.
+Most neural networks consist of an extractor and a linear head. A recipe has the settings of a
+neural network and can build it.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class MnistCnn(ModelRecipe):
 class DigitsCnn(ModelRecipe):
     """A recipe for the CNN that FRAug and FedBN train on domains of digits.
 
-    A batch needs at least two samples.
+    In training, a batch needs at least two samples.
 
     variant: the paper; "fraug" has max-pools that overlap, "fedbn" has pools that do not.
     """

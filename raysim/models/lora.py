@@ -1,8 +1,9 @@
 """Add low-rank adapters (LoRA, Hu et al. 2022) with the package peft.
 
 A layer with the frozen weight W0 [m, n] uses the weight W0 + s B A instead. The matrices A [r, n]
-and B [m, r] are trained. A starts with random values and B with zeros. r is the rank, and s is
-alpha / r. In a convolution, n is the number of input channels times the size of a window.
+and B [m, r] are trained. A starts with random values and B with zeros; in an embedding, A starts
+with zeros and B with random values. r is the rank, and s is alpha / r. In a convolution, n is the
+number of input channels times the size of a window.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Lora:
     alpha: the product of an adapter's matrices is multiplied by alpha / rank.
     dropout: the dropout rate of an adapter's inputs.
     layers: names, or ends of names, of the layers that get an adapter. None means every linear
-    layer in front of the head, or every convolution if there is no linear layer. With None, two
-    kinds of layers are left out: layers with fewer inputs or outputs than the rank, and the output
-    layer of a language model.
+    layer in front of the head, or every convolution if there is no linear layer. With None, three
+    kinds of layers are left out: layers with fewer inputs or outputs than the rank, the output
+    layer of a language model, and grouped convolutions.
     base: the type in which the frozen weights of linear layers, convolutions and embeddings are
     stored. "nf4" stores 4 bits for each number; embeddings are then stored in bfloat16. The
     computation is in the type of the run.
@@ -115,8 +116,11 @@ def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     if lora.rank == 0:
         return model
     peft = import_optional("peft", f"model.lora.rank={lora.rank}")
-    inner = model.get_submodule("extractor" if getattr(model, "is_split", True) else "net")
-    names = _usual_layers(inner, lora) if lora.layers is None else _named_layers(inner, lora)
+    is_split = getattr(model, "is_split", True)
+    inner = model.get_submodule("extractor" if is_split else "net")
+    place = " in front of its head" if is_split else ""
+    choose = _usual_layers if lora.layers is None else _named_layers
+    names = choose(inner, lora, place)
     # A pattern of full names: peft would take a list as ends of names.
     pattern = "|".join(re.escape(name) for name in names)
     config = peft.LoraConfig(
@@ -141,10 +145,11 @@ def _linear_types() -> tuple[type[nn.Module], ...]:
     return (nn.Linear,) if transformers is None else (nn.Linear, transformers.Conv1D)
 
 
-def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
+def _usual_layers(inner: nn.Module, lora: Lora, place: str) -> list[str]:
     """Return the names of the layers that get an adapter if `model.lora.layers` is null.
 
     inner: the model without its head; the whole model if it has no separate head.
+    place: words for the error: where in the model the layers of `inner` are.
     """
     output_layers = _output_layers(inner)
     modules = []
@@ -158,16 +163,18 @@ def _usual_layers(inner: nn.Module, lora: Lora) -> list[str]:
     candidates = linear or convolutions
     if not candidates:
         raise ValueError(
-            f"model.lora.rank={lora.rank}: the model has no linear layer or convolution in front "
-            "of its head. By default, only such layers get adapters. Set model.lora.rank=0, or "
-            "name layers of another type, such as embeddings, in model.lora.layers."
+            f"model.lora.rank={lora.rank}: the model has no linear layer or ungrouped "
+            f"convolution{place}. By default, only such layers get adapters. Set "
+            "model.lora.rank=0, or name layers of another type, such as embeddings, in "
+            "model.lora.layers."
         )
     widths = {name: _width(inner.get_submodule(name)) for name in candidates}
     names = [name for name in candidates if widths[name] >= lora.rank]
     if not names:
         raise ValueError(
-            f"model.lora.rank={lora.rank}: no layer has that many inputs and outputs. Set it to at "
-            f"most {max(widths.values())}."
+            f"model.lora.rank={lora.rank}: none of the layers that get adapters by default has "
+            f"that many inputs and outputs. Set it to at most {max(widths.values())}, or name "
+            "other layers in model.lora.layers."
         )
     return names
 
@@ -181,12 +188,13 @@ def _output_layers(inner: nn.Module) -> list[object]:
     return [find() for find in finders if callable(find)]
 
 
-def _named_layers(inner: nn.Module, lora: Lora) -> list[str]:
+def _named_layers(inner: nn.Module, lora: Lora, place: str) -> list[str]:
     """Return the full names of the layers that `model.lora.layers` selects.
 
     An entry of `model.lora.layers` selects all layers whose full name is the entry, or ends with
     "." and the entry. For example, "query" selects "blocks.0.query" and "blocks.1.query".
     inner: the model without its head; the whole model if it has no separate head.
+    place: words for the error: where in the model the layers of `inner` are.
     Raises ValueError if an entry selects no layer, if there is no entry, or if a selected layer is
     too narrow for the rank.
     """
@@ -199,7 +207,7 @@ def _named_layers(inner: nn.Module, lora: Lora) -> list[str]:
                 name for name in all_names if _width(inner.get_submodule(name)) < sys.maxsize
             ]
             raise ValueError(
-                f"model.lora.layers={lora.layers}: the model has no layer '{layer}'. "
+                f"model.lora.layers={lora.layers}: the model has no layer '{layer}'{place}. "
                 f"{_advice(layer, with_matrix)}"
             )
         names += matches

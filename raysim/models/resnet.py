@@ -89,7 +89,7 @@ def _replace_stem(net: Network, channels: int, is_small: bool) -> None:
 
 
 def _load_imagenet(net: Network, depth: int) -> None:
-    """Load the weights trained on ImageNet; raise ValueError if they are missing."""
+    """Load the weights trained on ImageNet; raise ValueError if this fails."""
     from torchvision.models import ResNet18_Weights, ResNet50_Weights
 
     weights = ResNet18_Weights.IMAGENET1K_V1 if depth == 18 else ResNet50_Weights.IMAGENET1K_V1

@@ -1,8 +1,8 @@
 """Define recipes for two small token models: a recurrent network and a transformer.
 
 A recipe is a dataclass with the options of a model; its method `build` makes the model. The
-features of a sequence are the hidden values at its last token that is not padding. Padding does not
-change them.
+features of a sequence are the hidden values at its last token that is not padding. Padding after
+this token does not change them.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class WholeNetwork(Classifier):
 
     def features(self, x: Tensor) -> Tensor:
         raise ValueError(
-            "this model cannot be split into features and a head. Set model.head to the name of "
-            "its last linear layer."
+            "this model has no separate features and head. If a linear layer computes its "
+            "outputs, set model.head to the name of this layer."
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,9 +72,9 @@ class WholeNetwork(Classifier):
 def original_network(model: nn.Module) -> nn.Module:
     """Undo `split_network`: return the original network, with the model's present parameters.
 
-    model: a model that `split_network` returned, or any module. If `split_network` did not make the
-    model, it is returned unchanged. A `SplitNetwork` cannot be used after this function has moved
-    its head back into the original network.
+    model: any module. If it is neither a `SplitNetwork` nor a `WholeNetwork`, it is returned
+    unchanged. A `SplitNetwork` cannot be used after this function has moved its head back into the
+    original network.
     """
     if isinstance(model, SplitNetwork):
         return model.whole()
@@ -295,7 +295,8 @@ def example_inputs(input_shape: Shape, tokens: Tokens | None, rows: int = 2) -> 
 class ExternalModel(ModelRecipe):
     """A recipe for a network that is defined outside raysim.
 
-    head: the name of the network's last linear layer; None lets raysim search for this layer.
+    head: the name of the linear layer that computes the network's outputs; None lets raysim search
+    for this layer.
     lora: the settings of low-rank adapters.
     """
 

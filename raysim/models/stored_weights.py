@@ -164,9 +164,9 @@ class StoredLayer(nn.Module):
 def store_base(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """Store the frozen weights of a model in the type `lora.base`; change the model in place.
 
-    Each linear layer, convolution and embedding with a frozen weight is replaced by a
-    `StoredLayer`. With "float32" nothing changes. Raise ValueError if the weight of a layer with an
-    adapter is not frozen, or if no layer has a frozen weight.
+    Each layer that `_frozen_layers` yields is replaced by a `StoredLayer`. With "float32" nothing
+    changes. Raise ValueError if the weight of a layer with an adapter is not a parameter, or if
+    there is no layer to replace.
     dtype: the type of the computation.
     """
     if lora.base == "float32":

@@ -19,7 +19,7 @@ CHANNELS = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
 class Vgg11(ModelRecipe):
     """A recipe for VGG-11: eight 3x3 convolutions, five max-pools and a global average.
 
-    FedBR trains it on CIFAR-10. Initial weights are those of torchvision.
+    FedBR trains it on CIFAR-10. The convolutions have torchvision's initial weights.
     """
 
     reads: ClassVar[Literal["images"]] = "images"

@@ -50,7 +50,7 @@ def in_range(
 
 
 def is_number(value: object) -> bool:
-    """Return True if a value is a real number of Python or NumPy, and not a bool or a string."""
+    """Return True if a value is a real number of Python or NumPy; Python's bools are numbers."""
     return isinstance(value, Real)
 
 
@@ -87,7 +87,7 @@ def between(name: str, value: N, low: float, high: float) -> N:
 def one_of(name: str, value: V, allowed: Collection[object]) -> V:
     """Return the value. Raise ValueError if it is not one of the allowed values.
 
-    The error lists these, and suggests the most similar one.
+    The error lists these, and suggests the most similar one if the value is text.
     name: the key of the setting, for the error.
     """
     if value in list(allowed):  # a mapping or a set would hash it

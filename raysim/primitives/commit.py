@@ -16,7 +16,7 @@ def source_commit() -> dict[str, str]:
     """Return the git commit of the current folder; {} outside a git checkout or without git.
 
     In a submitted job, return the commit of the files that were submitted.
-    The keys are "commit" and "dirty": "true" if files differ from the commit, else "false".
+    The keys are "commit" and "dirty": "true" if tracked files differ from the commit, else "false".
     """
     submitted = os.environ.get(SOURCE)
     if submitted:

@@ -31,7 +31,7 @@ def errors_as_refusals() -> Iterator[None]:
     """Inside `with`, raise `RefusedError` in place of errors that wrong settings can cause.
 
     This applies to `ValueError`, `OSError`, `OverflowError` and errors that report too little
-    memory. All other errors pass unchanged.
+    memory of the machine, but not of a GPU. All other errors pass unchanged.
     """
     try:
         yield
@@ -44,7 +44,7 @@ def errors_as_refusals() -> Iterator[None]:
         if isinstance(error, RuntimeError) and not is_out_of_memory:
             raise
         raise RefusedError(
-            f"the run needs more memory than this machine has ({first_line(error)}). Use a smaller "
+            f"the run needs more memory than is available ({first_line(error)}). Use a smaller "
             "model, smaller batches or fewer workers."
         ) from error
 

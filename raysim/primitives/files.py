@@ -83,9 +83,10 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def report_full_disk(path: Path, needed_bytes: int) -> Iterator[None]:
-    """If the disk becomes full inside `with`, raise an `OSError` that says how much is missing.
+    """If the disk becomes full inside `with`, raise an `OSError` that says how much is needed.
 
-    The error names the path, the needed bytes and the free bytes. Other errors pass unchanged.
+    The same applies if a quota or a size limit is exceeded. The error names the path, the needed
+    bytes and the free bytes of the disk. Other errors pass unchanged.
     path: the file that is written inside `with`.
     needed_bytes: the size that the file will have.
     """
@@ -95,10 +96,16 @@ def report_full_disk(path: Path, needed_bytes: int) -> Iterator[None]:
         if not is_disk_full(error):
             raise
         free_bytes = shutil.disk_usage(path.parent).free
-        text = (
-            f"the disk is full: {path} needs {needed_bytes:,} bytes, {free_bytes:,} bytes are free"
-        )
-        raise OSError(errno.ENOSPC, text) from error
+        code, problem = errno.ENOSPC, "the disk is full"
+        if not _is_without_space(error):
+            code, problem = errno.EDQUOT, "a quota or a limit of the file size is exceeded"
+        text = f"{problem}: {path} needs {needed_bytes:,} bytes, {free_bytes:,} bytes are free"
+        raise OSError(code, text) from error
+
+
+def _is_without_space(error: BaseException) -> bool:
+    """Return True if an error from `is_disk_full` means the disk, and not a quota or a limit."""
+    return getattr(error, "errno", None) == errno.ENOSPC or _FULL_DISK_TEXTS[0] in str(error)
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -136,7 +143,7 @@ def user_path(text: str | Path) -> Path:
         path = Path(text).expanduser()
         path.is_dir()
         return path
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # for example, a name that is too long
         raise RefusedError(
             f"{str(text)[:60]}... cannot be used as a path ({error.strerror}). Give another path."
         ) from None

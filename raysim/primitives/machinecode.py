@@ -19,8 +19,8 @@ _FunctionCache: Any = caching.FunctionCache  # numba has no types
 class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
     """A cache of machine code next to the function's source file, or in numba's cache folder.
 
-    numba itself notices only some changes of the source. This cache also compares constants,
-    module-level values and compiler options, so that outdated code is never used.
+    numba itself notices only some changes of the source. This cache also compares constants, plain
+    module-level values and compiler options, so that it never uses code from before their change.
 
     The constructor raises `RuntimeError` if numba finds no folder that can be written. If a later
     write fails, for example because the disk is full, the next process compiles the function again.
@@ -57,9 +57,10 @@ class MachineCodeCache(_FunctionCache):  # type: ignore[misc]
 
 
 def digest(function: Callable[..., Any], options: object) -> str:
-    """Return a checksum of all values on which a function's machine code depends.
+    """Return a checksum of a function's code, and of plain module-level values that it uses.
 
-    It is the same in all processes.
+    Plain values are numbers, texts, tuples, bools and None. The checksum is the same in all
+    processes, unless the function contains another function.
     options: the options with which numba compiles the function.
     """
     code: Any = function.__code__

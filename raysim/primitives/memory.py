@@ -73,7 +73,7 @@ def release_free_memory() -> None:
 
 
 def check_memory(what: str, needed_bytes: float) -> None:
-    """Raise `ValueError` if some data need more memory than the machine has.
+    """Raise `ValueError` if some data need more memory than the machine or its container has.
 
     what: the data, in the plural and with the setting: "2 images of data.size=30000".
     needed_bytes: the memory that they need.
@@ -81,6 +81,7 @@ def check_memory(what: str, needed_bytes: float) -> None:
     total = total_memory_bytes()
     if needed_bytes > total:
         raise ValueError(
-            f"{what} need {needed_bytes / _GIB:,.0f} GiB of memory, but this machine has only "
-            f"{total / _GIB:,.0f} GiB. Reduce the named settings, or use less data."
+            f"{what} need {needed_bytes / _GIB:,.0f} GiB of memory, but this machine or its "
+            f"container has only {total / _GIB:,.0f} GiB. Reduce the named settings, or use less "
+            "data."
         )

@@ -21,6 +21,7 @@ from raysim.data.sources import Synthetic
 from raysim.methods.centralized import Centralized
 from raysim.methods.fedbn import FedBN
 from raysim.methods.fedprox import FedProx
+from raysim.methods.fedsr import FedSR
 from raysim.methods.local import LocalTraining
 from raysim.methods.mixup import Mixup
 from raysim.methods.partialfed import PartialFed
@@ -53,6 +54,14 @@ def test_centralized_refuses_methods_with_a_model_per_client(method: Any) -> Non
 
 def test_centralized_can_be_combined_with_fedprox_and_mixup() -> None:
     check_composition([Centralized(), FedProx(), Mixup()])
+
+
+def test_centralized_refuses_fedsr_only_if_each_client_has_its_own_gaussians() -> None:
+    with pytest.raises(ValueError, match="each client has its own class Gaussians"):
+        check_composition([Centralized(), FedSR()])
+    for method in (FedSR(share_reference=True), FedSR(probabilistic=False), FedSR(alpha_cmi=0.0)):
+        spec = run_spec(Centralized(), method, data=pool_clients(population()))
+        assert not run(spec, Synchronous(1), rounds=1).failures
 
 
 def test_centralized_equals_local_training_of_one_client() -> None:

@@ -46,11 +46,15 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """A classifier whose first two layers share their weight."""
+    """A classifier whose first two layers share their weight; the third has its own."""
 
     def __init__(self, num_classes: int):
         super().__init__(num_classes)
         self.second.weight = self.first.weight
+        self.third = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.third(x.flatten(1)))
 
 
 class Grouped(nn.Module):
@@ -116,6 +120,24 @@ def test_run_is_refused_if_it_lacks_what_its_method_requires(row: str) -> None:
     make_spec, start = REFUSED[row]
     with pytest.raises(ValueError, match=f"^{re.escape(start)}"):
         declare_run(make_spec())
+
+
+@pytest.mark.parametrize(
+    ("layers", "shared", "advice"),
+    [
+        (["first"], "extractor.second.weight", "Name another layer."),
+        (["second"], "extractor.first.weight", "Name another layer."),
+        (["first", "third"], "extractor.second.weight", "model.lora.layers=third"),
+    ],
+)
+def test_flora_error_for_a_shared_weight_names_the_other_layer_and_the_layers_to_keep(
+    layers: list[str], shared: str, advice: str
+) -> None:
+    model = CustomModel(Tied, head="head", lora=Lora(rank=2, layers=layers))
+    with pytest.raises(ValueError) as error:
+        declare_run(run_spec(FLoRA(), model=model))
+    assert f"shares its weight with {shared}, but" in str(error.value)
+    assert str(error.value).endswith(advice)
 
 
 @pytest.mark.parametrize("method", [FlexLoRA(), FLoRA()], ids=lambda method: method.name)

@@ -298,6 +298,15 @@ def test_adapters_of_layers_that_do_not_exist_are_rejected() -> None:
         Transformer(lora=Lora(rank=2, layers=["nowhere"])).build((6,), 3, 5, Tokens(11))
 
 
+def test_error_for_an_adapter_of_the_head_names_the_layers_in_front_of_it() -> None:
+    lora = Lora(rank=2, layers=["head"])
+    with pytest.raises(ValueError, match="has no layer 'head' in front of its head"):
+        Mlp((8,), lora).build((1, 8, 8), 4, 0)
+    with pytest.raises(ValueError, match=r"has no layer 'nowhere'\. "):
+        recipe = Gpt(width=8, heads=2, blocks=1, lora=replace(lora, layers=["nowhere"]))
+        recipe.build((5,), 11, 0, Tokens(11))
+
+
 @pytest.mark.parametrize(
     ("recipe", "lora"),
     [

@@ -865,16 +865,24 @@ def test_manifest_of_an_old_checkpoint_is_removed_first(
     assert first < second
 
 
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "a quota or a limit of the file size is"),
+        (RuntimeError("I/O error: File too large"), "a quota or a limit of the file size is"),
+    ],
+)
 def test_error_of_a_full_disk_says_how_many_bytes_are_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     path = tmp_path / "model.safetensors"
     with pytest.raises(
-        OSError, match=rf"the disk is full: {path} needs 400 bytes, [0-9,]+ bytes are free"
+        OSError, match=rf"{problem}.*: {path} needs 400 bytes, [0-9,]+ bytes are free"
     ):
         checkpoint.save_model({"weight": np.zeros(100, np.float32)}, path)
     assert list(tmp_path.iterdir()) == []
