@@ -63,7 +63,8 @@ values of the first key that varies are compared."""
 SUBMIT = """\
 examples:
   raysim submit run method=fedprox out=/shared/runs/first
-                    on the cluster at $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265
+                    on the cluster at $RAY_API_SERVER_ADDRESS or $RAY_ADDRESS, else at
+                    http://127.0.0.1:8265
   raysim submit --address http://HEAD:8265 sweep sweep=fedbr method=fedbr out=/shared/sweeps/fedbr
   raysim submit --with mine run --allow mine method=mine out=/shared/runs/mine
   raysim submit --runtime-env jobs/runtime_env.yaml run out=/shared/runs/first
@@ -71,7 +72,7 @@ examples:
 
 Uploads the package and its configuration, and shows the job's output; Ctrl-C leaves the job
 running. The exit status is that of the job. The command joins the cluster (runtime=cluster) unless
-it names a runtime. See jobs/README.md."""
+it names a runtime or continues a study or sweep. See jobs/README.md."""
 FETCH = """\
 examples:
   raysim fetch raysubmit_Ab12Cd34     the results of this job, into a folder with the

@@ -31,7 +31,8 @@ class ClientState(Generic[T]):
     BatchNorm's running means.
     counters: the values of all integer buffers that stay on the client, one after another, such as
     BatchNorm's counts of batches.
-    methods: the client state of all methods, by "method.name", such as "scaffold.control".
+    methods: the client state of all methods, by "method.name", such as "scaffold.control". If
+    optimizers are kept, also their states, by names that begin with "local.kept.".
     """
 
     personal: T

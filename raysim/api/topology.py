@@ -168,7 +168,8 @@ class Network:
     the shared model that is scored. None means equal weights. If clients move between replicas, the
     weight of a replica is instead its clients' share of all samples.
 
-    every: the number of aggregations of a replica between two exchanges.
+    every: the number of aggregations between two exchanges: of each replica with `own_schedules`,
+    of the run without it.
     seconds: the virtual seconds between two exchanges, instead of `every`; 0 uses `every`.
     link_seconds: the virtual seconds that an exchange takes.
     link_floats: the number of floats that all replicas together send in an exchange.

@@ -1,1 +1,1 @@
-"""Implement the commands of `raysim` other than `run`."""
+"""Implement commands of `raysim`, such as study, sweep and submit."""

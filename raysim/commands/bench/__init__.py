@@ -1,1 +1,1 @@
-"""Implement `raysim bench`: compare raysim's speed with a plain PyTorch loop."""
+"""Implement `raysim bench`: measure raysim's speed, for example against a plain PyTorch loop."""

@@ -1,1 +1,1 @@
-"""Implement `raysim fleet`: convert traces of devices from FedScale, and check traces."""
+"""Implement `raysim fleet convert`: convert traces of devices from FedScale."""
