@@ -249,10 +249,12 @@ class Gossip(Topology):
     edges: the pairs of neighbours, for graph="edges". A pair is [i, j] or [i, j, w]. Replica j
     has the weight w in the mean of client i, and replica i has the weight w in the mean of client
     j. Give a weight in all pairs or in none. Without such weights, the option `weights` decides.
+    With exchange="pairwise", a pair of weight 0 does not exchange; other weights have no effect.
     exchange: "neighbours" makes each replica a weighted mean of itself and its neighbours. With
     "pairwise", a client draws one of its neighbours, and the replicas of both become the mean of
     the two.
-    weights: "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)).
+    weights: the weights for exchange="neighbours".
+    "metropolis" gives client i and its neighbour j the weight 1 / (1 + max(d_i, d_j)).
     Here d_i is the number of neighbours of i (Metropolis-Hastings; symmetric). "uniform" gives 1 /
     (1 + d_i).
     mix: "after" exchanges the trained models. "before" exchanges the models from which the clients

@@ -74,7 +74,7 @@ class RunningJob:
 
     @property
     def step_count(self) -> int:
-        """The number of optimizer steps in the whole job.
+        """The number of training steps in the whole job.
 
         It is the planned number, unless a user's training function has reported another number.
         """
