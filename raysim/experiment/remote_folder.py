@@ -1,7 +1,8 @@
 """Keep a run's folder behind a URL (`out=s3://bucket/run`), without a shared disk.
 
-During the run, its files are in a temporary folder of this machine. Checkpoints are written to the
-URL at once; the other files are sent after each checkpoint and at the end.
+During the run, its files are in a temporary folder of this machine. Checkpoints are written at once
+to the URL, or to `checkpoint.folder` if it is set. The other files are sent after each checkpoint
+and at the end.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class FolderCopy(Observer):
             self._sent[name] = self._state(self.folder / name)
 
     def send(self) -> None:
-        """Send the files that are new or have changed."""
+        """Send the files that are new or have changed, except empty files."""
         for name in filter(is_result_file, LocalStore(self.folder).files()):
             state = self._state(self.folder / name)
             is_empty = state[1] == 0  # such as the file for call stacks
@@ -84,7 +85,7 @@ def local_copy(
     """Yield a copy of the run that writes to a local folder, and observers that upload its files.
 
     The observers send the files to the URL `out`. If `out` is not a URL, yield the unchanged run,
-    and no observers. After the `with` block, all files are uploaded once more.
+    and no observers. After the `with` block, files that are new or have changed are uploaded.
     experiment: the run, whose folder `out` may be a URL.
     console: prints a warning if files cannot be sent during the run.
     Raise `RefusedError` if the URL cannot be used, and `RunStoppedError` if the files cannot be

@@ -42,8 +42,9 @@ MODEL, BEST = "model.safetensors", "best.safetensors"
 class Predictions(NamedTuple):
     """The labels of n test samples, and the outputs of a model for them.
 
-    labels: [n], as in the data.
-    scores: [n, outputs], the values that the evaluation uses: logits, unless a method changes them.
+    labels: [n, ...], as in the data.
+    scores: [n, outputs, ...], the values that the evaluation uses: logits, unless a method changes
+    them. For text, the last axis of `labels` and `scores` has the positions.
     rows: [n], the position of each sample in the data set. The data set has all training samples
     first and then the test samples, as the source divides them.
     """
@@ -62,9 +63,9 @@ class Predictions(NamedTuple):
 
     @property
     def classes(self) -> np.ndarray:
-        """Return for each sample the number of the class with the highest score, [n].
+        """Return for each sample the number of the class with the highest score.
 
-        It has no meaning for a regression.
+        The shape is that of `labels`. The result has no meaning for a regression.
         """
         return np.asarray(self.scores.argmax(1))
 
@@ -108,7 +109,7 @@ class Result:
     # --- tables -----------------------------------------------------------------------------------
     @property
     def history(self) -> pd.DataFrame:
-        """Return a row per aggregation, as in history.parquet; a value not measured is nan."""
+        """Return a row per aggregation, as in history.parquet; values not measured are missing."""
         import pandas as pd
 
         return pd.DataFrame(self.rows)
@@ -163,7 +164,8 @@ class Result:
         the one with the best validation score; without validation samples, the one with the lowest
         training loss. Its number is `summary["best_model"]["round"]`.
         Raise `RefusedError` if clients have personal parameters, or if the run has not finished.
-        Raise it also if the run's learner has bytes in place of a torch model.
+        Raise it also if the run's learner has bytes in place of a torch model, and for `best=True`
+        if no round has a finite score to choose by.
         """
         self._refuse_personal()
         if not self._has_parameters():
@@ -181,7 +183,7 @@ class Result:
         best: bool = False,
         client: int | None = None,
     ) -> list[str]:
-        """Return the texts that the final language model writes after each prompt.
+        """Return each prompt, followed by the text that the language model writes after it.
 
         Without prompts, the model writes one document from its start. The random numbers depend on
         the run's seed.
@@ -191,7 +193,8 @@ class Result:
         best: True uses the weights of the best round, False the final ones.
         client: the client whose own model writes (`client_model`); None uses the shared model.
         Raise `RefusedError` if the data are not text, if a prompt contains what the vocabulary
-        cannot encode, and for `best=True` with a client.
+        cannot encode, and for `best=True` with a client. Also raise it if `model` or `client_model`
+        raises it.
         """
         spec = self.experiment.spec
         if spec.task.kind != "causal":
@@ -209,7 +212,8 @@ class Result:
     def parameters(self) -> Any:
         """Return the final parameters of a learner, in the format that its function `fit` receives.
 
-        Raise `RefusedError` if the run has no learner, or stored no checkpoint in its last round.
+        Raise `RefusedError` if the run has no learner or has not finished. Also raise it if the
+        parameters are bytes, but the run stored no checkpoint in its last round.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(None)
@@ -231,8 +235,9 @@ class Result:
         The model has the shared tensors of the final version and the personal tensors of the
         client. With a method such as Ditto, it is the client's personal model.
         client: the number of the client.
-        Raise `RefusedError` if no client has this number. Also raise it if the run has client
-        states or replicas, but stored no checkpoint in its last round.
+        Raise `RefusedError` if no client has this number, or if the run has not finished. Also
+        raise it if clients have states or models of their own, or the run has replicas, but it
+        stored no checkpoint in its last round.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(self._client(client))
@@ -246,8 +251,7 @@ class Result:
         client that never trained has its initial state. The result is empty if clients have no
         state.
         client: the number of the client.
-        Raise `RefusedError` if there is no such client. Also raise it if the run has no checkpoint
-        of its last round, or if this checkpoint contains no client states.
+        Raise `RefusedError` in the same cases as `client_model`.
         """
         with self._final_state() as final:
             worker, task, _, state = final.scoring(self._client(client))
@@ -315,8 +319,8 @@ class Result:
             return load_file(path)
         if name == BEST and (self.folder / MODEL).is_file():
             raise RefusedError(
-                f"{self._address} has no {BEST}: an earlier version of raysim made this run. Run "
-                "it again."
+                f"{self._address} has no {BEST}: no round has a finite score to choose by, or an "
+                "earlier version of raysim made this run. Use best=False, or run it again."
             )
         raise RefusedError(
             f"{self._address} has no {name}: the run has not finished. "
@@ -390,7 +394,7 @@ class _FinalState:
         These are the worker, a task to which the caller adds samples, the version and the client's
         state.
         client: the number of the client; None scores the shared model.
-        Raise `RefusedError` if a checkpoint is needed but the run has none.
+        Raise `RefusedError` if a checkpoint is needed, but the run has none of its last round.
         """
         client_states, no_rows = self.coordinator.client_states, np.empty(0, np.int64)
         if client is None:

@@ -83,7 +83,8 @@ def choose_place(experiment: Experiment) -> Place:
 
     experiment: the run, with the settings `out` and `resume` that decide the folder and the
     checkpoint.
-    Raise `RefusedError` for a folder that another process uses or that holds another run.
+    Raise `RefusedError` if the folder or the checkpoint cannot be used, for example because the
+    folder holds another run.
     """
     resume = experiment.execution.resume
     if resume is None:
@@ -113,7 +114,7 @@ def _latest_place(experiment: Experiment) -> Place:
     exists = folder.exists()
     if exists and not (folder / CONFIG).is_file() and not _has_just_begun(folder):
         raise RefusedError(
-            f"out={folder} is not the folder of a run. Choose another folder, or leave resume out."
+            f"out={folder} is not the folder of a run. Choose a run's folder, or a new folder."
         )
     check_writable(folder, options)
     for address in (str(folder), options.folder):
@@ -145,6 +146,7 @@ def _has_just_begun(folder: Path) -> bool:
 def begin_folder(experiment: Experiment, place: Place) -> None:
     """Write the configuration into the folder of a run that starts or continues.
 
+    Also write it into `checkpoint.folder`, if this is set. Remove an existing summary.
     place: the folder of the run, as `choose_place` returns it.
     """
     config = to_yaml(experiment.config).encode()
@@ -191,8 +193,8 @@ def _place_of_checkpoint(experiment: Experiment, address: str) -> Place:
     folder = user_path(out) if out else run_folder
     if folder is None:
         raise RefusedError(
-            f"resume={without_password(address)}: this checkpoint is not in the folder of the run "
-            "that wrote it. Name the folder in which the run continues, with out=DIR."
+            f"resume={without_password(address)}: this checkpoint is not in a run's folder on this "
+            "machine. Name the folder in which the run continues, with out=DIR."
         )
     for other in (checkpoints, str(run_folder or folder)):
         _check_folder_has_same_run(other, experiment.config)

@@ -89,20 +89,28 @@ def single_override(text: str) -> SettingOverride:
             f"'{text}' would remove a setting, but settings cannot be removed. Give it another "
             "value instead."
         )
+    _check_not_renamed(override)
     if override.is_sweep:
         advice = f"The command raysim study {text} makes a run of each"
-        if key in LISTS:
+        if override.choices is None:
+            advice = "The command raysim sweep searches a range"
+        elif key in LISTS:
             advice += f"; {key}=a+b is a list"
         elif key in LIST_KEYS:
             advice += f"; {key}={'+'.join(override.choice_texts)} is a list"
         elif "/" in text:
             advice += f"; a comma in a name needs quotes of its own, '{key}=\"a,b\"'"
         raise RefusedError(f"'{text}' gives several values, but a run has one value. {advice}")
+    return override
+
+
+def _check_not_renamed(override: SettingOverride) -> None:
+    """Raise `RefusedError` for an override that renames a group ("group@name=option")."""
     if override.package is not None:
         raise RefusedError(
-            f"'{text}' renames a group with '@', but groups cannot be renamed. Write {key}=VALUE."
+            f"'{override.text}' renames a group with '@', but groups cannot be renamed. Write "
+            f"{override.key}=VALUE."
         )
-    return override
 
 
 def expand_override(text: str) -> tuple[str, list[str]]:
@@ -110,13 +118,15 @@ def expand_override(text: str) -> tuple[str, list[str]]:
 
     "seed=0,1", "seed=range(2)" and "seed=0..1" list the values 0 and 1. A value may itself be a
     list: "method=fedavg,fedbr+mixup" has two values, and the second one is a list of two methods.
-    Raise `RefusedError` if the override has an interval or another range without listed values.
+    Raise `RefusedError` if the override has an interval or another range without listed values, or
+    if it renames a group ("group@name=option").
     """
     override = read_setting(text)
     key = override.key
     if not override.is_sweep:
         return single_override(text).key, [text]
-    if override.choices is None or override.package is not None:
+    _check_not_renamed(override)
+    if override.choices is None:
         raise RefusedError(
             f"'{text}' does not list the values of {key}. Write {key}=VALUE,VALUE or {key}=0..4."
         )
@@ -137,13 +147,14 @@ def full_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_no_plus(text: str) -> None:
-    """Raise `RefusedError` for "+key=value": in Hydra it adds a key, but here all keys exist.
+    """Raise `RefusedError` for "+key=value", with which Hydra adds a key.
 
     text: the override.
     """
     if text.startswith("+"):
         raise RefusedError(
-            f"'{text}' would add a setting that exists already. Write {text.lstrip('+')}."
+            f"'{text}' begins with '+', but no setting of raysim needs it. Write "
+            f"{text.lstrip('+')}."
         )
 
 

@@ -2,7 +2,7 @@
 
     study.yaml, sweep.yaml   the overrides of the command, and its --conf folders
     runs/NAME/               a folder for each run, as `raysim run` writes it
-    logs/NAME.txt            what this run printed, with the traceback of an error
+    logs/NAME.txt            what this run printed, and its error
 
 This module imports no torch, so that a wrong override is refused at once.
 """
@@ -33,7 +33,7 @@ def run_folder(folder: Path, name: str) -> Path:
 
 
 def log_file(folder: Path, name: str) -> Path:
-    """Return the file with the printed output of a run, and with the traceback if it failed.
+    """Return the file with the printed output of a run, and with its error if it failed.
 
     folder: the folder of the study or sweep.
     name: the name of the run.

@@ -2,7 +2,8 @@
 
 A finished run is not executed again; an unfinished one continues at its last checkpoint. A study
 executes a whole run at once (`attempt`); a sweep executes it round by round (`SteppedRun`), because
-Ray Tune decides after each measurement whether the run continues. Both write the same files.
+Ray Tune decides after each measurement whether the run continues. Both write the same files, except
+that a sweep's runs have no pictures and no samples.txt.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ StartEvents: TypeAlias = Callable[[Experiment, Path, str], Iterator[Event]]
 
 
 class RunFailedError(Exception):
-    """The error of a failed run. Its message is one sentence; the run's log has the traceback."""
+    """The error of a failed run. Its message is one sentence; the run's log has more.
+
+    The log has the whole text of the error, and the traceback of an unexpected error.
+    """
 
 
 @contextmanager
@@ -85,7 +89,7 @@ def attempt(
     """Execute a complete run; return "", or a sentence that says why it failed.
 
     config: the configuration of the run, with its folder in `out`.
-    log: the file that gets the printed output and the traceback of an error.
+    log: the file that gets the printed output and the error.
     allow: the packages besides raysim whose classes the configuration may name.
     on_round: function that gets the row of each round; None for no function.
     """
@@ -103,7 +107,7 @@ class SteppedRun:
     config: the run's configuration with `out` and `resume=latest`, as `configure_run` returns it.
     accepts_changes: True if settings of an unfinished run may differ from the stored ones, as in
     population-based training.
-    log: the file that gets the printed output and the traceback of an error.
+    log: the file that gets the printed output and the error.
     start_events: function that starts the runtime of a run and returns the run's events. Its
     arguments are the run, its folder, and the checkpoint's address ("" for none).
     allow: the packages besides raysim whose classes the configuration may name.

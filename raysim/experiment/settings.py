@@ -138,4 +138,4 @@ class Experiment:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The error of a run that the user stopped; its message says how to continue the run."""
+    """The error of a run, study or sweep that the user stopped; it says how to continue."""

@@ -24,7 +24,7 @@ from raysim.training.own_training import preserved_generators, seed_generators
 class AppError(HookError):
     """The error of a ClientApp that did not answer a message.
 
-    The text contains the line of the app that failed.
+    The text contains the line of the app that failed, if there is one.
     """
 
 
@@ -35,7 +35,7 @@ class AppRunner:
     app: the ClientApp.
     clients: the number of clients.
     run_config: Flower's run config, which the app can read in its context.
-    seed: the seed of the run.
+    seed: the seed from which the app's random generators are seeded.
     folder: the folder of the app's code, so that errors can name its lines; None if unknown.
     """
 
@@ -71,10 +71,10 @@ class AppRunner:
     ) -> tuple[RecordDict, RecordDict]:
         """Return the content of the client's reply, and the records that the client keeps.
 
-        The global generators of `random`, NumPy and torch are seeded from the run's seed, the
-        client and `number`, and restored afterwards.
+        The global generators of `random`, NumPy and torch are seeded from `seed`, the message's
+        type, the client and `number`, and restored afterwards.
         message: the message to the client.
-        number: how many messages the client has received before.
+        number: a number for the seed, such as the number of earlier messages to the client.
         state: the records that the client has kept so far.
         Raises AppError if the app raises an error, exits, does not return a message with content,
         or uses records that cannot be stored.

@@ -80,7 +80,7 @@ class VirtualClock:
         return available
 
     def wait_for_change(self) -> None:
-        """Advance the clock to the next time at which a client's availability changes."""
+        """Advance the clock to the next change of a client's availability, if there is one."""
         presence = self._devices.presence
         if presence is None:
             return

@@ -310,8 +310,9 @@ class VirtualGrid(SimpleGrid):
     def _send_from_thread(self, messages: Iterable[Message]) -> Iterable[Message]:
         """Send messages from a thread that Flower started; return the replies.
 
-        The replies have the order of the messages. For each message, the thread waits for a free
-        worker and then for the worker's answer. The virtual clock does not move.
+        The replies have the order of the messages. For each message without a stored reply, the
+        thread waits for a free worker and then for the worker's answer. The virtual clock does not
+        move.
         """
         with self._lock:
             if self._batch_end is None:

@@ -56,11 +56,11 @@ def make_initial(
     They come from `function` if it is set, or else from `server_app` if it is set. Otherwise they
     come from client 0 of the ClientApp. The global random generators are seeded from the runner's
     seed.
-    runner: the ClientApp, with the run's seed and the number of clients.
+    runner: the ClientApp, with a seed and the number of clients.
     function: "module:function" that returns the parameters, or "".
     server_app: "module:object" of a ServerApp, or "".
     client_app: "module:object" of the ClientApp, named in errors.
-    Raises `RefusedError` if nothing provides the parameters.
+    Raises `RefusedError` if nothing provides the parameters, or if they cannot be read.
     """
     folder = runner.folder or Path.cwd()
     with seeded_generators(runner.seed, torch.device("cpu")):
@@ -141,7 +141,8 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
     reference: "module:object" of the ServerApp.
     runner: the ClientApp, which answers all messages before the first message for training.
     folder: the project's folder.
-    Raises `RefusedError` if the app ends or fails before its first message for training.
+    Raises `RefusedError` if the app ends or fails before its first message for training, or if this
+    message has not exactly one ArrayRecord. Also raises it if `reference` names no ServerApp.
     """
     key = f"learner.app: its ServerApp {reference}"
     app = load_object(reference, folder, key)
@@ -169,7 +170,7 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
         if grid.first is None:
             place = users_line(error, folder)
             raise RefusedError(
-                f"{key} fails before its first message with {type(error).__name__}: "
+                f"{key} fails before its first message for training with {type(error).__name__}: "
                 f"{error}{place}. Correct the ServerApp, or set "
                 "learner.parameters=module:function, a function that returns the model."
             ) from error
@@ -187,8 +188,9 @@ def _only_arrays(content: RecordDict, key: str) -> dict[str, np.ndarray]:
     records = list(content.array_records.values())
     if len(records) != 1:
         raise RefusedError(
-            f"{key}: the first message has {len(records)} ArrayRecords instead of one with the "
-            "model. Set learner.parameters=module:function, a function that returns the model."
+            f"{key}: its first message for training has {len(records)} ArrayRecords instead of one "
+            "with the model. Set learner.parameters=module:function, a function that returns the "
+            "model."
         )
     return arrays_of(records[0])
 
@@ -209,12 +211,14 @@ def from_client(runner: AppRunner) -> InitialModel:
     """Return the parameters that client 0 returns from `get_parameters`.
 
     runner: the ClientApp.
-    Raises AppError if the client does not return any.
+    Raises AppError if the client fails or does not return any.
     """
     content = RecordDict({"getparametersins.config": ConfigRecord()})
     message = instruction(0, content, GET_PARAMETERS, "initial")
     returned, _ = runner.answer(message, 0, RecordDict())
     (record,) = returned.array_records.values()
+    if not len(record):
+        raise AppError("the client has no function get_parameters, or it returned no arrays")
     return InitialModel(arrays_of(record))
 
 

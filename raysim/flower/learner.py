@@ -5,8 +5,8 @@ arXiv:2007.14390), version 1.42. raysim uses only Flower's public names.
 
 Choices
 - raysim aggregates the updates, with the run's methods. If the Flower project also has a ServerApp,
-  raysim takes from it only the initial parameters and the config of its first message. To run a
-  ServerApp, use `raysim flower run`.
+  raysim takes from it only the initial parameters and the config of its first message for training.
+  To run a ServerApp, use `raysim flower run`.
 - The app loads its own data. The run's options `data` and `partition` decide only two things: the
   number of clients and each client's number of samples. Virtual time and the weights of updates
   follow from these numbers.
@@ -101,7 +101,7 @@ class FlowerLearner(Learner):
 
         task: the learning task, which has the number of clients.
         rng: the random generator from which the app's seed is drawn.
-        Raises `RefusedError` if nothing provides the parameters.
+        Raises `RefusedError` if nothing provides the parameters, or if they cannot be read.
         """
         from raysim.flower.initial import make_initial
 
@@ -127,7 +127,7 @@ class FlowerLearner(Learner):
         """Return the object through which the app answers messages.
 
         clients: the number of clients.
-        seed: the seed of the run.
+        seed: the seed from which the app's random generators are seeded.
         """
         from raysim.flower.client import AppRunner
 

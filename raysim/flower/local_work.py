@@ -56,7 +56,8 @@ def train(
     version: how many aggregations were made before.
     state: the packed records that the client has kept so far; b"" for none.
     runner: the ClientApp.
-    Raises AppError if the app fails, or if it trained on no samples.
+    Raises AppError if the app fails, if it trained on no samples, or if its reply has not exactly
+    one ArrayRecord.
     """
     content = model_records(
         arrays, _with_round(config, version), "train", runner.app.uses_client_fn
@@ -135,10 +136,10 @@ def read_state(data: bytes) -> RecordDict:
 
 
 def numbers_of(content: RecordDict) -> dict[str, float]:
-    """Return all numbers in the records of a reply, by name.
+    """Return all single numbers in the records of a reply, by name.
 
-    Two types of records are left out: model parameters, and the status codes that clients of older
-    Flower apps return.
+    Lists are left out. Two types of records are left out, too: model parameters, and the status
+    codes that clients of older Flower apps return.
     content: the records of the reply.
     """
     numbers: dict[str, float] = {}

@@ -111,7 +111,7 @@ def instruction(
     client: the number of the client.
     content: the records of the message.
     message_type: Flower's type, such as "train" or "evaluate".
-    message_id: an id that no other message of the run has.
+    message_id: the id of the message.
     group_id: the app's name for a group of messages, such as the number of the round; "" for none.
     created_at: the virtual time at which the message is sent, in seconds.
     ttl: the virtual seconds after which it expires.

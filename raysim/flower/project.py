@@ -46,7 +46,8 @@ class Project:
 
         overrides: the new values.
         key: the setting that contains the overrides, for errors.
-        Raises `RefusedError` for a name that the project's run config does not have.
+        Raises `RefusedError` for a name that the project's run config does not have. An empty run
+        config accepts any name.
         """
         changed = flatten(overrides, key)
         for name in changed:
@@ -64,7 +65,8 @@ class Project:
 def read_project(folder: str | Path) -> Project:
     """Read the project in a folder; without a pyproject.toml all settings are empty.
 
-    Raises `RefusedError` if there is no such folder, or if the file is no valid TOML.
+    Raises `RefusedError` if there is no such folder, if the file is no valid TOML, or if a value of
+    its run config cannot be used.
     """
     root = Path(folder).expanduser().resolve()
     if not root.is_dir():
@@ -153,7 +155,8 @@ def import_module(name: str, folder: Path, setting: str) -> ModuleType:
     folder: the folder that contains the module; it is added to `sys.path`.
     setting: the setting that names the module, as a text "key=value". Error messages begin with
     this text.
-    Raises `RefusedError` if the import fails. The error names the app's line that failed.
+    Raises `RefusedError` if the import fails. The error names the app's line that failed, if there
+    is one.
     """
     import_optional("flwr", setting)
     if str(folder) not in sys.path:

@@ -1,7 +1,8 @@
 """Convert the content of Flower messages to bytes and back.
 
-The bytes are used to store replies on disk, and client states in checkpoints. No pickle is used:
-first comes a header in JSON, then the data of all arrays and byte strings.
+The bytes are used to store replies on disk, and client states in checkpoints. Workers also return
+replies in this form. No pickle is used: first comes a header in JSON, then the data of all arrays
+and byte strings.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _BytesWriter:
 
 
 def check_records(content: Any, name: str) -> None:
-    """Raise TypeError for a value that `pack_records` cannot convert.
+    """Raise TypeError for content that `pack_records` cannot convert.
 
     Flower checks values when they are set, but not values that an app appends to a list later.
     content: the records.
@@ -150,7 +151,10 @@ def _unpack_value(value: Any, parts: list[bytes]) -> Any:
 
 
 def count_array_bytes(content: RecordDict) -> int:
-    """Return the bytes of all arrays, without the headers that Flower adds to arrays."""
+    """Return the bytes of all arrays, without the headers that Flower adds to arrays.
+
+    An array whose type is unknown, such as that of a NumPyClient, counts with its header.
+    """
     total = 0
     for record in content.array_records.values():
         for array in record.values():

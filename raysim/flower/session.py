@@ -97,9 +97,9 @@ class AppRun:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings on which the results depend, by name.
+        """Return the settings that a continued run must not change, by name.
 
-        A run that continues must have the same settings as the stored run in its folder.
+        They must be equal to those of the stored run in its folder.
         """
         app = self.client_app if isinstance(self.client_app, str) else "an object from Python"
         return {
@@ -138,7 +138,7 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
     run: the settings of the run.
     say: function that shows a text to the user.
     Raises `RefusedError` if `run.out` contains another run, or if it is not empty and `run.resumes`
-    is False.
+    is False. Also raises it if the app cannot be imported.
     Raises ReplayError if the run continues the stored run in `run.out`, but its ServerApp does not
     send the same messages again.
     Raises RunStoppedError if the ServerApp fails, or if several workers die, one after another,
@@ -165,7 +165,9 @@ def _call_server_app(run: AppRun, grid: VirtualGrid) -> dict[str, float]:
     The scores are the numbers that Flower's server logs while the ServerApp runs, such as the loss
     of a central evaluation.
     grid: the Grid through which the ServerApp sends messages.
-    Raises RunStoppedError if the ServerApp fails. The error names the app's line that failed.
+    Raises RunStoppedError if the ServerApp fails, or if several workers die. If a line of the app
+    failed, the error names it.
+    Raises ReplayError if a continued run does not send the same messages again.
     """
     context = Context(
         run_id=RUN_ID,
@@ -234,7 +236,7 @@ def _open_folder(run: AppRun, say: Callable[[str], None]) -> Iterator[StoredRepl
     """Lock the run's folder inside `with`, and yield the replies that the folder stores.
 
     say: function that prints a text for the user.
-    Raises `RefusedError` if the folder contains another run, or if it is not empty and
+    Raises `RefusedError` if the folder contains another run or is in use, or if it is not empty and
     `run.resumes` is False.
     """
     if run.out is None:

@@ -66,7 +66,7 @@ def start_simulation(
     ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used,
     because raysim starts its own workers.
 
-    seed: the seed of all draws of `random`, NumPy and torch.
+    seed: the seed of all draws of `random`, NumPy and torch, and of the fleet.
     samples: the number of samples that a client is assumed to train on for each training message.
     It decides how long the training takes on the virtual clock.
     fleet: the devices of the clients; None is `Ideal()`.
@@ -75,7 +75,9 @@ def start_simulation(
     out: the run's folder; None stores nothing.
     resume: True continues the run in `out`.
 
-    Raises `RefusedError` for wrong arguments, and RunStoppedError if the strategy fails.
+    Raises ValueError (or `RefusedError`, which is a ValueError) for wrong arguments.
+    Raises RunStoppedError if the strategy fails or several workers die, and ReplayError if a
+    continued run does not send the same messages again.
     """
     if clients_ids is not None:
         raise RefusedError("clients_ids: Flower no longer supports it. Set num_clients instead.")

@@ -3,7 +3,8 @@
 A client starts scikit-learn's `MiniBatchKMeans` from the received centers and sends its centers
 with the number of its samples in each cluster. The server takes the mean of the clients' centers,
 weighted by these counts. With `epochs=0` a client sends the means of its samples in each received
-cluster. A round is then exactly one step of Lloyd's algorithm on all samples.
+cluster. With weighting=samples, a round is then exactly one step of Lloyd's algorithm on the
+samples of the round's clients.
 
 Source: Sculley, "Web-scale k-means clustering" (WWW 2010), for the local training; Lloyd, "Least
 squares quantization in PCM" (IEEE Trans. Inf. Theory 1982).

@@ -8,7 +8,7 @@ estimators; FedAvg (McMahan et al., AISTATS 2017) for the aggregation.
 
 Choices
 - Some estimators have the function `partial_fit`. A job calls it once for each epoch
-  (`local.epochs`), with all samples of the client.
+  (`local.epochs`), or once with `local.steps`, with all samples of the client.
 - All other estimators are trained by one call of `fit` for each job. If the estimator's class has
   the argument `warm_start` (LogisticRegression), raysim sets it. `fit` then starts from the
   received coefficients, and `options.max_iter` is the length of local training. If the class does
@@ -86,8 +86,8 @@ class SklearnLinear(Learner):
             _fit(model, np.eye(6), np.arange(6) % 2)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"learner.options={self.options}: {str(error).rstrip('.')}. "
-                f"Use arguments of {self.estimator}."
+                f"learner.estimator={self.estimator} learner.options={self.options}: "
+                f"{str(error).rstrip('.')}. Use arguments of this class, or another class."
             ) from None
         if not (hasattr(model, "coef_") and hasattr(model, "intercept_")):
             raise ValueError(
@@ -127,7 +127,8 @@ class SklearnLinear(Learner):
         """Train a client's coefficients; return them and the number of processed samples.
 
         The number is in a `LocalResult`. If the estimator has `partial_fit`, it is called once for
-        each epoch. Otherwise `fit` is called once.
+        each epoch. Otherwise `fit` is called once; it is not called if a classifier has samples of
+        only one class.
         parameters: the received "coef" [R, features] and "intercept" [R]. R is the number of
         classes; for two classes, or a regression, R is 1.
         inputs: the client's n samples, [n, ...].

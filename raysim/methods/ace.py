@@ -24,7 +24,8 @@ Departures from the paper
   empty if even the arriving update is too old. Then the model does not change, and t grows by 1.
 - In the paper, the server has an update of every client before its first step. Here the server
   waits for these updates only with initialise=true.
-- BatchNorm's statistics are averaged over the clients whose updates arrive, as in FedAvg.
+- BatchNorm's statistics are averaged over the clients whose updates arrive, as in FedAvg. They do
+  not change in an aggregation in which the model does not change.
 - The paper makes one local step. Here a job may have several.
 """
 

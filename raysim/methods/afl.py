@@ -17,7 +17,8 @@ Departures from the paper
 - N counts the clients with training samples. All other clients have lambda_i = 0.
 - F_i is the task loss alone, measured in eval mode and without augmentation.
 - The model's buffers (BatchNorm's statistics) are averaged with the weights of the updates.
-- If lambda_i = 0 for all participants, all participants have equal weights.
+- If lambda_i = 0 for all participants, their updates keep the weights of the run, which by default
+  are equal.
 - The projection costs O(N log N) in each round, so N is limited to 100,000.
 """
 
@@ -107,6 +108,7 @@ class AFL(Method):
         """Multiply the weight of each update by lambda_i, the learnt weight of its client i.
 
         All lambda_i are first divided by the largest one, which does not change the weighted mean.
+        If the largest one is 0, the weights stay as they are.
         """
         chosen = server.state["weights"][torch.tensor(aggregation.clients)]
         largest = float(chosen.max())

@@ -7,7 +7,7 @@ with the same model.
 How the run works
 - Batches are drawn from the training samples of all clients together.
 - The optimizer, the batch size and the number of rounds are set as in a federated run. The
-  optimizer starts again in each round, and the model is scored after each round.
+  optimizer starts again in each round, and the model is scored as often as in a federated run.
 - A round processes as many samples as a federated round with m of N clients does on average. With
   local.epochs=E it makes E m / N passes over all samples, rounded to whole batches. With
   local.steps=S it has S m batches.

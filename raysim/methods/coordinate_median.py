@@ -42,7 +42,7 @@ class CoordinateMedian(Method):
     weighting = "uniform"
 
     def setup(self, run: Setup) -> None:
-        """Warn about aggregations of one or two updates, whose median is their mean."""
+        """Warn if no aggregation has more than two updates, because their median is their mean."""
         if run.max_updates <= 2:
             run.warn(
                 "method 'coordinate_median' computes the mean in this run, because an "

@@ -18,6 +18,7 @@ Departures from the paper
   weight decay and momentum.
 - S is the number of steps that the shared model makes. The batches are shuffled passes over the
   client's samples. A last batch of one sample is left out, because BatchNorm cannot normalise it.
+  It is used if local.batch is 1 or the client has only one sample.
 - The pull covers the parameters that travel. BatchNorm's running statistics belong to v_k, and the
   parameters that another method keeps on the client (FedBN) are not pulled.
 - A client that never trained is scored with v_k = x^0.

@@ -54,7 +54,7 @@ def staleness_weight(
     kind: "constant" is 1. "polynomial" is (s + 1)^-a. "hinge" is 1 for s <= b, else 1 / (a (s - b)
     + 1).
     a, b: the constants in these formulas, at least 0.
-    Raises ValueError for a negative staleness.
+    Raises ValueError for a negative staleness or another kind.
     """
     if staleness < 0:
         raise ValueError(f"staleness={staleness} must be at least 0.")

@@ -66,8 +66,8 @@ def reestimate_statistics(
     """Replace BatchNorm's running statistics by the mean of the batches' statistics.
 
     The mean is weighted by batch size. Batches of one sample are left out, because they have no
-    variance. During the call, the given layers are in train mode; the modes of all other layers do
-    not change.
+    variance. If no other batch exists, nothing changes. During the call, the given layers are in
+    train mode; the modes of all other layers do not change.
     model: the network, which is run on the batches.
     layers: the BatchNorm layers whose statistics change.
     batches: the inputs and labels of each batch.
@@ -150,7 +150,7 @@ class FedBN(Method):
         self.name_rule, self.reestimate = name_rule, reestimate
 
     def setup(self, run: Setup) -> None:
-        """Declare the normalisation layers as personal; warn if the model has none."""
+        """Declare tensors of normalisation layers as personal; warn if none is selected."""
         if not self.reestimate:
             run.skip("personalise")
         if self.scope == "none":
@@ -160,15 +160,16 @@ class FedBN(Method):
             return
         if self.name_rule is not None:
             run.warn(
-                f"method.fedbn.name_rule={self.name_rule}: no parameter of the model has this text "
-                "in its name, so the run equals FedAvg. Set method.fedbn.name_rule=null to "
-                "find BatchNorm layers by their type."
+                f"method.fedbn.name_rule={self.name_rule}: no tensor of the model has this text in "
+                f"its name and is selected by method.fedbn.scope={self.scope}, so the run equals "
+                "FedAvg. Set method.fedbn.name_rule=null to find BatchNorm layers by their type."
             )
         else:
             kind = "BatchNorm" if self.layers == "batch" else "normalisation layer"
             run.warn(
-                f"method 'fedbn' finds no {kind} in the model and runs as FedAvg. Choose a "
-                "model with BatchNorm, such as model=small_cnn model.norm=batch."
+                f"method 'fedbn' finds no {kind} with tensors of method.fedbn.scope={self.scope} "
+                "in the model and runs as FedAvg. Choose a model with BatchNorm, such as "
+                "model=small_cnn model.norm=batch."
             )
 
     def _private_names(self, networks: Mapping[str, nn.Module]) -> Sequence[str]:

@@ -23,9 +23,10 @@ Departures from the paper
   possible with multiplication.
 - Row j of the pseudo-data is compared with row j of the batch, as in the released code. Eq. (2) has
   an expectation over all rows.
-- The received model computes z_g in each step, as in the paper. The released code computes z_g only
-  in the first step of a job, as global_features="round" does. The received model is in eval mode
-  here, and in train mode in the released code.
+- The received model computes z_g in each step if the pseudo-data change in each step, that is, with
+  pseudo="mixture". Otherwise it computes z_g once for a job, with the same values. The released
+  code computes z_g only in the first step of a job, as global_features="round" does. The received
+  model is in eval mode here, and in train mode in the released code.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ PROJECTOR = "fedbr.projector"
 class FedBR(Method):
     """A method that trains on pseudo-data to reduce the bias of local learning.
 
-    lam: weight of Component 1 (uniform outputs for pseudo-data); 0 switches it off.
+    lam: weight of Component 1 (the loss of pseudo-data); 0 switches it off.
     mu: weight of Component 2 (the contrastive loss); 0 switches it off.
     tau1: the temperature of the first similarity in the contrastive loss. It compares the trained
     model's features of a pseudo-sample with the received model's features of the same
@@ -184,8 +185,8 @@ class FedBR(Method):
     do.
     proxy: with "mixture", the data source of the public set; otherwise None.
     mix_samples: with "mixture", the number of samples of the batch in each pseudo-sample.
-    global_features: how often the received model computes the features of pseudo-data: "step" in
-    every step, "round" once for a job.
+    global_features: how often the received model computes the features of pseudo-data that change
+    in every step ("mixture"): "step" in every step, "round" once for a job.
     """
 
     name = "fedbr"
@@ -304,7 +305,7 @@ class FedBR(Method):
     def loss(self, job: LocalJob, out: Outputs, loss: Tensor) -> Tensor:
         """Add lam times the loss of pseudo-data and mu times the contrastive loss to the task loss.
 
-        In each step, the projector is trained before this loss is computed.
+        If the projector is trained, this comes first in each step.
         """
         terms = []
         if self.lam:

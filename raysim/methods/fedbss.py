@@ -21,7 +21,7 @@ Choices where the paper is silent or inconsistent
 - If several samples are the most uncertain, m is the sample with the lowest loss. A sample whose
   uncertainty is nan is never m.
 - Samples with non-finite losses come last in the order.
-- The models are averaged with equal weights.
+- The models are averaged with equal weights, unless weighting=samples is set.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ class FedBSS(Method):
 
         Ranking needs a forward pass over all samples, which costs a third of training on them. The
         cost of training stays that of all samples, because the number of selected samples is not
-        known when the cost is computed.
+        known when the cost is computed. With `refresh` above 1, jobs that use stored values have
+        this cost, too.
         """
         return FORWARD * job.samples if self._selects(job.version) else 0.0
 
@@ -222,7 +223,7 @@ class FedBSS(Method):
         The values are stored in the client state, and decide which samples are biased. The model is
         in eval mode, and the samples are not augmented. Warm-up jobs compute no values. After the
         warm-up, every `refresh`-th job of the client computes values. All other jobs use the stored
-        values.
+        values. With kind="all", no job computes values.
         """
         if not self._selects(job.version):
             return

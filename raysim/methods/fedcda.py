@@ -489,7 +489,7 @@ def _newest_first(pushes: int, memory: int) -> list[int]:
 def _mean_movement(aggregation: Aggregation, server: ServerView) -> Tensor:
     """Return the mean of the participants' models minus the current version.
 
-    The result is bit-identical to FedAvg's step with equal weights.
+    If no update is stale, the result is bit-identical to FedAvg's step with equal weights.
     """
     movements = []
     for update, delta in zip(aggregation.updates, aggregation.deltas, strict=True):

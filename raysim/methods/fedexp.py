@@ -1,7 +1,7 @@
 """FedExP: make the server's step longer if the clients' updates disagree more.
 
-The step is the mean update times a factor of at least 1. The factor is large if single updates are
-much longer than their mean.
+The step is the mean update times a factor, by default of at least 1. The factor is large if single
+updates are much longer than their mean.
 
 Source: Jhunjhunwala, Wang and Joshi, "FedExP: Speeding Up Federated Averaging via Extrapolation"
 (ICLR 2023), Algorithm 1. With D_i the update of client i, p_i its normalised weight, and
@@ -174,7 +174,7 @@ class FedExP(Method):
         The mean of the last two versions is scored. Each job uploads the squared norm of its
         update.
         """
-        run.warn_if_single("the server's step is FedAvg's")
+        run.warn_if_single("no updates disagree")
         run.owns("step")
         run.upload("square", 1)
         run.scores(self._mean_iterate)

@@ -70,7 +70,7 @@ class _ConflictCounts:
     """The numbers of conflicts and projections in an aggregation, for the history.
 
     conflicts: the number of pairs of updates that are in conflict.
-    projections: the number of projections that removed a conflict.
+    projections: the number of projections that were removed from updates of such pairs.
     """
 
     conflicts: int = 0
@@ -217,8 +217,8 @@ def _harmonize_in_tree(
     sum, and so on. If the number of vectors is odd, the middle vector goes into the next pass
     unchanged. The last two vectors are not sorted.
     If the inner product of a pair is negative, the projection of each vector on its partner is
-    removed before the two vectors are added. Return the coefficient of each update in the last sum,
-    float64 [m].
+    removed before the two vectors are added. In the last pair, the formula for the second vector
+    uses the changed first one. Return the coefficient of each update in the last sum, float64 [m].
 
     products: [m + 1, m + 1], the inner products of m + 1 vectors. The first m vectors are the
     updates, and the last one is r, which is never added.
@@ -248,8 +248,8 @@ def _harmonize_in_tree(
         Each vector is a weighted sum of the m updates. The arrays `a`, `b` and the result have the
         m weights of these sums. The change removes from `a` the projection of `a` on `b`, and from
         `b` the projection of `b` on `a`.
-        is_last_pair: True if only `a` and `b` are left. Then `b` is projected on the changed `a`,
-        not on the original `a`.
+        is_last_pair: True if only `a` and `b` are left. The formula for `b` then has the changed
+        `a` in place of the original `a`, but still the original <a, b>.
         """
         overlap = inner(a, b)
         if overlap < 0:
@@ -282,7 +282,8 @@ def hierarchical_harmonized_gradient(
     """Add up m updates in pairs, then the sums in pairs; return the last sum divided by m, [d].
 
     Two vectors a and b of a pair conflict if their inner product is negative. Then the projection
-    of a on b is removed from a, and the projection of b on a from b, before a and b are added.
+    of a on b is removed from a, and the projection of b on a from b, before a and b are added. In
+    the last pair, the formula for b uses the changed a.
     gradients: [m, d], the updates of one tensor of the model.
     reference: [d], the running mean r of past aggregates. The function sorts the vectors by
     their inner product with r. Then the first is paired with the last, the second with the last but
@@ -304,8 +305,9 @@ class HierarchicalFedGH(Method):
 
     The server treats each tensor of the model separately. Two updates a and b conflict if their
     inner product is negative. Then the projection of a on b is removed from a, and the projection
-    of b on a from b, before a and b are added. The sums are paired again until one sum is left. The
-    code of FedLD has this rule under the name FedGH.
+    of b on a from b, before a and b are added. The sums are paired again until one sum is left. In
+    the last pair, the formula for b uses the changed a. The code of FedLD has this rule under the
+    name FedGH.
     eps: a small number that is added to squared norms, so that no division is by 0.
     """
 
@@ -329,11 +331,13 @@ class HierarchicalFedGH(Method):
         each tensor of the model separately, and add up its updates in several passes.
 
         1. The server sorts the vectors by their inner product with a running mean of past results.
-           In the first pass, the vectors are the clients' updates of the tensor.
+           In the first pass, the vectors are the clients' updates of the tensor, times their
+           weights.
         2. It pairs the first vector with the last one, the second with the last but one, and so on.
            The last two vectors of all passes are not sorted.
         3. If the inner product of a pair is negative, the projection of each vector on its partner
-           is removed from the vector.
+           is removed from the vector. In the last pair, the formula for the second vector uses the
+           changed first one.
         4. The sum of each pair replaces its two vectors, and the next pass begins.
 
         The passes end when one vector is left. It is divided by `aggregation.divisor`, which is the

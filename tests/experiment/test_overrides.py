@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,18 @@ def test_error_shows_an_override_as_the_user_wrote_it(text: str) -> None:
     sentence = str(refused.value)
     assert any(part in sentence for part in (text, repr(text), text.partition("=")[0]))
     assert "Zq" not in sentence
+
+
+def test_error_of_an_interval_in_a_run_names_sweep_and_not_study() -> None:
+    with pytest.raises(RefusedError, match="raysim sweep") as refused:
+        single_override("local.lr=interval(0.01,1)")
+    assert "raysim study" not in str(refused.value)
+
+
+@pytest.mark.parametrize("read", [single_override, expand_override])
+def test_override_that_renames_a_group_is_refused(read: Callable[[str], object]) -> None:
+    with pytest.raises(RefusedError, match="renames a group"):
+        read("method@x=fedavg,fedprox")
 
 
 def test_error_of_a_path_with_a_comma_shows_how_to_quote_it() -> None:

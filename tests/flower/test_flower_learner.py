@@ -171,9 +171,10 @@ def test_flower_app_loaded_twice_equals_the_app_loaded_once(project):
     assert load_client_app("tiny_flower_app.broken:no_train", project, "second") == loaded
 
 
-def test_app_without_parameters_is_refused(project, tmp_path):
+@pytest.mark.parametrize("app", ["client_app:app", "numpy_client:NoParameters"])
+def test_app_without_parameters_is_refused(project, tmp_path, app):
     with pytest.raises(RefusedError, match=r"learner\.parameters"):
-        run(tmp_path, tmp_path, app="tiny_flower_app.client_app:app")
+        run(tmp_path, tmp_path, app=f"tiny_flower_app.{app}")
 
 
 def test_app_as_learner_is_bit_identical_on_ray_and_in_one_process(project, tmp_path, ray_session):

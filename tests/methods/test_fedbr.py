@@ -57,7 +57,7 @@ def watched(method: FedBR, schedule: Any = ROUNDS, **settings: Any) -> tuple[Fin
 @pytest.mark.parametrize("refresh", ["round", "once"])
 @pytest.mark.parametrize("schedule", [ROUNDS, BUFFER], ids=["rounds", "buffer"])
 @pytest.mark.parametrize("make", [small, mixture], ids=["rsm", "mixture"])
-def test_fedbr_traffic_has_pseudo_data_only_when_they_change(
+def test_fedbr_sends_pseudo_data_in_every_job_or_once_per_client(
     make: Callable[..., FedBR], schedule: Any, refresh: Any
 ) -> None:
     found, spy = watched(make(pseudo_refresh=refresh), schedule, rounds=5)

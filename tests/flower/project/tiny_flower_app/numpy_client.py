@@ -24,6 +24,11 @@ class Mean(NumPyClient):
         return float(np.abs(parameters[0]).sum()), 5, {"accuracy": 0.5}
 
 
+class NoParameters(NumPyClient):
+    def fit(self, parameters, config):
+        return parameters, 10, {}
+
+
 def client_fn(context):
     return Mean(context).to_client()
 
