@@ -217,7 +217,8 @@ def from_client(runner: AppRunner) -> InitialModel:
     message = instruction(0, content, GET_PARAMETERS, "initial")
     returned, _ = runner.answer(message, 0, RecordDict())
     (record,) = returned.array_records.values()
-    if not len(record):
+    # Without arrays, Flower returns an entry without data.
+    if not any(array.data for array in record.values()):
         raise AppError("the client has no function get_parameters, or it returned no arrays")
     return InitialModel(arrays_of(record))
 
