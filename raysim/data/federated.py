@@ -37,7 +37,7 @@ class FederatedData:
     partition: the rows of each client.
     central: the rows of the central test set.
     pipeline: the normalisation and augmentation of inputs.
-    title: the names of the data set and of the partitioner, for plots.
+    title: the names of the data set and of the partitioner, with changed settings, for plots.
     users: the name of each client, as text: the person or device in the data set that it
     represents, or its name in the lists of `partition=listed`. None if clients have no such names.
     """

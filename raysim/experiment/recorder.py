@@ -334,7 +334,10 @@ def _tracking(
 
 
 def _can_be_rebuilt(experiment: Experiment) -> bool:
-    """Return True if config.yaml is enough to build the run again, without Python objects."""
+    """Return True if config.yaml and raysim are enough to build the run again.
+
+    Python objects and the code of other packages are then not needed.
+    """
     spec = experiment.spec
     return not spec.packages and not spec.own_metrics and not has_objects(experiment.config)
 
