@@ -261,7 +261,8 @@ class StoredTracker:
         except OSError as problem:
             self._say(
                 f"{self._folder / BACKLOG} cannot be written ({problem}). Rows of this run that "
-                "MLflow does not have yet are only in history.parquet."
+                "MLflow does not have yet are stored only in history.parquet, at checkpoints and "
+                "at the end."
             )
 
 

@@ -164,6 +164,24 @@ def test_error_after_a_lost_node_suggests_a_number_of_workers_that_fits(
     assert str(error.value).endswith(f"Start a node with {advice}")
 
 
+@pytest.mark.parametrize(
+    ("free", "reason"), [(1.0, "other runs leave only 1 CPU"), (4.0, "has 4 CPU free, but Ray")]
+)
+def test_waiting_run_blames_other_runs_only_if_too_little_is_free(
+    free: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysim.runtime.ray import cluster
+
+    monkeypatch.setattr(cluster, "node_resources", lambda: [{"CPU": 4.0}])
+    monkeypatch.setattr(cluster.ray, "available_resources", lambda: {"CPU": free})
+    group, said = MagicMock(), list[str]()
+    group.wait.side_effect = [False, True]
+    bundles = [{"node:10.0.0.1": 0.001}, {"CPU": 2.0}]
+    cluster._wait_for(group, bundles, RayOptions(), said.append)
+    (text,) = said
+    assert text.startswith("waiting: this run needs 2 CPU") and reason in text
+
+
 def test_run_waits_for_missing_nodes_only_if_address_and_wait_are_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

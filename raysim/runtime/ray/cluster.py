@@ -32,7 +32,7 @@ from raysim.runtime.ray.ray_messages import separate_messages
 
 Say = Callable[[str], None]
 
-# A placement group that takes longer than this waits for resources of other runs.
+# A placement group that takes longer than this usually waits for resources of other runs.
 QUICK_PLACEMENT_S = 2
 
 
@@ -169,7 +169,7 @@ def reserve(
     name: the name of the placement group in Ray.
     options: the settings `runtime.*`, such as the strategy and how long to wait.
     say: function that gets a text about what the run waits for.
-    Raises ValueError if other runs still use the resources after `options.wait` seconds.
+    Raises ValueError if the resources are not reserved after `options.wait` seconds.
     Raises NoRoomError if the cluster becomes too small meanwhile.
     """
     outer = ray.util.get_current_placement_group()
@@ -198,7 +198,7 @@ def _wait_for(
     bundles: the resources that the group reserves.
     options: the settings `runtime.*`, such as how long to wait.
     say: function that gets a text about what the run waits for.
-    Raises ValueError if other runs still use the resources after `options.wait` seconds.
+    Raises ValueError if the resources are not reserved after `options.wait` seconds.
     Raises NoRoomError if the cluster becomes too small meanwhile.
     """
     since, has_said = time.monotonic(), False
@@ -210,7 +210,11 @@ def _wait_for(
         needs = _total_resources(bundles)
         free = ray.available_resources()
         available = format_resources({name: free.get(name, 0.0) for name in needs})
-        text = f"this run needs {format_resources(needs)}, but other runs leave only {available}"
+        text = f"this run needs {format_resources(needs)}"
+        if all(free.get(name, 0.0) >= amount for name, amount in needs.items()):
+            text += f". The cluster has {available} free, but Ray has not reserved them yet"
+        else:
+            text += f", but other runs leave only {available}"
         if is_late:
             fewer = "decrease runtime.workers, " if bundles.count(bundles[-1]) > 1 else ""
             raise ValueError(
