@@ -15,8 +15,8 @@
 A file has the column `speed` or the column `flops`. The numbers of `speed` are valid for one model
 only, those of `flops` for all models. A client is available from each `start` to the `end` at the
 same position of the list. Other columns are ignored. `raysim fleet
-check FILE` checks a file. In memory, a trace occupies 28 bytes for each client of the run, 40 for
-each row and 16 for each interval.
+check FILE` checks a file. After reading, a trace occupies at most 28 bytes of memory for each
+client of the run, 40 for each row and 16 for each interval.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _NO_COUNTERS = np.empty(0, np.int64)
 
 
 class NotFiniteError(FloatingPointError):
-    """The error for a client whose update or client state has values that are nan or infinite.
+    """The error for a client whose loss, update or client state is nan or infinite.
 
     entry: the full name "method.name" of the tensor that is not finite. If a method's training
     function made such values, `entry` is only the method's name and a dot. It is "" for parameters,
