@@ -454,7 +454,7 @@ class FRAug(Method):
                 remedies.append("set method.fraug.generator_metric=mmd")
         return (
             f"method 'fraug': generated features have a norm of {generated:.4g}, real ones of "
-            f"{real:.4g}, so that the head learns from features that no client has. To correct it, "
+            f"{real:.4g}. Synthetic features may then be unlike real ones. To correct it, "
             f"{', or '.join(remedies)}."
         )
 

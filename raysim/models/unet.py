@@ -25,7 +25,8 @@ class UNet(ModelRecipe):
 
     width: the channels of the first level; each level below has twice as many.
     levels: how often the image is halved; height and width must be divisible by 2 ** levels.
-    norm: the normalisation layer after each convolution; "group" has up to 8 groups of equal size.
+    norm: the normalisation layer after each 3x3 convolution; "group" has up to 8 groups of equal
+    size.
     """
 
     reads: ClassVar[Literal["images"]] = "images"
