@@ -270,7 +270,9 @@ def _read_dataset(dataset: Dataset[Any], name: str) -> tuple[tuple[Any, ...], ..
     name: "train" or "test", for errors.
     """
     items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]
-    if items and isinstance(items[0], Mapping):
+    if not items:
+        raise ValueError(f"data: {name} has no samples. Pass at least one sample.")
+    if isinstance(items[0], Mapping):
         items = [_split_item(item, row, name) for row, item in enumerate(items)]
     for row, item in enumerate(items):
         if not isinstance(item, (tuple, list)):

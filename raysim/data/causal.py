@@ -443,7 +443,8 @@ def _number_rows_vocabulary(
     else:
         highest = max((int(row.max(initial=0)) for row in rows), default=0)
         size = max(highest, settings.padding) + 1
-        check_memory(f"{place} has the token {highest}, and its weights", BYTES_PER_TOKEN * size)
+        weights = f"{place}: the weights of the tokens 0 to {size - 1} (with data.padding)"
+        check_memory(weights, BYTES_PER_TOKEN * size)
         vocabulary = number_vocabulary(size, settings.padding)
     for row in rows:
         lowest, highest = int(row.min(initial=0)), int(row.max(initial=0))

@@ -373,6 +373,15 @@ class TestReport:
         assert records.most_running == 1
         assert records.status() == "0/6 trials have ended · 1 running · 2 waiting to start again"
 
+    def test_trial_with_a_score_that_is_no_number_is_never_the_best(self, tmp_path: Path) -> None:
+        records = records_of(tmp_path, [LRS])
+        records.all[0] = TrialRecord(0, {}, status="done", score=math.nan)
+        assert records.best() is None
+        records.all[1] = TrialRecord(1, {}, status="done", score=0.5)
+        assert [record.number for record in records.ordered()] == [1, 0]
+        best = records.best()
+        assert best is not None and best.number == 1
+
     def test_only_finished_trials_with_the_best_score_count_as_ties(self, tmp_path: Path) -> None:
         records = records_of(tmp_path, [LRS])
         outcomes = [

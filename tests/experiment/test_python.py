@@ -258,6 +258,10 @@ def test_methods_that_could_not_be_stored_must_be_passed_to_load() -> None:
         ),
         ({"data": ([], [])}, "train has no samples"),
         (
+            {"data": torch.utils.data.Subset(torch.utils.data.TensorDataset(torch.zeros(1)), [])},
+            "train has no samples",
+        ),
+        (
             {"data": ([[1.0, 2.0], [3.0]], [0, 1])},
             "data: the inputs for train have different shapes",
         ),

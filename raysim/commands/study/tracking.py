@@ -26,8 +26,9 @@ FILES = (
 def track(study: StudyPlan, say: Callable[[str], None]) -> Iterator[None]:
     """Begin or continue MLflow's parent run of a study; when the `with` block ends, finish it.
 
-    At the end, the means of the metrics and the study's result files are sent to MLflow. If no run
-    of the study has tracking=mlflow, this function does nothing.
+    At the end, the means of the metrics and the study's result files are sent to MLflow. Without
+    tracking.uri, they are stored for `raysim ui` instead. If no run of the study has
+    tracking=mlflow, this function does nothing.
     study: the study. Its runs with tracking=mlflow become children of the parent run.
     say: function that gets lines for the user, for example if MLflow's server does not answer.
     """

@@ -10,6 +10,7 @@ Only the process of the sweep uses this module.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,7 +157,7 @@ class TrialRecords:
 
     # --- this session ---------------------------------------------------------------------------
     def begin(self) -> None:
-        """Begin or continue the parent run of all trials on the tracking server."""
+        """Begin or continue MLflow's parent run of all trials; do nothing without tracking."""
         options = self.plan.options
         choices = next(iter(self.plan.drafts.values()))["choices"]
         facts = {
@@ -280,7 +281,8 @@ class TrialRecords:
     ) -> None:
         """End the tracking: send the sweep's results and all rows of the trials to MLflow.
 
-        If MLflow's server does not answer, rows stay in the folders and can be sent later.
+        If MLflow's server does not answer, or if none is set, the rows stay in the folders and can
+        be sent later.
         summary: the numbers of the sweep's summary, by name.
         files: the result files of the sweep.
         status: the sweep's status in MLflow: FINISHED, FAILED or KILLED.
@@ -326,10 +328,11 @@ class TrialRecords:
     def rank(self, record: TrialRecord) -> tuple[bool, float]:
         """Return the sort key of a trial.
 
-        The best trial comes first; stopped and failed trials come last.
+        The best trial comes first; stopped and failed trials come last. Among others, a trial
+        without a finite score comes last.
         """
         is_partial = record.status not in ("done", "running")
-        if record.score is None:
+        if record.score is None or not math.isfinite(record.score):
             return is_partial, float("inf")
         sign = 1 if self.plan.options.mode == "min" else -1
         return is_partial, sign * record.score
@@ -339,8 +342,11 @@ class TrialRecords:
         return sorted(self.all.values(), key=self.rank)
 
     def best(self) -> TrialRecord | None:
-        """Return the best trial that has a score; None if there is none."""
-        return next((record for record in self.ordered() if record.score is not None), None)
+        """Return the best trial that has a finite score; None if there is none."""
+        for record in self.ordered():
+            if record.score is not None and math.isfinite(record.score):
+                return record
+        return None
 
     def count_equal(self, best: TrialRecord) -> int:
         """Return how many trials are as good as `best`, without `best` itself."""

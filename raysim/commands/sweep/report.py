@@ -289,7 +289,7 @@ def _axes(records: TrialRecords) -> list[KeyAxis]:
 
 
 def _scored(records: TrialRecords) -> list[TrialRecord]:
-    """Return the trials with a score; the best one is last, so that it is drawn on top."""
+    """Return the trials with a finite score; the best one is last, so that it is drawn on top."""
     scored = []
     for record in reversed(records.ordered()):
         if record.score is not None and math.isfinite(record.score):
@@ -327,8 +327,8 @@ def draw_parallel(records: TrialRecords, path: Picture, *, dark: bool = False) -
     """Draw the trials of a sweep as lines in a diagram of parallel coordinates.
 
     The diagram has a vertical axis for each searched key, and a last axis for the score. The line
-    of a trial connects the trial's values on these axes. Trials without a score have no line. The
-    line of the best trial is thick. Trials that the scheduler stopped have grey lines.
+    of a trial connects the trial's values on these axes. Trials without a finite score have no
+    line. The line of the best trial is thick. Trials that the scheduler stopped have grey lines.
     path: the file to write, or a buffer that gets the picture.
     dark: True draws the picture for a dark page.
     """
@@ -400,7 +400,7 @@ def draw_slices(records: TrialRecords, path: Picture, *, dark: bool = False) -> 
     """Draw a diagram for each searched key: the score of each trial against the key's value.
 
     Bars show the standard deviation over the seeds. The best trial is a star. Open circles are
-    trials that the scheduler stopped. Trials without a score are left out.
+    trials that the scheduler stopped. Trials without a finite score are left out.
     path: the file to write, or a buffer that gets the picture.
     dark: True draws the pictures for a dark page.
     """

@@ -361,13 +361,14 @@ def _closing_line(records: TrialRecords, numbers: dict[str, float]) -> str:
     """Return the last line that a sweep prints.
 
     The line has the time of the sweep, the command that trains the best setting again, and the
-    folder of the results. If no trial has a score, the line only names the file with the trials and
-    their errors.
+    folder of the results. If no trial has a finite score, the line only names the file with the
+    trials and their errors.
     numbers: "work_seconds", "wall_seconds" and "trials_at_once" of the sweep's summary.
     """
     best = records.best()
     if best is None:
-        return f"no trial has a score: see status and error in {records.folder / report.TABLE}"
+        table = records.folder / report.TABLE
+        return f"no trial has a finite score: see status and error in {table}"
     command = rerun_command(records.plan.node(best.point), records.folder / report.BEST)
     equal = records.count_equal(best)
     also = f" ({equal} other{'s' if equal > 1 else ''} scored the same)" if equal else ""
