@@ -30,13 +30,15 @@ GroupSums: TypeAlias = Mapping[tuple[int, ...], np.ndarray]
 class Probe:
     """Features and outputs of a client's trained model on n samples of the central test set.
 
-    The setting `evaluate.probe` decides in which aggregations they are computed.
+    The setting `evaluate.probe` decides in which aggregations they are computed. The n samples are
+    drawn from those of `evaluate.probe_rows`.
 
     client: the number of the client.
     version: the version from which the client's job started.
     labels: [n], the labels of the samples.
     seen: [C], True for the classes in the client's training data.
-    accuracy: the share of the samples that the trained model classifies correctly.
+    accuracy: the share of the samples of `evaluate.probe_rows` that the trained model classifies
+    correctly.
     features: [n, F], the features of the trained model.
     received: [n, F], the features of the model from which the client started to train. This is the
     received model, unless a method changed `job.start`.

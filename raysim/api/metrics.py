@@ -287,7 +287,7 @@ def resolve_metrics(
     names = [rule.name for rule in rules]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"evaluate.metrics has {name} twice. Remove or rename one of them.")
+            raise ValueError(f"evaluate.metrics has {name} more than once. Remove or rename one.")
     if main is None:
         return tuple(rules) or task.objective.metrics[: task.objective.usual_metrics]
     if "+" in main:

@@ -191,7 +191,7 @@ class MethodDeclaration:
 
         This is true if the method calls `Setup.upload` or `Setup.gather`, or overrides `weigh` or
         `absorb`. It is also true if the method overrides `step` and does not declare
-        `Setup.owns("step")`.
+        `Setup.owns("step")`. The hook `combine` and `Setup.change_updates` are not considered.
         """
         if self.contribute is not None or self.uploads:
             return True

@@ -446,7 +446,7 @@ def _axis_text(comparisons: Sequence[Comparison], about: str) -> list[str]:
     if any(comparison.test.low is not None for comparison in comparisons):
         interval = " with its 95 % interval"
     else:
-        interval = f" (no interval: that needs {MIN_PAIRS} seeds)"
+        interval = f" (no interval: that needs {MIN_PAIRS} seeds with unequal differences)"
     metric = f"{measure_title(first.metric)}, {about}" if about else measure_title(first.metric)
     return [
         f"{metric}: difference to {first.reference}",
