@@ -280,8 +280,11 @@ def _describe_shortage(
         advice = f"Set runtime.workers={capacity}."
     else:
         advice = f"Lower {key}, or use runtime=inprocess."
+    subject = f"runtime.workers={workers} needs {workers} x"
+    if workers == 1:  # also if runtime.workers is not set
+        subject = "a worker of this run needs"
     return (
-        f"runtime.workers={workers} needs {workers} x {format_resources(per_worker)}{place}, but "
+        f"{subject} {format_resources(per_worker)}{place}, but "
         f"the cluster has {_describe_nodes(nodes, per_worker)}: {shortage}. {advice}"
     )
 
