@@ -146,7 +146,7 @@ def test_torchmetrics_score_regression_values() -> None:
 @pytest.mark.parametrize(
     ("metrics", "key"),
     [
-        (["accuracy", "accuracy"], r"evaluate\.metrics has accuracy twice"),
+        (["accuracy", "accuracy"], r"evaluate\.metrics has accuracy more than once"),
         (["acuracy"], r"evaluate\.metrics=acuracy"),
         (["confusion_matrix"], "confusion_matrix"),
         ([lambda outputs, labels: outputs[:, 0]], "name a column"),
