@@ -350,8 +350,8 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> FederatedD
     unseen = np.sort(stream(seed, "unseen").permutation(candidates)[:count])
     if not partition.test.counts[unseen].any():
         raise ValueError(
-            f"{selection}, but no selected client has test samples. Set partition.test_fraction "
-            "above 0."
+            f"{selection}, but no selected client has test samples. Increase "
+            "partition.test_fraction or evaluate.unseen."
         )
     trained = _remove_rows(train, unseen)
     unseen_rows = []

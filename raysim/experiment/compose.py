@@ -43,7 +43,7 @@ from raysim.experiment.run_overrides import (
     full_keys,
     read_full_key,
 )
-from raysim.primitives.errors import RefusedError
+from raysim.primitives.errors import RefusedError, first_line
 from raysim.primitives.files import user_path
 from raysim.primitives.stores import is_remote, is_url, open_store, split_address
 
@@ -220,8 +220,8 @@ def _resolve(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
         references = [f"{key}={value}" for key, value in values.items() if "${" in str(value)]
         reference = references[0] if references else "a ${...} in the configuration"
         raise RefusedError(
-            f"{reference} refers to a key that does not exist in the configuration. Write the "
-            "value itself in place of the reference."
+            f"{reference} cannot be replaced by the value of a key "
+            f"({first_line(error).rstrip('.')}). Write the value itself in place of the reference."
         ) from error
     return config
 
