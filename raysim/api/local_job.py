@@ -322,7 +322,8 @@ class PersonalModel:
     declared with `Setup.send_to_client`.
     data: a function without arguments that yields batches (inputs, labels) of the client's training
     samples.
-    trained: True if a job of the client was aggregated.
+    trained: True if an aggregation had a job of the client, also if this job failed. It is always
+    False in a run that keeps no state for clients (client state, personal parameters, optimizers).
     """
 
     def __init__(

@@ -211,7 +211,7 @@ class SelectionView:
         `select`. Each of the clients receives the model, computes the loss on its training samples,
         and sends one float. The jobs of the selected clients start when the slowest client has sent
         its loss. All losses are nan while raysim estimates the virtual time before a run.
-        clients: the numbers of the clients.
+        clients: the numbers of one or more clients of `clients`.
         samples: the largest number of samples that each client uses, drawn for each call; None uses
         all samples.
         """
@@ -225,8 +225,8 @@ class Selection:
     for `SelectionView.norm`; () if it needs none.
     measures: True if the rule calls `SelectionView.measure`.
 
-    A rule that uses neither reports nor measurements does not depend on training. The planner then
-    decides about many aggregations before their jobs are trained. Otherwise the planner decides
+    A rule that uses neither reports nor measurements does not depend on training. The planner can
+    then decide about many aggregations before their jobs are trained. Otherwise the planner decides
     only one aggregation ahead, because the rule needs the results of the earlier ones.
     """
 
