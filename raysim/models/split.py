@@ -341,6 +341,8 @@ class CustomModel(ExternalModel):
         if isinstance(self.source, nn.Module):
             return copy.deepcopy(self.source)
         signature = inspect.signature(self.source)
+        # an object of functools.partial has no name
+        source_name = getattr(self.source, "__name__", repr(self.source))
         arguments: dict[str, Any] = {}
         shape = input_shape.arguments if isinstance(input_shape, PackedShape) else input_shape
         values = (shape, num_classes, tokens)
@@ -352,14 +354,14 @@ class CustomModel(ExternalModel):
             signature.bind(**arguments)
         except TypeError as error:
             raise ValueError(
-                f"the model {self.source.__name__} cannot be called ({error}). raysim fills in "
+                f"the model {source_name} cannot be called ({error}). raysim fills in "
                 f"only the arguments {', '.join(DATA_ARGUMENTS)}; set other arguments with "
                 "functools.partial."
             ) from error
         net = self.source(**arguments)
         if not isinstance(net, nn.Module):
             raise ValueError(
-                f"the model {self.source.__name__} returns a {type(net).__name__}, not a "
+                f"the model {source_name} returns a {type(net).__name__}, not a "
                 "torch.nn.Module. Return a module."
             )
         return net

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -281,6 +282,12 @@ def test_only_adapters_and_head_are_trained() -> None:
     plain = Transformer().build((6,), 3, 5, Tokens(11))
     x = torch.randint(11, (4, 6))
     assert torch.equal(plain.extractor(x), model.extractor(x))  # adapters start as nothing
+
+
+def test_error_of_a_partial_network_that_cannot_be_called_names_it() -> None:
+    recipe = CustomModel(functools.partial(nn.Linear, 3))
+    with pytest.raises(ValueError, match=r"Linear.* cannot be called .*'out_features'"):
+        recipe.build((3,), 2, 0)
 
 
 def test_only_adapters_of_a_custom_network_are_sent() -> None:
