@@ -68,7 +68,7 @@ def overview(experiment: Experiment, folder: Path) -> str:
         "selection": _selection(spec.selection),
         "topology": describe_network(experiment.network),
         "init": _init(experiment, networks, layout),
-        "best": _best(experiment),
+        "best": _best(experiment, declarations),
         "BatchNorm": _batchnorm(networks, personal),
         "extra": "; ".join(_extra_evaluation(experiment, declarations)),
         "workers": _workers(experiment),
@@ -288,11 +288,14 @@ def _init(experiment: Experiment, networks: Mapping[str, nn.Module], layout: Lay
     return f"{tensors} from {init.file} (sha256 {init.sha256:.12})"
 
 
-def _best(experiment: Experiment) -> str:
+def _best(experiment: Experiment, declarations: Declarations) -> str:
     column = best_criterion(experiment.spec).column
     text = f"best.safetensors keeps the model of the round with the best {column}"
     if column == "train_loss":
         text += ", as the split has no validation samples (partition.validation_fraction)"
+        owner = declarations.declarer("train")
+        if owner is not None:
+            text += f"; there is no such file if '{owner.method}' reports no loss"
     return text
 
 

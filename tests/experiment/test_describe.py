@@ -65,6 +65,13 @@ def test_printed_plan_shows_local_epochs_and_the_run_folder() -> None:
     )
 
 
+def test_printed_plan_does_not_promise_the_best_model_of_a_learner() -> None:
+    assert "reports no loss" not in lines()["best"]
+    assert lines("learner=sklearn_linear")["best"].endswith("if 'sklearn_linear' reports no loss")
+    text = lines("learner=sklearn_linear", "partition.validation_fraction=0.1")["best"]
+    assert text.endswith("the best accuracy_validation")
+
+
 def test_printed_plan_counts_floats_that_methods_send_besides_the_model() -> None:
     plain = lines("model=mlp")["model"]
     assert plain.endswith("floats travel in each direction")
