@@ -107,7 +107,7 @@ def local_copy(
     copy = FolderCopy(temporary / split_address(out)[1], store, console)
     with errors_as_refusals():
         copy.fetch()
-    say(console, f"out={address}: until the run ends, its files are also in {copy.folder}")
+    say(console, f"out={address}: until the run ends, its files are in {copy.folder}")
     try:
         yield _with_folder(experiment, checkpoints_at(out), copy.folder), [copy]
     finally:

@@ -212,14 +212,14 @@ class Result:
     def parameters(self) -> Any:
         """Return the final parameters of a learner, in the format that its function `fit` receives.
 
-        Raise `RefusedError` if the run has no learner or has not finished. Also raise it if the
-        parameters are bytes, but the run stored no checkpoint in its last round.
+        Raise `RefusedError` if the run trains a torch model or has not finished. Also raise it if
+        the parameters are bytes, but the run stored no checkpoint in its last round.
         """
         with self._final_state() as final:
             worker, task, published, state = final.scoring(None)
             network = getattr(worker.vector.networks["model"], "net", None)
             if not isinstance(network, LearnerNetwork):
-                raise RefusedError("this run has no learner. Use result.model().")
+                raise RefusedError("this run trains a torch model. Use result.model().")
             if network.content is not None and not final.path:
                 raise RefusedError(
                     "checkpoint.every: the run wrote no checkpoint of its last round. The final "

@@ -40,7 +40,8 @@ class SetValue(NamedTuple):
 class ExtractedOverrides(NamedTuple):
     """The user's overrides, in three groups: texts, Python values, and settings of objects.
 
-    An object is a model, method or another component that the user passed to `raysim.run`.
+    An object is a model, method or another component that the user passed to `raysim.run` or
+    `raysim.build`.
     overrides: texts "key=value" that change no setting of an object.
     settings: Python values, by key, that change no setting of an object.
     by_place: the overrides that change settings of objects, such as
@@ -218,8 +219,8 @@ def _add_to_place(
     inner = key.removeprefix(place).removeprefix(".")
     if not inner:
         raise RefusedError(
-            f"{key}: '{value.text}' has no effect, because an object for {place} was passed to "
-            "raysim.run. Keep one of them."
+            f"{key}: '{value.text}' has no effect, because an object was passed for {place}. Keep "
+            "one of them."
         )
     if inner in by_place[place]:
         earlier = by_place[place][inner]

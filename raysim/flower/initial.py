@@ -145,7 +145,7 @@ def from_server_app(reference: str, runner: AppRunner, folder: Path) -> InitialM
     message has not exactly one ArrayRecord. Also raises it if `reference` names no ServerApp.
     """
     key = f"learner.app: its ServerApp {reference}"
-    app = load_object(reference, folder, key)
+    app = load_object(reference, folder, "learner.app: its ServerApp")
     if not isinstance(app, ServerApp):
         raise RefusedError(
             f"{key}: this object is a {type(app).__name__}, not a ServerApp. Correct its name in "

@@ -205,8 +205,8 @@ class DPFedAvg(Method):
     def _check_privacy(self, run: Declarations) -> Sequence[str]:
         """Raise ValueError if the server would see values to which this method adds no noise.
 
-        Such values are BatchNorm statistics, and single updates that another method reads. The
-        function returns an empty sequence, because it has no warnings.
+        Such values are buffers, such as BatchNorm's statistics, and single updates that another
+        method reads. The function returns an empty sequence, because it has no warnings.
         run: the layout of the vector, and what each method has declared.
         """
         statistics = [e for e in run.layout.entries if not (e.parameter or e.personal)]
@@ -214,15 +214,15 @@ class DPFedAvg(Method):
             if entry.network != "model":
                 method = entry.network.partition(".")[0]
                 raise ValueError(
-                    f"method '{method}' shares statistics of BatchNorm in its network "
-                    f"'{entry.network}', but method 'dp_fedavg' adds noise only to parameters. "
-                    "Remove one of the two methods."
+                    f"method '{method}' shares the buffer '{entry.name}' of its network, but "
+                    "method 'dp_fedavg' adds noise only to parameters. Remove one of the two "
+                    "methods."
                 )
         if statistics:
             raise ValueError(
                 "model: method 'dp_fedavg' adds noise only to parameters, but clients of this "
-                "run also send statistics of BatchNorm. Choose a model without BatchNorm, or "
-                "keep BatchNorm on the clients with method=dp_fedavg+fedbn."
+                f"run also send the buffer '{statistics[0].name}'. Choose a model without such "
+                "buffers, or keep BatchNorm on the clients with method=dp_fedavg+fedbn."
             )
         for other in run.methods:
             if other.method != self.name and other.sees_updates():
