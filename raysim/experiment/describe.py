@@ -350,7 +350,7 @@ def _extra_evaluation(experiment: Experiment, declarations: Declarations) -> lis
             f"fine-tuning of {evaluation.clients} clients for {finetune.epochs} epochs {when}"
         )
     if evaluation.decompose:
-        m, counts = experiment.schedule.concurrency, experiment.spec.data.partition.train.counts
+        m, counts = experiment.schedule.size, experiment.spec.data.partition.train.counts
         rows = np.minimum(counts[counts > 0], evaluation.decompose_rows).mean()
         texts.append(
             f"loss decomposition every {evaluation.decompose} rounds: {m} x {m} + {m} evaluations, "

@@ -65,6 +65,12 @@ def test_printed_plan_shows_local_epochs_and_the_run_folder() -> None:
     )
 
 
+def test_printed_plan_counts_evaluations_of_one_aggregation() -> None:
+    buffered = ["schedule=buffered", "schedule.concurrency=6", "schedule.size=2"]
+    text = overview(build([*SMALL[:-1], *buffered, "evaluate.decompose=1"]), Path("somewhere"))
+    assert "2 x 2 + 2 evaluations" in text
+
+
 def test_printed_plan_does_not_promise_the_best_model_of_a_learner() -> None:
     assert "reports no loss" not in lines()["best"]
     assert lines("learner=sklearn_linear")["best"].endswith("if 'sklearn_linear' reports no loss")
