@@ -30,7 +30,8 @@ class ReplayError(RuntimeError):
 class StoredReplies:
     """The stored replies of a run, in a file.
 
-    If the file has an incomplete entry at its end, because a run was killed, the entry is removed.
+    A run that is killed may leave an incomplete entry at the end. The first incomplete or damaged
+    entry and all later entries are removed from the file.
     path: the file; None stores nothing.
     """
 
@@ -52,7 +53,7 @@ class StoredReplies:
         return len(self._places)
 
     def _index_entries(self, path: Path) -> None:
-        """Find the position of each stored reply in the file; cut off an incomplete last reply."""
+        """Find the position of each stored reply; cut the file off at the first damaged one."""
         end = 0
         with path.open("rb") as file:
             while True:
