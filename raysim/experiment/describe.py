@@ -45,7 +45,8 @@ LIBRARIES = ("torch", "numpy", "ray", "pyarrow", "mlflow")
 def overview(experiment: Experiment, folder: Path) -> str:
     """Describe a run in a few lines: methods, model, data, clients, schedule, workers, folder.
 
-    Raise `ValueError` if the schedule cannot run with the fleet.
+    Raise `ValueError` if the schedule cannot run with the fleet, and `RunStoppedError` if no
+    aggregation can be planned.
     """
     spec, settings = experiment.spec, experiment.spec.settings
     declarations = declare_as_drawn(spec)
