@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from raysim.api.method import Method
-from raysim.primitives.checks import above, at_least, between
+from raysim.primitives.checks import above, at_least, between, in_range
 from raysim.vectors.blocks import run_compiled
 
 if TYPE_CHECKING:
@@ -269,7 +269,9 @@ class _Adaptive(Method):
         self.server_lr = at_least(f"method.{self.name}.server_lr", server_lr, 0.0)
         self.tau = above(f"method.{self.name}.tau", tau, 0.0, "it keeps the divisor away from 0")
         for key, value in decays.items():
-            setattr(self, key, between(f"method.{self.name}.{key}", value, 0.0, 1.0))
+            # A factor of 1 would keep a moment at its start for ever.
+            in_range(f"method.{self.name}.{key}", value, least=0.0, below=1.0)
+            setattr(self, key, value)
 
     def setup(self, run: Setup) -> None:
         """Declare two moments as server state, and that this method makes the server's step.

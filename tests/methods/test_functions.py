@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raysim.methods import fedavg, fedbn, fedbr, fedbss, fedbuff, feddecorr, groupdro, scaffold
 from raysim.methods.delayed_nesterov import DelayedNesterov, delayed_nesterov_step
+from raysim.methods.fedopt import FedAdagrad, FedAdam, FedYogi
 
 
 def vector(*values: float) -> Tensor:
@@ -20,6 +21,12 @@ def vector(*values: float) -> Tensor:
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Return reproducible normal numbers in float64."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("rule", [FedAdagrad, FedAdam, FedYogi])
+def test_adaptive_server_rule_refuses_a_first_moment_that_never_changes(rule: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^method\.{rule.name}\.beta1=1"):
+        rule(beta1=1.0)
 
 
 class TestFedAvg:
