@@ -37,13 +37,16 @@ def check_step_mode(spec: RunSpec, declarations: Declarations) -> None:
     if reason and (spec.graph or spec.lanes > 1):
         key = "runtime.graph=true" if spec.graph else f"runtime.lanes={spec.lanes}"
         raise LanesError(f"{key}: {reason}. Set runtime.graph=false and runtime.lanes=1.")
+    trainer = declarations.declarer("train")
+    if trainer is not None and (spec.graph or spec.lanes > 1):
+        key, action = f"runtime.lanes={spec.lanes}", "computed for several clients"
+        if spec.graph:
+            key, action = "runtime.graph=true", "recorded"
+        raise LanesError(
+            f"{key}: method '{trainer.method}' trains without raysim's steps, but only those can "
+            f"be {action}. Set runtime.graph=false and runtime.lanes=1."
+        )
     if spec.graph:
-        trainer = declarations.declarer("train")
-        if trainer is not None:
-            raise LanesError(
-                f"runtime.graph=true: method '{trainer.method}' trains without raysim's steps, but "
-                "only those can be recorded. Set runtime.graph=false."
-            )
         if is_stochastic(*declarations.networks.values()):
             raise LanesError(
                 "runtime.graph=true: the model draws random numbers in its steps (dropout or "

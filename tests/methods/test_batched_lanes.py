@@ -33,6 +33,7 @@ from raysim.api.declarations import Local
 from raysim.api.local_job import LocalJob
 from raysim.api.messages import Job, Update
 from raysim.api.method import Method
+from raysim.api.setup import Setup
 from raysim.methods.ditto import Ditto
 from raysim.methods.fedopt import FedAdam
 from raysim.methods.fedprox import FedProx
@@ -216,6 +217,15 @@ class Dropping(ModelRecipe):
         return nn.Sequential(nn.Flatten(), nn.Linear(size, 12), nn.ReLU(), nn.Dropout(0.5)), 12
 
 
+class OwnTraining(Method):
+    """A method that declares its own training function."""
+
+    name = "own"
+
+    def setup(self, run: Setup) -> None:
+        run.train(lambda job: None)
+
+
 class TestQualification:
     @pytest.mark.parametrize(
         "model",
@@ -285,6 +295,12 @@ class TestQualification:
         spec = study(lanes=2, device="cuda")
         with pytest.raises(RefusedError, match=r"device=cuda.*runtime\.graph=true"):
             check_step_mode(spec, declare_run(spec))
+
+    def test_error_of_lanes_advises_no_recording_of_own_training(self) -> None:
+        spec = study(OwnTraining(), lanes=2, device="cuda")
+        with pytest.raises(RefusedError, match=r"^runtime\.lanes=2: method 'own'") as refused:
+            check_step_mode(spec, declare_run(spec))
+        assert "runtime.graph=true" not in str(refused.value)
 
 
 def usual(*methods: Method, concurrency: int = 40, **others: Any) -> int:
