@@ -50,8 +50,8 @@ class Leaf(Source):
     root: the folder with the folders train and test.
     length: the largest number of characters of an input. Of a longer text, only its end is used.
     With `data.kind=causal`, a longer document is cut into several samples.
-    shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None keeps their
-    shape.
+    shape: the shape of inputs that are numbers, such as [1, 28, 28] for FEMNIST; None makes each
+    input a flat array.
     images: the folder of the pictures; None if inputs are not names of pictures.
     field: the number of the field with the text, from 0; None if inputs are not lists of fields.
     """
