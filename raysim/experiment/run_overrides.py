@@ -93,8 +93,10 @@ def single_override(text: str) -> SettingOverride:
     _check_not_renamed(override)
     if override.is_sweep:
         advice = f"The command raysim study {text} makes a run of each"
-        if override.choices is None:
+        if override.range is not None:
             advice = "The command raysim sweep searches a range"
+        elif override.choices is None:
+            advice = f"Write {key}=VALUE"
         elif key in LISTS:
             advice += f"; {key}=a+b is a list"
         elif key in LIST_KEYS:

@@ -122,6 +122,14 @@ def test_error_of_an_interval_in_a_run_names_sweep_and_not_study() -> None:
     assert "raysim study" not in str(refused.value)
 
 
+@pytest.mark.parametrize("text", ["method=glob(*)", "seed=shuffle(1,2)"])
+def test_error_of_values_in_any_order_names_no_command_that_refuses_them(text: str) -> None:
+    with pytest.raises(RefusedError, match="gives several values") as refused:
+        single_override(text)
+    key = text.partition("=")[0]
+    assert str(refused.value).endswith(f"Write {key}=VALUE")
+
+
 @pytest.mark.parametrize("read", [single_override, expand_override])
 def test_override_that_renames_a_group_is_refused(read: Callable[[str], object]) -> None:
     with pytest.raises(RefusedError, match="renames a group"):
