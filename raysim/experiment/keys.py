@@ -64,7 +64,7 @@ def check_key(config: DictConfig, key: str, groups: Groups) -> None:
     for part in key.split("."):
         is_inner_key = isinstance(node, DictConfig) and part in node
         if is_inner_key and (path or part != "choices"):
-            node = node[part]
+            node = _value_before(node, part)
             path.append(part)
             continue
         if ".".join(path) in FREE_MAPPINGS:
@@ -193,7 +193,7 @@ def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
         is_free = key.rpartition(".")[0] in FREE_MAPPINGS
         OmegaConf.update(config, key, value, merge=True, force_add=is_free)
     except OmegaConfBaseException as error:
-        earlier_value = OmegaConf.select(config, key)
+        earlier_value = _value_before(config, key)
         reason = f"its value cannot be read ({first_line(error).rstrip('.')}). Correct it."
         if OmegaConf.is_list(earlier_value):
             reason = f"the key {key} takes a list. Write {key}=VALUE+VALUE."
@@ -205,7 +205,12 @@ def set_value(config: DictConfig, key: str, value: Any, text: str) -> None:
 def _is_unbracketed_list(config: DictConfig, key: str, value: Any) -> bool:
     # A path may hold a "+".
     is_text = isinstance(value, str) and "/" not in value
-    return is_text and OmegaConf.is_list(OmegaConf.select(config, key))
+    return is_text and OmegaConf.is_list(_value_before(config, key))
+
+
+def _value_before(config: DictConfig, key: str) -> Any:
+    """Return the value of a key; None for a reference, such as ${a.b}, to a missing key."""
+    return OmegaConf.select(config, key, throw_on_resolution_failure=False)
 
 
 def empty_alternatives(config: DictConfig, values: Mapping[str, Any]) -> None:

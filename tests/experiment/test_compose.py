@@ -420,6 +420,17 @@ def test_override_with_a_broken_reference_is_refused() -> None:
         compose(settings={"rounds": "${"})
 
 
+def test_override_replaces_a_reference_to_a_missing_key_in_an_own_option(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/mine.yaml").write_text(
+        "defaults: [digits, _self_]\nkind: ${local.missing}\nsize: ${local.missing}\n"
+    )
+    chosen = ["data=mine", "data.size=null", "data.kind=classification"]
+    assert to_dict(compose(chosen, [tmp_path]))["data"]["kind"] == "classification"
+    with pytest.raises(RefusedError, match=r"local\.missing"):
+        compose(["data=mine", "data.size=null"], [tmp_path])
+
+
 def test_folders_that_vanish_during_the_search_for_options_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
