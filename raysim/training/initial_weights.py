@@ -125,9 +125,15 @@ class InitialWeights:
 
         `init.only` and `init.redraw` select the tensors.
         targets: the tensors of the run into which arrays can be loaded.
-        Raises ValueError if the settings select no tensor, or a part that the run does not have.
-        Also raises it if the tensors of the file and of the run do not match.
+        Raises ValueError if the run has no tensor, if the settings select no tensor, or if they
+        name a part that the run does not have. Also raises it if the tensors of the file and of the
+        run do not match.
         """
+        if not targets.tensors:
+            raise ValueError(
+                f"init.file={self.init.file} has tensors, but the networks of this run have none. "
+                "Set init.file=null."
+            )
         in_file = self._rename(targets)
         only = targets.within("only", self.init.only)
         redrawn = targets.within("redraw", self.init.redraw) or set()

@@ -327,6 +327,13 @@ def test_init_redraw_of_all_tensors_is_refused(trained: Path) -> None:
         build([*MLP, f"init={trained / 'model.safetensors'}", "init.redraw=model"])
 
 
+def test_init_file_for_a_model_without_tensors_is_refused(trained: Path) -> None:
+    path = trained / "model.safetensors"
+    model = nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(10))
+    with pytest.raises(RefusedError, match=r"^init\.file=.* have none\. Set init\.file=null"):
+        build(WORDS, model=model, init=str(path))
+
+
 @pytest.mark.parametrize("word", ["init.only=head", "init.redraw=head", "init.sha256=abc"])
 def test_init_settings_without_an_init_file_are_refused(word: str) -> None:
     with pytest.raises(RefusedError, match=r"^init\."):
