@@ -2,8 +2,8 @@
 
 `uv run python docs/many_nodes.py` writes the tables of the page docs/many_nodes.md.
 
-Every stage is bytes over a rate, or a count times a measured constant. `jobs.benchmarks.cluster`
-and `jobs.benchmarks.scale` measure the constants on your own cluster.
+Every stage is a sum of bytes over rates and of counts times constants. Most constants are measured,
+and some are assumed. `jobs.benchmarks.cluster` measures a round on your own cluster.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def memory(cluster: Cluster, floats: float, combine: bool) -> tuple[float, float
 
 
 def arriving(cluster: Cluster) -> int:
-    """Return the vectors that arrive at the coordinator's node if nodes add up, in equal jobs."""
+    """Return how many vectors reach the coordinator's node if nodes add up, for equal jobs."""
     jobs = [Job(number, number, 0, 0, work=1.0) for number in range(cluster.clients)]
     nodes = [worker // cluster.gpus for worker in range(cluster.workers)]
     shares = assign_groups([jobs], [0.0] * cluster.workers, nodes, keeps_nodes=True)
@@ -147,7 +147,7 @@ MODELS = (("11 M", 11e6), ("1 B", 1e9))
 
 
 def seconds(value: float) -> str:
-    """Format seconds with two digits."""
+    """Format seconds with two digits, and from 10 seconds on as a whole number."""
     return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
 
 

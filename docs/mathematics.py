@@ -21,7 +21,7 @@ SIGNS = {
     "<-": r"\leftarrow ", "->": r"\rightarrow ", "<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "||": r"\Vert ",
     "~": r"\sim ", "*": r"\cdot ", "{": r"\{", "}": r"\}",
 }  # fmt: skip
-# Words of sentences: a cell that has one is a comment.
+# Words of sentences, and a quotation mark: a cell that has one is a comment.
 ENGLISH = re.compile(
     r"\b(of|or|if|else|the|over|for|with|at|then|as|is|are|has|after|from|onto)\b|\""
 )
@@ -40,7 +40,9 @@ _REWRITES = (
 
 
 def typeset(line: str, write_comment: Callable[[str], str]) -> str | None:
-    """Return a line of formulas and comments, which wide gaps separate, as TeX; None for a line without formulas.
+    """Return a line of formulas and comments, which wide gaps separate, as TeX.
+
+    Return None for a line without formulas, and if the TeX cannot become MathML.
 
     write_comment: function that changes the signs in a comment.
     """

@@ -47,7 +47,7 @@ def devices(fleet: Fleet, clients: int) -> Devices:
 
 
 def plan(schedule: Schedule, fleet: Fleet, clients: int, until: float) -> list[PlannedAggregation]:
-    """Return the planned aggregations of a run up to a virtual second."""
+    """Return a run's planned aggregations, up to the first one at or after a virtual second."""
     counts = np.full(clients, SAMPLES)
     load = Load(SAMPLES, FLOATS, FLOATS)
     planner = Planner(
@@ -60,7 +60,10 @@ def plan(schedule: Schedule, fleet: Fleet, clients: int, until: float) -> list[P
 
 
 def bars(ax: Axes, steps: list[PlannedAggregation], until: float) -> None:
-    """Draw a bar for each job, coloured by its staleness, and a line for each aggregation."""
+    """Draw a bar for each job and a line for each aggregation.
+
+    The colour of a bar shows the staleness of the update; it is grey if no update was aggregated.
+    """
     jobs = {job.number: job for step in steps for job in step.dispatched}
     stale = {job.number: step.version - job.version for step in steps for job in step.aggregated}
     gone = {job.number for step in steps for job in step.discarded}

@@ -1,8 +1,7 @@
-"""Write the reference pages: one page per method, the configuration, and the cluster guide.
+"""Write the reference pages: methods, configuration, Python interface and cluster guide.
 
-Every text comes from the code. Descriptions are docstrings and comments of YAML files, allowed
-values are read from the errors that a class raises, and traffic is what the methods declare to the
-planner.
+Descriptions are docstrings and comments of YAML files. Allowed values are read from annotations and
+from the errors that a class raises. Traffic is what the methods declare to the planner.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def formula(line: str) -> str:
 
 
 def typeset_line(line: str) -> str:
-    """Return a line of formulas as mathematics, or as code if it has none."""
+    """Return a line of formulas as mathematics, or as code if it cannot be typeset."""
     tex = typeset(line, formula)
     return formula(line) if tex is None else f"\n$$\n{tex}\n$$\n"
 
@@ -113,8 +112,8 @@ _HEADING = re.compile(r"(?:(?<=\n\n)|\A)([A-Z].*[^.:\n])\n(?=- )")
 def prose(text: str, write_code: Callable[[str], str] = str) -> str:
     """Convert a docstring to Markdown. Indented lines stay code, and `<` elsewhere is escaped.
 
-    A line becomes a heading if it starts a paragraph, a list follows at once, and the line does not
-    end like a sentence or with a colon.
+    A line becomes a heading if it starts a paragraph with a capital letter and a list follows at
+    once. The line must not end like a sentence or with a colon.
 
     write_code: function that changes the lines of code.
     """
@@ -187,7 +186,7 @@ def options(
 
 
 def _other_values(values: Mapping[str, Any], option: str) -> dict[str, Any]:
-    """Return the values of the other options, without references to the configuration."""
+    """Return the values of the other options, without mappings and references to other keys."""
     result = {}
     for key, value in values.items():
         is_reference = str(value).startswith("${")
@@ -477,7 +476,7 @@ GROUPS = {
     "observer": (
         "A list of observers, which follow a run in addition to raysim's own files and pictures."
     ),
-    "experiment": "Settings of the papers' tables: each option sets values of the other groups.",
+    "experiment": "Settings of papers: each option sets values of the other groups.",
     "sweep": "Search spaces of `raysim sweep`.",
 }
 SETTINGS: dict[str, type] = {  # the class of each section that has no `_target_`
@@ -501,9 +500,9 @@ def configuration() -> str:
     texts = [
         "# Configuration\n",
         "Set any key on the command line with an override, `KEY=VALUE`. A group takes the name of "
-        "an option, every other key takes a value. The error for a wrong name or value suggests "
-        "the nearest valid one. This page is generated from the files in `conf/` and the classes "
-        "behind them.\n",
+        "an option, every other key takes a value. The error for a wrong name suggests "
+        "the nearest valid one, or lists all of them. This page is generated from the files in "
+        "`conf/` and the classes behind them.\n",
         "## The run itself\n",
         _keys(top / "config.yaml", ""),
     ]
@@ -537,7 +536,7 @@ def _inherited(path: Path) -> Iterator[Path]:
 
 
 def _head(path: Path) -> str:
-    """Return the comment at the head of a file."""
+    """Return the comments of a file that start at the beginning of a line."""
     lines = path.read_text(encoding="utf-8").split("\n")
     comments = (
         line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line
@@ -607,7 +606,11 @@ _LINE = re.compile(r'^( *)"?([A-Za-z_]\w*)"?: *([^#]*?)(?: +# ?(.*))?$')
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield each key of a file with its value and its comment."""
+    """Yield the keys of a file, each with its value and its comment.
+
+    `_target_` and the keys below `defaults` and `method` are left out. So is a key that has neither
+    a value nor a comment.
+    """
     above: list[tuple[int, str]] = []
     for line in path.read_text(encoding="utf-8").split("\n"):
         match = _LINE.match(line)

@@ -15,7 +15,7 @@ def run(program: Callable[[], object]) -> NoReturn:
     """Run a program, and end this process with an exit status.
 
     The exit status is 0 if the program succeeds. The exit status is 2 if the program refuses its
-    input, and a printed sentence says why.
+    input, and a printed sentence says why. It is 130 after Ctrl-C, and 1 after other failures.
     """
 
     def command() -> int:
@@ -37,8 +37,8 @@ def run_study(
 
     The arguments of the command line are `run FOLDER [OVERRIDE ...]`, `collect FOLDER` or `page`.
     FOLDER is the folder that contains the study's runs.
-    usage: the text that is printed if the command line has none of these commands; None prints
-    nothing.
+    usage: the text that is printed if the command line has none of these commands. The exit status
+    is then 1. None prints nothing, with the exit status 0.
     run_all: function for `run`, called with FOLDER and the list of overrides. It executes the runs
     of the study with these overrides.
     collect: function for `collect`, called with FOLDER. It copies the numbers of the runs into a

@@ -15,9 +15,9 @@ to every run. With the first seed, `run` trains the methods in `RATES` at severa
 The runs of the other seeds use the best learning rate. `data.root` cannot be set: all runs train on
 texts of Python's documentation (`pydoc_data.topics`).
 
-`run runs/language only=DiLoCo,FedIT` executes the runs of some methods. `collect` then keeps the
-stored numbers of all other methods. Their runs must have started from a base model with the same
-weights.
+`run runs/language only=DiLoCo,FedIT` executes the runs of some methods, and those of `base`.
+`collect` then keeps the stored numbers of all other methods. Their runs must have started from a
+base model with the same weights.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
     All runs start from the base model, which is trained centrally.
     folder: the folder of all runs.
     more: overrides for every run, such as "local.steps=25". With "only=DiLoCo,FedIT", only the runs
-    of these methods are executed.
+    of these methods and the runs `UNCHANGED` are executed.
     """
     import raysim
 
@@ -189,7 +189,8 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
     base_text, client_texts = write_texts(folder)
     base = folder / "base"
     if not is_finished(base):
-        words = [*MODEL, *BASE, f"out={base}", *more, f"data.root={base_text}"]
+        resume = ["resume=latest"] if base.exists() else []
+        words = [*MODEL, *BASE, f"out={base}", *resume, *more, f"data.root={base_text}"]
         raysim.run(words, quiet=True)
     start = [*more, f"data.root={client_texts}", f"init.file={base / 'model.safetensors'}"]
     for seed, method in product(SEEDS, chosen):
@@ -203,7 +204,8 @@ def run_all(folder: Path, more: Sequence[str]) -> None:
             print(out.name, flush=True)
             own = [] if rate is None else [f"local.lr={rate:g}"]
             words = [*MODEL, *SETTING, *METHODS[method], *own, f"seed={seed}", f"out={out}"]
-            raysim.run([*words, *start], quiet=True)
+            resume = ["resume=latest"] if out.exists() else []
+            raysim.run([*words, *resume, *start], quiet=True)
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -267,8 +269,10 @@ def collect(folder: Path) -> None:
                 store[method][str(seed)] = measured(outs[method])
             else:
                 store[method][str(seed)] = stored[method][str(seed)]
+        if len(present) == len(METHODS):
+            continue
         base, stored_base = (some[UNCHANGED][str(seed)] for some in (store, stored))
-        if len(present) < len(METHODS) and base["model_sha256"] != stored_base["model_sha256"]:
+        if base["model_sha256"] != stored_base["model_sha256"]:
             raise ValueError(
                 f"{folder} has another base model than {STORE.name}, so the numbers of its methods "
                 "cannot be shown with the stored ones. The base model depends on the device and on the "

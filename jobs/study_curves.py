@@ -1,4 +1,4 @@
-"""Draw accuracy against a cost, such as virtual time.
+"""Draw a score, such as the accuracy, against a cost, such as virtual time.
 
 A line shows the mean over the seeds of a study, a band the range from the lowest to the highest.
 """
@@ -57,7 +57,7 @@ def draw_panel(
     Both are drawn only for costs at which all seeds have a value.
     ax: the panel.
     curves_of: maps each name in the legend to the curves of its seeds. A curve is an array
-    [points, 2] of costs, which ascend, and accuracies.
+    [points, 2] of costs, which ascend, and scores.
     cost_label: the label of the horizontal axis, which is logarithmic.
     tick_format: the format of the numbers on the horizontal axis, such as "{x:g}".
     """

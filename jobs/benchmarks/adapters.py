@@ -10,9 +10,10 @@ weights. The plain loop always has frozen weights in float32. `steps` also print
 raysim's time divided by that of the plain loop. The ratio should be at most 1.05.
 
 `memory` runs raysim with each number format and with different numbers of workers and clients. For
-each run, it prints the largest memory that all workers together use at one time. It also prints
-the increase over the run with 1 worker and 4 clients, as a multiple of the size of the frozen
-weights in float32. A memory page that several processes share is counted once.
+each run, it prints the largest memory that all Ray actors (coordinator and workers) together use at
+one time. It also prints the increase over the run with 1 worker and 4 clients, as a multiple of the
+size of the large frozen layers in float32. A memory page that several processes share is counted
+once.
 """
 
 from __future__ import annotations
@@ -130,9 +131,9 @@ def measure_steps(blocks: int, jobs: int) -> None:
 
 # --- memory -------------------------------------------------------------------------------------
 def ray_bytes() -> int:
-    """Return the memory of all workers of Ray in bytes (Linux).
+    """Return the bytes of memory of all processes here that execute Ray actors or tasks.
 
-    A page that several workers share is counted once.
+    This works only on Linux. A page that several of these processes share is counted once.
     """
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
@@ -147,7 +148,7 @@ def ray_bytes() -> int:
 
 
 def peak_bytes(overrides: list[str]) -> int:
-    """Run raysim; return the largest memory that Ray's workers hold at one time, in bytes."""
+    """Run raysim; return the largest memory that Ray's actors hold at one time, in bytes."""
     peak, has_ended = [0], threading.Event()
 
     def watch() -> None:
@@ -166,17 +167,17 @@ def peak_bytes(overrides: list[str]) -> int:
 
 
 def measure_memory() -> None:
-    """Print how much memory all workers use, for each number format of the frozen weights.
+    """Print how much memory all Ray actors use, for each number format of the frozen weights.
 
-    The printed memory is the highest sum over the workers at one time in a run. Three runs are made
-    for each number format: 1 worker with 4 clients, 2 workers with 4 clients, and 2 workers with 64
-    clients.
+    The actors are the coordinator and the workers. The printed memory is the highest sum over them
+    at one time in a run. Three runs are made for each number format:
+    1 worker with 4 clients, 2 workers with 4 clients, and 2 workers with 64 clients.
     """
     size_mib = FROZEN_BYTES / 2**20
     print(
-        f"The frozen weights of the model need {size_mib:.0f} MiB in float32. Each line has the "
-        "memory of all workers together at the peak of a run. The increase is over the run with "
-        "1 worker, 4 clients and the same number format. In brackets, it is a multiple of "
+        f"The large frozen layers of the model need {size_mib:.0f} MiB in float32. Each line has "
+        "the memory of coordinator and workers together at the peak of a run. The increase is over the "
+        "run with 1 worker, 4 clients and the same number format. In brackets, it is a multiple of "
         f"{size_mib:.0f} MiB.",
         flush=True,
     )
@@ -200,14 +201,15 @@ def main() -> None:
     """Measure what adapters cost: with the argument `steps` CPU time, with `memory` memory.
 
     `steps` prints the CPU seconds of a job in raysim and in a plain PyTorch loop with peft.
-    `memory` prints the memory of all workers, for each number format of the frozen weights.
+    `memory` prints the memory of coordinator and workers, for each number format of the frozen
+    weights.
     """
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument(
         "what",
         choices=("steps", "memory"),
-        help="what to measure: the CPU time of a job, or the memory of all workers",
+        help="what to measure: the CPU time of a job, or the memory of coordinator and workers",
     )
     parser.add_argument(
         "--blocks", type=int, default=5, help="how often the CPU times are measured (5)"

@@ -1,4 +1,4 @@
-"""Parse the command-line options that all benchmarks share."""
+"""Parse the command-line options that several benchmarks share."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@
 The benchmark runs the real coordinator, dispatcher and server with workers that do not train. Ray
 is a running cluster (`--address`), several Ray nodes on this machine (`--nodes`), or a local Ray.
 Each round has 8 clients for each worker. Updates return in three ways: a sum from each worker, a
-sum from each node, or one by one. docs/many_nodes.md estimates the time of a round on a large
-cluster from these measurements.
+sum from each node, or one by one. The second way is left out if all workers are on the
+coordinator's node. docs/many_nodes.md estimates the time of a round on a large cluster from these
+measurements.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ FLOATS = (1_210, 1_000_000, 11_000_000)
 # The ways in which updates return; True if each node adds up the sums of its workers.
 WAYS = {"sums": False, "sums of nodes": True, "updates": False}
 PARTS = ("dispatch", "wait", "add up", "step", "publish")
+MAX_WORKERS = 64  # without `--workers`
 _SKIP = 1  # the first rounds, which are not measured
 
 
@@ -61,7 +63,8 @@ class ClusterOptions:
     machine.
     nodes: the number of Ray nodes that the benchmark starts on this machine. With None, it starts
     only one node. `nodes` must be None if `address` is set.
-    workers: the number of workers on all nodes together; None means as many as fit.
+    workers: the number of workers on all nodes together; None means as many as fit, but at
+    most `MAX_WORKERS`.
     floats: the number of parameters of each model.
     """
 
@@ -370,7 +373,7 @@ def connected_cluster(options: ClusterOptions) -> Iterator[Size]:
     ray_options = RayOptions(workers=options.workers, address=address)
     is_connected_here = cluster.connect(ray_options)
     try:
-        yield choose_size(ray_options, {"CPU": 1.0}, cluster.node_resources(), most=64)
+        yield choose_size(ray_options, {"CPU": 1.0}, cluster.node_resources(), most=MAX_WORKERS)
     finally:
         if is_connected_here:
             cluster.disconnect()
@@ -425,9 +428,9 @@ def table(results: Sequence[RoundCost]) -> str:
     )
     place = f"{results[0].workers} workers on {results[0].nodes} node(s)"
     title = (
-        f"one round with {place}. calls: calls of workers. arrays: arrays that the coordinator "
-        "received. MB down and up: megabytes from the coordinator to other nodes and back. CPU, "
-        "ms: CPU time of the coordinator. The columns behind it: wall time of the round's parts "
+        f"one round with {place}. calls: calls of workers and nodes. arrays: arrays that the "
+        "coordinator received. MB down and up: megabytes from the coordinator to other nodes and back. "
+        "CPU, ms: CPU time of the coordinator. The columns behind it: wall time of the round's parts "
         "and of the round"
     )
     return f"{title}\n{format_table(text_columns(head, rows), terminal_width())}"
@@ -446,7 +449,9 @@ def main() -> None:
     command_line.add_argument(
         "--nodes", type=int, help="number of Ray nodes to start on this machine"
     )
-    command_line.add_argument("--workers", type=int, help="number of workers (one per CPU)")
+    command_line.add_argument(
+        "--workers", type=int, help=f"number of workers (one per CPU, at most {MAX_WORKERS})"
+    )
     command_line.add_argument(
         "--floats",
         type=int,

@@ -82,7 +82,8 @@ def measure(command: Sequence[str], name: str, rounds: int) -> float:
     if ended.returncode != 0 or len(moments) < rounds + 1:
         print(ended.stdout[-4000:], ended.stderr[-4000:], file=sys.stderr)
         raise RefusedError(
-            f"{command[0]} ended with status {ended.returncode} (status 124: it did not end in "
+            f"{command[0]} ended with status {ended.returncode} after "
+            f"{max(0, len(moments) - 1)} of {rounds} rounds (status 124: it did not end in "
             f"{TIMEOUT_S} s). Read its output above."
         )
     # Leave out the first round, in which processes start.

@@ -355,7 +355,7 @@ class CpuClock(threading.Thread):
 def wait_for_children() -> None:
     """Wait until all children of this process have ended.
 
-    Raise RefusedError if one does not end.
+    Raise RefusedError if one still runs after `END_TIMEOUT_S` seconds.
     """
     end = time.monotonic() + END_TIMEOUT_S
     while time.monotonic() < end:
@@ -377,7 +377,7 @@ def measure_program(command: Sequence[str], folder: Path, work: Path) -> Measure
     command: the command, a list of words.
     folder: the folder that has the program's Python modules.
     work: the working directory of the command, in which the program looks for its data sets.
-    Raise RefusedError if the program fails.
+    Raise RefusedError if the program fails or logs no accuracy, and on another system than Linux.
     """
     environment = {
         **os.environ,

@@ -146,7 +146,8 @@ def time_peer(
     result = json.loads(times.read_text())
     if not result["change"] > 0.0:
         raise RefusedError(
-            f"{app} has trained nothing: its parameters are unchanged. Correct this app."
+            f"{app} has not trained: the largest change of a parameter is {result['change']}. "
+            "Correct this app."
         )
     moments: list[float] = result["times"][WARM_UP_ROUNDS - 1 :]
     return statistics.median(later - earlier for earlier, later in pairwise(moments))

@@ -79,7 +79,7 @@ class Rate:
 
     schedule: the name of the schedule.
     fleet: the name of the fleet; "oort" for the selection Oort on a log-normal fleet.
-    start: CPU seconds to the first aggregation.
+    start: CPU seconds to the first aggregation, and for "oort" to the second one.
     events: dispatched and finished jobs per CPU second.
     memory: bytes by which the planner made the process larger.
     """
@@ -209,8 +209,9 @@ def bench(say: Callable[[str], None]) -> dict[str, object]:
     rows.append(("memory, MB", *(f"{memory / 1e6:,.0f}" for memory in most)))
     say(
         "thousands of events (dispatches and ends of jobs) that the planner simulates per CPU "
-        f"second, with {CLIENTS:,} clients and {IN_FLIGHT:,} jobs in flight. Rows: schedules. "
-        "Columns: fleets; the last column has the log-normal fleet and selection=oort"
+        f"second, with {CLIENTS:,} clients and {IN_FLIGHT:,} jobs in flight. Rows: schedules, "
+        "and the largest memory. Columns: fleets; the last column has the log-normal fleet and "
+        "selection=oort"
     )
     say(format_table(text_columns(("schedule", *fleets), rows), terminal_width()))
     jobs, start = whole_run(100)

@@ -3,7 +3,8 @@
     uv run python -m jobs.benchmarks.rules
 
 The benchmark alternates a rule and FedAvg in one process and reports the median of the ratios.
-FedAvg itself is compared with a plain PyTorch loop that adds one update after the other.
+FedAvg itself and FedLD's rule are compared with a plain PyTorch loop, which adds one update after
+the other.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def main() -> None:
     title = (
         f"Time of a step of the server on {num_threads()} threads. The reference of fedavg is a "
         "weighted mean in a plain loop, that of fedld_principal is a plain sum, and that of all "
-        "other rules is fedavg"
+        "other rules is fedavg. Of fedld_principal, only the combination of the updates is timed"
     )
     report(title, results, arguments.blocks, arguments.out)
 

@@ -6,8 +6,9 @@ which both methods ran on the same seeds gives a verdict. The verdict follows fr
 
     supported      the interval lies on the claimed side of 0
     contradicted   the interval lies on the wrong side of 0
-    undecided      the interval contains 0, or the two methods have too few seeds in common, or our
-                   runs of the second method are not trained enough: their accuracy is less than
+    undecided      the interval contains 0, or the two methods have too few seeds in common, or the
+                   differences are equal on all seeds, so that there is no interval, or our runs
+                   of the second method are not trained enough: their accuracy is less than
                    `TRAINED` times the accuracy in the paper
 """
 
@@ -175,7 +176,7 @@ class Finding:
             )
         gain, last_setting = self.gain, self.claim.settings[-1]
         if gain.low is None or not gain.deviation:
-            return f"{MIN_PAIRS} seeds or more"
+            return f"{max(MIN_PAIRS, gain.pairs + 1)} seeds or more"
         assert gain.mean is not None
         seeds = f"{seeds_needed(gain.deviation, gain.mean)} seeds if the mean stays as it is"
         return seeds if last_setting == self.setting.name else f"{seeds}, or `{last_setting}`"
@@ -207,7 +208,7 @@ def seeds_needed(deviation: float, difference: float) -> str:
 def findings(claim: Claim, runs: Sequence[Run]) -> list[Finding]:
     """Return a finding for each setting of a claim.
 
-    Settings at which the two methods of the claim share no seed are left out.
+    Settings at which the two methods of the claim have no seed with both scores are left out.
     """
     by_setting: dict[str, dict[str, dict[int, Run]]] = {}
     for run in runs:
@@ -255,7 +256,10 @@ def _accuracy(claim: Claim, run: Run) -> float | None:
 
 # --- Markdown -------------------------------------------------------------------------------------
 def claims_table(paper: str, runs: Sequence[Run]) -> str:
-    """Return a paper's claims as a Markdown table, with a row for each setting that has runs."""
+    """Return a paper's claims as a Markdown table, with a row for each setting that has runs.
+
+    A claim without runs has one row, too.
+    """
     rows: list[tuple[str, ...]] = []
     for claim in CLAIMS[paper]:
         of_claim = findings(claim, runs)

@@ -97,7 +97,10 @@ class Entry:
 
     @property
     def is_comparable(self) -> bool:
-        """Return True if the runs use the paper's data set, so that scores can be compared."""
+        """Return False if all runs use the same data set, and it is not the paper's.
+
+        The scores can then not be compared.
+        """
         return self.dataset == self.cell.dataset
 
     @property
@@ -193,7 +196,7 @@ def compare(
 
     The runs on a data set may differ in their configurations, for example in the number of rounds.
     Each configuration has separate text tables. The first tables show the configuration at which
-    the user's runs give scores for the most cells of the paper's table. The text ends with the
+    the user has runs for the most cells of the paper's table. The text ends with the
     commands that would compute the missing scores.
     name: the name of the paper's table, such as "fedbr/table1".
     runs: the user's runs.
@@ -384,7 +387,7 @@ def _with_options(command: Command) -> Command:
 
 
 def _settings_of(command: Command) -> dict[str, str]:
-    """Map each dotted key of a command to its value, and each group to its option."""
+    """Map each dotted key of a command to its value, and each group in `GROUPS` to its option."""
     from raysim.experiment.compose import compose
     from raysim.experiment.config_files import to_dict
 
@@ -428,7 +431,7 @@ def _is_free(key: str) -> bool:
 
 
 def shorten_numbers(text: str) -> str:
-    """Replace 10.0 by 10 in a text, because both are the same setting."""
+    """Replace "=10.0" by "=10" in a text, because both are the same setting."""
     return re.sub(r"(?<==)(-?\d+)\.0\b", r"\1", text)
 
 

@@ -54,7 +54,8 @@ class PairedSetting:
     def most_frequent(self) -> tuple[str, RunsBySeed]:
         """Return the method with the most seeds in common with FedAvg, and the method's runs.
 
-        If several methods have the most seeds, return the paper's own method.
+        If several methods have the most seeds, a method with the name of the paper's own is
+        preferred.
         """
 
         def rank(item: tuple[str, RunsBySeed]) -> tuple[int, bool]:
@@ -202,10 +203,11 @@ def _gains_by_split(setting: PairedSetting) -> Iterator[str]:
 
 
 def _terms(by_method: RunsByMethod, fedavg: RunsBySeed) -> Iterator[str]:
-    """Yield Markdown: the terms of FedLD's loss decomposition for each method and for FedAvg.
+    """Yield Markdown: the terms of FedLD's loss decomposition for methods and for FedAvg.
 
     FedLD's equation 2 divides the loss after an aggregation into terms (`evaluate.decompose`). The
-    table has only terms that all runs measured.
+    table has only terms that all its runs measured. Methods that measured them on fewer than
+    `MIN_PAIRS` of FedAvg's seeds are left out.
     by_method: the runs of methods other than FedAvg.
     fedavg: the runs of FedAvg, with which the methods are compared on equal seeds.
     """

@@ -8,7 +8,7 @@ the run's Python objects, and it copies the data sets. Then DIR can be copied to
 
 `run` needs only the packages that `raysim bench gpu` needs. It starts or continues the unfinished
 runs in the order of `STUDIES`, and stops after the number of minutes. `python -m
-jobs.papers.results DIR/runs/*` stores the finished runs for the papers' pages.
+jobs.papers.results DIR/runs/NAME...` stores finished runs for the papers' pages.
 
 `jobs/papers/gpu.sh` executes `prepare` and then `run`.
 """

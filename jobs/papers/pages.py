@@ -120,7 +120,8 @@ def _index() -> str:
     parts = [
         "# Papers",
         "What four papers claim, what raysim's results say about it, their figures and their "
-        "tables. A claim is counted once for each scale at which it was run.",
+        "tables. A claim is counted once for each scale at which it was run. A claim that was not "
+        "run is counted once, as undecided.",
         ORIGIN,
         to_markdown(("paper", *VERDICTS, "tables", "printed numbers", "with our result"), rows),
         "\n".join(["```{toctree}", ":maxdepth: 1", ":hidden:", *PAPERS, "```"]),

@@ -1,7 +1,6 @@
 """Draw the pictures of `docs/papers`: the gains of methods over FedAvg.
 
-The pictures also show how the gains depend on the partition of the training samples among the
-clients.
+If each seed has its own partition, a picture also shows how the gain of one method depends on it.
 """
 
 from __future__ import annotations

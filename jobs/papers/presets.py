@@ -346,7 +346,7 @@ def last(rows: Sequence[Row], name: str) -> float | None:
 
 
 def last_of_domain(rows: Sequence[Row], name: str) -> float | None:
-    """Return the last value in the column of a domain, or None if there is no such column.
+    """Return the last value in the column of a domain, or None if it has no values.
 
     name: the beginning of the column's name, without regard to case and separators. If several
     columns begin with it, the one with the shortest name is used.

@@ -2,7 +2,7 @@
 
     uv run python -m jobs.papers.report fedbr                 list a paper's tables
     uv run python -m jobs.papers.report fedbr/table1          a table with raysim's stored results
-    uv run python -m jobs.papers.report fedbr/table1 runs/*   the same with your own runs instead
+    uv run python -m jobs.papers.report fedbr/table1 runs/*   the same with your own runs, too
 
 The papers are fedbr, fedbss, fedld and fraug. If results of a table are missing, the commands that
 would compute them follow below the table.
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(compare(options.table, runs, terminal_width(), stored_runs(paper)))
     elif options.runs:
         raise RefusedError(
-            f"{paper}: this is a paper, not a table. Name a table, such as {paper}/table1."
+            f"{paper}: this is not a table of a paper. Name a table, such as fedbr/table1."
         )
     else:
         print(listing(paper))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jobs.papers.comparison import shorten_numbers
 from raysim.results.stored_runs import Run
 
-# Overrides that do not change the results, or only say where files are.
+# Overrides that say how a run is executed, or where files are.
 EXECUTION = ("device=", "runtime.", "data.root=")
 
 

@@ -94,3 +94,33 @@ def test_language_study_refuses_runs_that_start_from_another_base_model(
 def test_language_study_refuses_unknown_method(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"only=DiLoko.*FedIT"):
         study.run_all(tmp_path, ["only=DiLoko"])
+
+
+def test_language_study_continues_runs_that_were_stopped(
+    store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+    monkeypatch.setattr("raysim.run", lambda words, quiet: commands.append(words))
+    monkeypatch.setattr(study, "SEEDS", range(1))
+    finish(monkeypatch, tmp_path, "digest")
+    stopped = [tmp_path / "base", study.folder_of(tmp_path, "FedIT", 0)]
+    for out in stopped:
+        out.mkdir()
+    study.run_all(tmp_path, ["only=FedIT,FedAvg"])
+    outs = [word for words in commands for word in words if word.startswith("out=")]
+    assert outs == [f"out={out}" for out in (*stopped, study.folder_of(tmp_path, "FedAvg", 0))]
+    assert ["resume=latest" in words for words in commands] == [True, True, False]
+
+
+def test_language_study_collects_all_methods_without_stored_numbers(
+    store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study.STORE.unlink()
+    monkeypatch.setattr(study, "SEEDS", range(1))
+    monkeypatch.setattr(
+        study, "METHODS", {name: study.METHODS[name] for name in (study.UNCHANGED, DILOCO)}
+    )
+    monkeypatch.setattr(study, "RATES", {DILOCO: study.RATES[DILOCO]})
+    finish(monkeypatch, tmp_path, "digest")
+    study.collect(tmp_path)
+    assert json.loads(study.STORE.read_text())[DILOCO]["0"]["name"] == "diloco-lr_0.0003-0"

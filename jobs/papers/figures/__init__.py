@@ -32,7 +32,10 @@ def figures_of(paper: str) -> list[PaperFigure]:
 
 
 def figures_section(paper: str) -> Iterator[str]:
-    """Yield Markdown about each figure of a paper: what it shows, our picture, the command."""
+    """Yield Markdown about each figure of a paper: what it shows, our picture, the command.
+
+    The picture is left out if no numbers of the figure are stored.
+    """
     for figure in figures_of(paper):
         number = figure.name.partition("/")[2]
         yield f"### Figure {number}: {figure.shows}"

@@ -1,7 +1,7 @@
 """Define a figure of a paper: small runs, the numbers from these runs, and one picture.
 
 The numbers are stored as JSON together with the commands of the runs. The picture is drawn only
-from the JSON file.
+from these numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from raysim.experiment.result import Result
 
 # Numbers of a panel: kind ("lines", "points", "bars" or "images"), title, x and y (labels of the
-# axes), series (each with label, x, y), log (True: a logarithmic x axis), images (rows of pixels).
+# axes), series (each with label, x, y), log (True: a logarithmic x axis), ticks
+# (texts on the x axis), images (rows of pixels).
 Panel: TypeAlias = dict[str, Any]
 STORED = Path(__file__).parent.parent / "results" / "figures"
 DEFAULT_FOLDER = "figures"  # of the runs, in commands

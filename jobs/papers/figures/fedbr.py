@@ -2,7 +2,7 @@
 
 The features and outputs come from probes (`raysim.results.probes`). A probe measures the clients'
 models before they are averaged. Each model gets equally many samples of each class of the central
-test set.
+test set, or all samples of a class that has fewer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def outputs(runs: Runs, is_local: bool) -> Sequence[Panel]:
     """Return one panel, a bar chart about the client that has the fewest classes.
 
     is_local: True shows the local model, which is the client's model after its training. The bars
-    are the model's mean output on test samples of classes that the client lacks. False shows the
+    are the model's mean output on test samples of classes that the client lacks; they are 0 if it
+    lacks none. False shows the
     client's training samples. The bars are then the fraction of samples in each class.
     """
     result = run_with_probes(runs, "method=fedavg")

@@ -24,7 +24,7 @@ def shares(runs: Runs) -> Sequence[Panel]:
 
     The horizontal axis is `partition.fraction`: the fraction of its training samples that each
     client uses. The accuracy is a mean over clients. For each client, it is the test accuracy in
-    the round with the client's best validation score.
+    the scored round with the client's best validation score.
     """
     lines = []
     for label, method in METHODS.items():

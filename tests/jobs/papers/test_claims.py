@@ -87,6 +87,12 @@ def test_run_with_little_training_decides_no_claim_of_a_paper() -> None:
     assert "55.0 %" in untrained.to_decide() and "`skew-paper-80`" in untrained.to_decide()
 
 
+def test_claim_with_equal_differences_needs_more_seeds_than_it_has() -> None:
+    (finding,) = findings(SKEW_CLAIM, pairs([0.0, 0.0, 0.0]))
+    assert finding.verdict == "undecided"
+    assert finding.to_decide() == "4 seeds or more"
+
+
 def test_paper_claim_is_judged_for_each_setting() -> None:
     runs = pairs([0.05, 0.06, 0.07]) + pairs([-0.05, -0.06, -0.07], setting="skew-fast")
     first, second = findings(SKEW_CLAIM, runs)
