@@ -264,14 +264,13 @@ class _Adaptive(Method):
     paper = "Reddi et al., ICLR 2021"
     server_lr: float
     tau: float
+    beta1: float
 
-    def _check(self, server_lr: float, tau: float, **decays: float) -> None:
+    def _check(self, server_lr: float, tau: float, beta1: float) -> None:
         self.server_lr = at_least(f"method.{self.name}.server_lr", server_lr, 0.0)
         self.tau = above(f"method.{self.name}.tau", tau, 0.0, "it keeps the divisor away from 0")
-        for key, value in decays.items():
-            # A factor of 1 would keep a moment at its start for ever.
-            in_range(f"method.{self.name}.{key}", value, least=0.0, below=1.0)
-            setattr(self, key, value)
+        # With a factor of 1 the first moment stays 0, and the model never changes.
+        self.beta1 = in_range(f"method.{self.name}.beta1", beta1, least=0.0, below=1.0)
 
     def setup(self, run: Setup) -> None:
         """Declare two moments as server state, and that this method makes the server's step.
@@ -312,7 +311,7 @@ class FedAdagrad(_Adaptive):
     name = "fedadagrad"
 
     def __init__(self, server_lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3):
-        self._check(server_lr, tau, beta1=beta1)
+        self._check(server_lr, tau, beta1)
 
 
 class _Decaying(_Adaptive):
@@ -335,7 +334,10 @@ class _Decaying(_Adaptive):
         tau: float = 1e-3,
         bias_correction: bool = False,
     ):
-        self._check(server_lr, tau, beta1=beta1, beta2=beta2)
+        self._check(server_lr, tau, beta1)
+        self.beta2 = between(f"method.{self.name}.beta2", beta2, 0.0, 1.0)
+        if bias_correction:  # its factor would be 0
+            in_range(f"method.{self.name}.beta2", beta2, below=1.0)
         self.bias_correction = bias_correction
 
     def _settings(self, step: int) -> dict[str, Any]:

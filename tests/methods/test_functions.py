@@ -29,6 +29,13 @@ def test_adaptive_server_rule_refuses_a_first_moment_that_never_changes(rule: An
         rule(beta1=1.0)
 
 
+@pytest.mark.parametrize("rule", [FedAdam, FedYogi])
+def test_constant_second_moment_is_refused_only_with_bias_correction(rule: Any) -> None:
+    assert rule(beta2=1.0).beta2 == 1.0
+    with pytest.raises(ValueError, match=rf"^method\.{rule.name}\.beta2=1"):
+        rule(beta2=1.0, bias_correction=True)
+
+
 class TestFedAvg:
     def test_weighted_sum_ignores_diverged_client_of_weight_zero(self) -> None:
         vectors = torch.stack([vector(1, 2), vector(math.nan, math.inf), vector(3, 6)])
