@@ -2,7 +2,7 @@
 
     uv run python -m jobs.benchmarks.planner
 
-The population has a million clients, of which a thousand are in flight. An event is a dispatch or
+The population has a million clients, of which about a thousand are in flight. An event is a dispatch or
 the end of a job. Events are measured for every schedule and fleet, and for the selection Oort.
 Seconds are CPU time, because other programs on the machine change it less than wall time.
 `jobs.benchmarks.scale` runs this benchmark first.

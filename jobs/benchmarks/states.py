@@ -10,7 +10,7 @@ The benchmark has three parts:
 2. It trains 1,000 clients with SCAFFOLD and the model of W2 in two ways. First, all client states
    are in memory. Then a tenth of them is in memory, and nine tenths are on disk.
 3. It trains `--clients` clients with SCAFFOLD and the model of W2, with at most 1 GiB of client
-   states in memory. All further client states are on disk: 18 GB for 100,000 clients.
+   states in memory. All further client states are on disk: 16.5 GB for 100,000 clients.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def workload_checkpoints(root: str | None, rounds: int) -> CheckpointCost:
 
     A checkpoint is written after every round.
     root: the folder of Fashion-MNIST; None downloads it.
-    rounds: the number of checkpoints that are measured.
+    rounds: the run has one round more than this. The checkpoint after each of its rounds is
+    measured.
     """
     work = WORKLOADS["W1"]
     spec = spec_of_loop(work, source_of(work, root))
