@@ -148,7 +148,7 @@ MODELS = (("11 M", 11e6), ("1 B", 1e9))
 
 def seconds(value: float) -> str:
     """Format seconds with two digits, and from 10 seconds on as a whole number."""
-    return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
+    return f"{value:.2g}" if value < 9.95 else f"{value:,.0f}"
 
 
 def size(value: float) -> str:

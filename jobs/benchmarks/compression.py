@@ -118,8 +118,15 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="number of rounds in a measurement (3)"
     )
-    parser.add_argument("--only", help="name of the only compressor to measure, such as topk")
+    parser.add_argument(
+        "--only",
+        choices=sorted({each.name for each in COMPRESSORS}),
+        help="name of the only compressor to measure, such as topk",
+    )
     given = parser.parse_args()
+    unknown = sorted(set(given.workloads) - set(LIMITS))
+    if unknown:
+        parser.error(f"unknown workload {unknown[0]}: choose from {' and '.join(LIMITS)}")
     chosen = [each for each in COMPRESSORS if given.only in (None, each.name)]
     for name in given.workloads:
         measure(name, chosen, given.blocks, given.rounds)

@@ -6,7 +6,7 @@
 # Run the same line again to continue. The first step prepares the runs (needs raysim's dependencies and the data sets); on
 # a machine that has no Hydra it is left out, and the folder OUT must come from another one:
 #   PREPARE=only DATA=~/data bash jobs/papers/gpu.sh                    only prepares; then carry this checkout with OUT
-# Afterwards: uv run python -m jobs.papers.results $OUT/runs/*          stores the finished runs for the papers' pages
+# Afterwards: uv run python -m jobs.papers.results $OUT/runs/NAME...    stores finished runs for the papers' pages
 set -euo pipefail
 # Without DATA, data.root has its default.
 : "${DATA:=}" "${OUT:=runs/gpu}" "${PYTHON:=python}" "${PREPARE:=}"

@@ -236,6 +236,11 @@ class Compressor(Method):
         run.needs_clients("it compresses what clients send and receive")
         has_memory = self.feedback != "none"
         keeps_messages = type(self).initial is not Compressor.initial
+        if not keeps_messages and type(self).keep is not Compressor.keep:
+            raise TypeError(
+                f"{type(self).__name__} overrides keep but not initial, so nothing would be kept. "
+                "Let initial return the tensor for a sender's first message."
+            )
         if has_memory and self.compresses_up:
             # Empty in place of zeros: most of a first job's cost would be to make and add them.
             run.client_state(MEMORY, lambda samples: torch.empty(0))

@@ -247,3 +247,15 @@ class TestOtherParts:
     ) -> None:
         with pytest.raises(ValueError, match=key):
             coordinate(run_spec(*methods, **settings), Synchronous(4))
+
+
+class Forgetful(Float16):
+    """A compressor that keeps a tensor, but has none for a sender's first message."""
+
+    def keep(self, message: np.ndarray, layout: Any) -> torch.Tensor:
+        return torch.ones(1)
+
+
+def test_compressor_that_overrides_keep_without_initial_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^Forgetful .*initial"):
+        declare_run(run_spec(Forgetful()))
