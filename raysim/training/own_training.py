@@ -52,8 +52,8 @@ def seed_torch(seed: int, device: torch.device) -> None:
     seed: the seed of both generators.
     """
     if device.type == "cpu":
-        # `torch.manual_seed` takes a hundred times as long: it formats the stack of calls for each
-        # GPU library that is installed but not in use.
+        # `torch.manual_seed` can take a thousand times as long: it formats the stack of calls for
+        # each GPU library that is installed but not in use.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
