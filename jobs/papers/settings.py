@@ -205,6 +205,13 @@ SETTINGS = (
         "digits_tenth",
     ),
     _setting(
+        "digits-tenth-text",
+        "Digits as at digits-tenth, FRAug as in the text of its paper",
+        "experiment=fraug/digits_text rounds=100 data.size=16 "
+        "data.domains=[mnist,mnist_m,usps,digits] partition.fraction=0.1",
+        "digits_tenth-text",
+    ),
+    _setting(
         "digits-paper", "the paper's setting", "experiment=fraug/digits", f"{_GPU} fraug-digits"
     ),
 )
