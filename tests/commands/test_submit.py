@@ -171,6 +171,8 @@ class TestCommand:
         for override in ("runtime=inprocess", "resume=latest"):
             other = job_command("study", "out=/s/a", override)
             assert "runtime=cluster" not in other.entrypoint
+        new_or_continued = job_command("study", "out=/s/a", "resume=latest", "rounds=2")
+        assert "runtime=cluster" in new_or_continued.entrypoint
         continued = job_command("run", "out=/s/a", "resume=latest")
         assert shlex.split(continued.entrypoint) == [*start, *continued.words[1:]]
 

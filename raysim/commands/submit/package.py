@@ -193,12 +193,12 @@ class JobCommand:
     def entrypoint(self) -> str:
         """Return the command line for the cluster's shell.
 
-        `runtime=cluster` is added if the command has no `runtime=`. It is not added to a command
-        that continues a study or a sweep.
+        `runtime=cluster` is added if the command has no `runtime=`. It is not added to a study or
+        sweep whose only overrides are `out` and `resume`.
         """
-        # The stored plan of a study or a sweep that is continued has its runtime.
-        continues = "resume" in self.settings and self.words[0] != "run"
-        joins = [] if continues or "runtime" in self.settings else ["runtime=cluster"]
+        # Such a command cannot start a new study or sweep. The stored plan has a runtime.
+        only_continues = self.words[0] != "run" and set(self.settings) == {"out", "resume"}
+        joins = [] if only_continues or "runtime" in self.settings else ["runtime=cluster"]
         # Overrides come first: argparse takes no more of them after a flag.
         return shlex.join(["python", "-m", "raysim", self.words[0], *joins, *self.words[1:]])
 
