@@ -37,8 +37,8 @@ class FlowerRequest:
     config: the configuration of raysim as nested dictionaries; it has the settings of the fleet,
     for example.
     seeds: the app is run once for each seed.
-    clients: the number of clients. None and 0 take the number in the Flower project, or 10 if it
-    has none.
+    clients: the number of clients. None takes the number in the Flower project, or 10 if it has
+    none.
     samples: the number of samples of each client; it decides how much virtual time a client's
     training takes.
     run_config: values for the app's run config, by key. They replace the app's defaults.
@@ -76,7 +76,7 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
         key = word.partition("=")[0]
         root = key.partition(".")[0]
         if key in OWN_KEYS:
-            counts[key] = _read_count(word)
+            counts[key] = _read_count(word, least=1 if key == "clients" else 0)
         elif key == "seed":
             _, seeds = expand_override(word)
         elif root in RUN_KEYS:
@@ -97,12 +97,12 @@ def read_request(words: Sequence[str], run_configs: Sequence[str]) -> FlowerRequ
     return FlowerRequest(project, configs[0], numbers, counts["clients"], samples, changed)
 
 
-def _read_count(word: str) -> int:
+def _read_count(word: str, least: int) -> int:
     override = read_override(word)
     is_number = isinstance(override.value, int) and not isinstance(override.value, bool)
-    if not is_number or override.value < 0:
+    if not is_number or override.value < least:
         raise RefusedError(
-            f"{word} is not a whole number of at least 0. Write {override.key}=NUMBER."
+            f"{word} is not a whole number of at least {least}. Write {override.key}=NUMBER."
         )
     return int(override.value)
 

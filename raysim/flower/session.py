@@ -111,6 +111,7 @@ class AppRun:
             "run_config": dict(self.run_config),
             "fleet": repr(self.fleet),
             "threads": self.runtime.threads,
+            "device": self.device,
         }
 
 

@@ -484,6 +484,7 @@ def _check_own_training(spec: RunSpec, declarations: Declarations) -> None:
     needs: list[tuple[str, object, str]] = [
         ("local.rates", local.rates, "raysim's own training steps"),
         ("local.warmup_steps", local.warmup_steps, "raysim's own training steps"),
+        ("local.keep_optimizer", local.keep_optimizer, "raysim's own training steps"),
         ("local.schedule_over=steps local.schedule", over_steps, "raysim's own training steps"),
     ]
     if not declared.has_gradients:

@@ -69,6 +69,7 @@ def test_flower_command_reads_run_config_from_a_file(app, tmp_path):
     [
         (["rounds=3"], [], "rounds"),
         (["clients=many"], [], "clients"),
+        (["clients=0"], [], "clients=0"),
         (["fleet=none_of_these"], [], "fleet"),
         (["runtime.workers=0"], [], "runtime.workers"),
         ([], ["learning-rate=1"], "learning-rate"),

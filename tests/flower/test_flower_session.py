@@ -144,6 +144,8 @@ def test_session_refuses_folder_of_another_run(run, tmp_path):
     run_app(stored, no_text)
     with pytest.raises(RefusedError, match="seed=1"):
         run_app(replace(stored, seed=1), no_text)
+    with pytest.raises(RefusedError, match="device=meta"):
+        run_app(replace(stored, device="meta"), no_text)
     with pytest.raises(RefusedError, match="out="):
         run_app(replace(stored, resumes=False), no_text)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import BUFFER, ROUNDS, run, run_spec, several_workers
+from tiny_runs import BUFFER, LOCAL, ROUNDS, run, run_spec, several_workers
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -167,6 +168,15 @@ class OptimizerKeeping(PlainSgd):
 def test_own_training_refuses_to_keep_the_optimizer_of_raysim() -> None:
     with pytest.raises(ValueError, match=r"'plain_sgd' .*run\.train.*run\.keep_optimizer"):
         run(run_spec(OptimizerKeeping()), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("warmup_steps", 2), ("keep_optimizer", True), ("rates", {"head": 2.0})]
+)
+def test_own_training_refuses_settings_of_training_steps(setting: str, value: object) -> None:
+    local = replace(LOCAL, **{setting: value})
+    with pytest.raises(ValueError, match=rf"local\.{setting}=.*'plain_sgd'"):
+        run(run_spec(PlainSgd(), local=local), rounds=1)
 
 
 class Replacing(Method):
