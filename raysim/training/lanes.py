@@ -1,8 +1,7 @@
 """Train K clients at the same time in lanes; a lane trains one client after another.
 
-Subclasses compute the steps. `batched_lanes.py` computes one matrix product for all lanes.
-`recorded_lanes.py` records the operations of a training step (`Step`) once, as a CUDA graph on a
-GPU, and repeats them without running Python code.
+`batched_lanes.py` computes one matrix product for all lanes. `recorded_lanes.py` records a training
+step once and replays it.
 
 For a given number of lanes, a client's result does not depend on the clients in the other lanes.
 """
@@ -32,9 +31,9 @@ class LanesError(RefusedError):
 class Lane:
     """One of the K lanes of a worker: a vector, and the job that trains in it.
 
-    row: the number of the lane, and its row in tensors that contain all lanes.
-    storage: the flat tensors that contain this lane's parameters and buffers.
-    position: the position of the lane's job in the list of jobs to train.
+    row: the lane's number, and its row in tensors that contain all lanes.
+    storage: the lane's parameters and buffers.
+    position: the job's index in the list of jobs to train.
     running: the lane's job; None if it has none.
     batch: the next batch; None if the job is finished.
     step: the number of steps that the job has made.

@@ -18,16 +18,14 @@ PROBE_FEATURES = 200  # about the number of rows whose features a probe stores
 
 
 def probe_local_model(trainer: Trainer, ctx: Context, rows: np.ndarray, score_batch: int) -> Probe:
-    """Measure the model that a client has just trained, and the model that the client received.
+    """Measure a client's model just after its training, and the model that the client received.
 
-    Both models are in eval mode. The result has the trained model's accuracy on all of `rows`. It
-    also has the features of both models, and the class probabilities of the trained model. These
-    are for about `PROBE_FEATURES` samples, drawn from `rows` with equally many of each class.
+    The accuracy is that of the trained model on all of `rows`. Features of both models and the
+    trained model's class probabilities are stored for about `PROBE_FEATURES` samples. They have
+    equally many samples of each class.
 
     trainer: the trainer, whose vector contains the trained model.
-    ctx: the context of the job.
-    rows: the samples of the central test set to score, as rows of the data set. There are equally
-    many of each class, or fewer if the test set has fewer.
+    rows: the samples of the central test set to score, as rows of the data set.
     score_batch: the number of rows that are scored at once.
     """
     trainer.set_training(False)

@@ -1,10 +1,8 @@
 """Measure how much local training biases the features and classifiers of clients.
 
-The measures follow Guo, Tang and Lin, "FedBR" (ICML 2023): Figure 2 (features), Figure 3
-(classifier) and Table 6 (accuracy of local models). A local model and the model that its client
-received are probed before averaging. The probe uses equally many rows of each class of the central
-test set, or all rows of a class that has fewer. The paper shows pictures of features and
-classifiers; the numbers are defined here.
+The measures follow pictures in Guo, Tang and Lin, "FedBR" (ICML 2023): Figure 2 (features) and
+Figure 3 (classifier). Table 6 has the accuracy of local models. The formulas of the measures are
+raysim's.
 """
 
 from __future__ import annotations
@@ -66,11 +64,10 @@ def feature_similarity(local: Reals, received: Reals) -> float:
 def feature_likeness(features: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the mean cosine between a row of a seen class and a row of an unseen class.
 
-    A class is seen if the client's training data has samples of it. The mean is over all such pairs
-    of rows; None if there are none. A row of zeros has the cosine 0. Figure 2 of the FedBR paper
-    shows this measure.
+    The mean is over all such pairs; None if there are none. A row of zeros has the cosine 0. Figure
+    2 of the FedBR paper shows this measure.
     features: [rows, features], the features of the local model.
-    labels: [rows], the true class of each row.
+    labels: [rows], the true classes.
     seen: bool [classes], True for a class in the client's training data.
     """
     features = np.asarray(features, np.float64)
@@ -100,11 +97,9 @@ def unseen_probability(probabilities: Reals, labels: Ints, seen: Bools) -> float
 def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
     """Return the sum of the probabilities of the seen classes, averaged over the unseen rows.
 
-    A class is seen if the client's training data has samples of it. An unseen row has a true class
-    that is not seen. A larger result means a stronger bias to seen classes. Return None if there
-    are no unseen rows.
+    An unseen row has a true class that is not seen. None means that there are none.
     probabilities: [rows, classes], the outputs of the local model after softmax.
-    labels: [rows], the true class of each row.
+    labels: [rows], the true classes.
     seen: bool [classes], True for a class in the client's training data.
     """
     output = output_distribution(probabilities, labels, seen)
@@ -114,10 +109,9 @@ def seen_share(probabilities: Reals, labels: Ints, seen: Bools) -> float | None:
 def output_distribution(probabilities: Reals, labels: Ints, seen: Bools) -> Floats | None:
     """Return the mean probability of each class [C] over unseen rows; None if there are none.
 
-    Unseen rows are rows of classes that the client's training data does not have. Figure 3 of the
-    FedBR paper shows this mean.
+    Figure 3 of the FedBR paper shows this mean. An unseen row has a true class that is not seen.
     probabilities: [rows, classes], the outputs of the local model after softmax.
-    labels: [rows], the true class of each row.
+    labels: [rows], the true classes.
     seen: bool [classes], True for a class in the client's training data.
     """
     rows = ~seen[labels]
@@ -145,14 +139,13 @@ def _mean(values: Sequence[float | None], counts: Sequence[int]) -> float | None
 def summarise_probes(probes: Sequence[Probe]) -> dict[str, float | None]:
     """Return columns of a history row: means of the probes' measures over all probed clients.
 
-    All clients are probed on the same samples. A class is unseen if the client has no training
-    sample of it. Let u be the number of probed samples of unseen classes, and s of seen classes.
-    The weights of the clients in the means are:
+    A client's weight in a mean follows from u and s, its numbers of probed samples of unseen and of
+    seen classes:
     - u for "unseen_probability" and "seen_share".
     - u * s for "feature_likeness".
     - u + s for other columns.
-    "local_accuracy_worst" is not a mean, but the lowest accuracy of a client. A column is None if
-    no client has a value.
+    "local_accuracy_worst" is the lowest accuracy of a client. A column is None if no client has a
+    value.
     """
     accuracies = [probe.accuracy for probe in probes]
     distances = [feature_distance(p.features, p.received) for p in probes]

@@ -38,10 +38,8 @@ def watch(parts: Iterable[tuple[object, Mapping[str, str]]], device: torch.devic
     """Time Python functions of several objects from now on; return the recorder of the times.
 
     On a GPU, the time of a function includes the wait until the GPU has finished its work.
-    parts: pairs (object, kinds). `kinds` maps the name of a function of the object to a type of
-    work, for example {"gather": "gathering"}. The time of the function counts for this type. Names
-    that the object does not have are ignored.
-    device: the device on which the objects compute.
+    parts: pairs (object, kinds). `kinds` maps a function's name to the type of work for which its
+    time counts. Names that the object does not have are ignored.
     """
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     spans = Spans(whole=("evaluation",), settle=settle)

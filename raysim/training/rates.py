@@ -13,13 +13,10 @@ PARTS = ("body", "head", "adapters")
 def rate_factors(entries: Sequence[Entry], rates: Mapping[str, float]) -> list[float]:
     """Return for each parameter the factor by which its learning rate is multiplied.
 
-    The factor is 1 for parameters that belong to no part in `rates`. If a parameter belongs to
-    several parts, only one of them counts: the part with the longest module name, else "adapters",
-    else "head".
+    The factor is 1 for parameters that are in no part. If a parameter is in several parts, the part
+    with the longest module name counts, else "adapters", else "head".
 
-    entries: the parameters.
-    rates: the factor of each part: "head", "body", "adapters", or the full name of a module, such
-    as "model.extractor.0" (`local.rates`).
+    rates: the factor of each part: "head", "body", "adapters", or a module's full name.
     """
     names = [name for name in PARTS if name in rates]
     names += sorted(rates.keys() - set(PARTS), key=len)

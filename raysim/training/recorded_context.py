@@ -1,10 +1,7 @@
 """Give hooks the context of a job in a recorded step, and note which values they read.
 
-With `runtime.graph=true` the operations of a training step are recorded once, on a GPU as a CUDA
-graph. A replay repeats them on the same tensors without running Python code. Before a replay, each
-tensor that the step reads gets the values of the current client. Python values that the step reads
-cannot be replaced in this way. A recording is therefore replayed only for steps with the same
-Python values.
+Before a replay, each tensor that the step reads gets the values of the current client. Python
+values cannot be replaced: a recording is replayed only for steps with equal Python values.
 """
 
 from __future__ import annotations
@@ -139,14 +136,11 @@ def tables_of(lane: RecordedLane) -> dict[str, Mapping[str, Tensor]]:
     - "kept": the tensors that methods keep until the end of the job (`LocalJob.scratch`).
     - "download": the tensors that methods on the server sent to the client.
     - "draws": the random tensors of the next step.
-    - `VECTORS`: the vectors of the client before its first step:
-      - "received": the parameters of the model that the server sent.
-      - "received_counters": the integer buffers of the model that the server sent.
-      - "base": the shared vector from which training starts. It differs from "received" if a method
-        changes the model before training.
-      - "start": "base" followed by the personal parameters; missing if there are none.
+    - `VECTORS`: "received" and "received_counters" are the parameters and integer buffers that the
+      server sent. "base" is the shared vector from which training starts. "start" is "base" and the
+      personal parameters; it is missing if there are none.
 
-    In all tables except `VECTORS`, a key is "method.name": the name of a method and of its tensor.
+    In other tables than `VECTORS`, a key is "method.name".
     """
     ctx = lane.ctx
     vectors = {
@@ -189,16 +183,12 @@ class Sizes:
 class RecordedContext(Context):
     """The context of a job in a recorded step; it notes which values hooks read.
 
-    The tensors of this context are inputs of the recording.
-
     ctx: the job's context in ordinary steps, from which this context takes its values.
     tables: the tensors that the step may read, as `tables_of` returns them.
     rate: the learning rate, a scalar tensor.
     reads: the object to which the names of read tensors and Python values are added.
-    frozen_vector: function that returns the vector of a frozen copy of the neural networks. Its
-    argument is the name of the copy.
-    iteration: an exit stack that the caller closes at the end of the step. During the step, the
-    frozen copies use tensors of this context. Closing the stack gives the copies their earlier
+    frozen_vector: returns the vector of a frozen copy of the networks, by the copy's name.
+    iteration: closed by the caller at the end of the step, so that frozen copies get their earlier
     tensors back.
     """
 

@@ -1,16 +1,14 @@
 """Record training steps as CUDA graphs, and replay them.
 
-Two steps are of the same kind if one recording fits both. They have the same stages, batch size and
-train or eval modes. The tensors that they read from their clients have equal shapes and dtypes. The
-Python values that they read are equal.
+Two steps are of the same kind if one recording fits both. Their stages, batch sizes and train or
+eval modes are equal. So are the shapes and dtypes of the tensors that they read, and the Python
+values that they read.
 
-If the next steps of all lanes are of the same kind, a single recording contains one step of every
-lane. A GPU computes these steps in parallel. Otherwise each step has a separate recording, for its
-lane and its kind. Before a replay, changed values are copied into the inputs of the recording.
-After the replay, the losses and the tensors that hooks have changed are copied out.
+If the next steps of all lanes are of the same kind, one recording contains a step of every lane.
+Otherwise each step has a separate recording.
 
-The first step of a kind is computed without a recording, because libraries then choose kernels and
-allocate memory. This first step also shows which values the step reads from its client.
+The first step of a kind is computed without a recording. Libraries then choose kernels, and the
+step shows which values it reads.
 """
 
 from __future__ import annotations
@@ -221,10 +219,7 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         """Copy the results of a step into the lane's job.
 
         loss: the task loss; None if no stage has the task loss.
-        changed: the tensors that hooks have set. A key is a pair, for example ("state",
-        "scaffold.control"). The first text is "state" for the client state, or "kept" for tensors
-        that a method keeps until the job's end. The second text has the names of the method and of
-        the tensor.
+        changed: the tensors that hooks have set. A key is ("state" or "kept", "method.name").
         """
         for (table, key), value in changed.items():
             getattr(lane.ctx, table)[key] = value
@@ -240,17 +235,15 @@ class RecordedLanes(LaneLoop[RecordedLane]):
         tables: Mapping[str, Mapping[str, Tensor]],
         rate: Tensor,
     ) -> tuple[Tensor | None, dict[Entry, Tensor]]:
-        """Compute one training step of a lane.
+        """Compute a training step of a lane; return its task loss and the tensors that hooks set.
 
-        Return the task loss, and the tensors that hooks have set. The loss is None if no stage has
-        the task loss. The key of a tensor is a pair, for example ("state", "scaffold.control"). The
-        first text is "state" for the client state, or "kept" for tensors that a method keeps until
-        the job's end. The second text has the names of the method and of the tensor.
+        The loss is None if no stage has the task loss. A tensor's key is ("state" or "kept",
+        "method.name"): a tensor of the client state, or one that a method keeps until the job's
+        end.
 
-        lane: the lane whose model is trained.
-        batch: the samples of the step.
         tables: the tensors that the step may read, as `tables_of` returns them.
         rate: the learning rate, a scalar tensor.
+        Raises LanesError if a hook writes to `job.upload` or `job.report`.
         """
         self.enter(lane)
         if self.trainer.declarations.methods:
@@ -290,12 +283,8 @@ class RecordedLanes(LaneLoop[RecordedLane]):
     def _inputs(self, lanes: Sequence[RecordedLane]) -> dict[InputPath, Tensor]:
         """Return the tensors that the next steps of some lanes read.
 
-        Each key of the result is (index of the lane in `lanes`, table, name). The tables are:
-        - "batch", with the names "inputs" and "targets".
-        - "rate", with the learning rate under the name "".
-        - the tables that `tables_of` describes, such as "state" for the client state.
-
-        A tensor that all lanes read is returned only once, with `SHARED` instead of the index.
+        A key is (index of the lane in `lanes`, table, name). The index is `SHARED` for a tensor
+        that all lanes read. Tables are "batch", "rate" and those of `tables_of`.
         """
         inputs: dict[InputPath, Tensor] = {(SHARED, "rate", ""): self.rate(lanes[0])}
         for position, lane in enumerate(lanes):
@@ -372,12 +361,9 @@ class Recording:
         return outputs
 
     def _lane_inputs(self, position: int) -> tuple[Batch, dict[str, dict[str, Tensor]]]:
-        """Return the batch of a lane, and tables with the tensors that the lane's step may read.
+        """Return the batch and the tables (`tables_of`) that the step of a lane reads.
 
-        A table is a dictionary of tensors by name. The second result has the tables by name. For
-        example, the table "state" has the tensors of the client state. `tables_of` describes all
-        tables. The batch and the tables consist of this recording's input tensors, into which a
-        replay copies the current values.
+        All tensors are inputs of this recording, into which a replay copies the current values.
         position: the index of the lane among the lanes of this recording.
         """
         tables: dict[str, dict[str, Tensor]] = {

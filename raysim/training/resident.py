@@ -62,14 +62,11 @@ def _unpickle(state: StoredState) -> StoredState:
 
 
 class ResidentStates:
-    """The client states of the clients that a worker has trained.
-
-    For each client, this object has the client state at the end of the client's last job on the
-    worker, even if this job has not been aggregated yet.
+    """The final client state of each client's last job on a worker, even if not aggregated yet.
 
     device: the device of the worker.
-    budget: the largest number of bytes of states on the device; inf means no limit. If the states
-    have more bytes, the states that were not used for the longest time are moved to CPU memory.
+    budget: the largest number of bytes of states on the device; inf means no limit. Above it, the
+    least recently used states are moved to CPU memory.
     """
 
     def __init__(self, device: torch.device, budget: float = math.inf):

@@ -67,14 +67,13 @@ class Checkpoint:
 class Faults:
     """The settings that decide when a job has failed, and how many failures a run tolerates.
 
-    tolerate: the largest share of the jobs of an aggregation that may fail. The run stops if more
-    of them fail.
-    norm: the largest norm of an update. A job whose update has a larger norm has failed. None
-    allows any finite norm.
-    timeout: seconds after which a worker is replaced if it does not answer a call; None waits
+    tolerate: the largest share of an aggregation's jobs that may fail. If more fail, the run stops.
+    norm: the largest norm of an update; a job with a larger one has failed. None allows any finite
+    norm.
+    timeout: seconds after which a worker that does not answer a call is replaced; None waits
     forever.
-    node_timeout: seconds after which a node of a cluster counts as lost if it does not answer; its
-    jobs are then given to other workers. None waits until Ray declares the node dead.
+    node_timeout: seconds after which a node that does not answer counts as lost. Other workers then
+    get its jobs. None waits until Ray declares the node dead.
     """
 
     tolerate: float = 0.1
@@ -96,14 +95,12 @@ class Faults:
 class StateBudget:
     """The limits of memory for client states and for replicas.
 
-    A replica is one model of a topology, with its server state. If a limit is exceeded, the least
-    recently used states are moved: from CPU memory to disk, or from a GPU to CPU memory. Replicas
-    are moved to disk, those first that have not changed for the longest time.
+    Above a limit, the least recently used states are moved: from CPU memory to disk, or from a GPU
+    to CPU memory. Replicas that have not changed for the longest time are moved to disk.
 
-    budget: a number of GiB; None means no limit. The client states in CPU memory may have up to
-    `budget` GiB, without the states of jobs that have not been aggregated. In addition, the
-    replicas in CPU memory may have up to `budget` GiB.
-    device: the GiB of client states that may be on the GPU of each worker; None means no limit.
+    budget: GiB of client states in CPU memory, and as many GiB of replicas; None means no limit.
+    States of jobs that have not been aggregated do not count.
+    device: GiB of client states on the GPU of each worker; None means no limit.
     """
 
     budget: float | None = None
@@ -129,15 +126,11 @@ class StateBudget:
 class RunSettings:
     """The settings of a run, named like the keys of the configuration.
 
-    seed: the seed of all random numbers of the run.
     rounds: the number of aggregations.
-    weighting: the weights of updates: "samples" or "uniform"; None weighs by samples, unless a
-    method asks for uniform weights.
-    local: the settings of local training.
+    weighting: the weights of updates, "samples" or "uniform". None means "samples", unless a method
+    asks for uniform weights.
     evaluate: the settings of scores.
-    checkpoint: the settings of checkpoints.
-    faults: the conditions under which a job counts as failed, and the number of failures that a run
-    tolerates.
+    faults: when a job has failed, and how many failures a run tolerates.
     attack: the settings of attackers.
     state: the limits of memory for client states and replicas.
     init: the settings of the initial weights.
@@ -168,32 +161,26 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The description of a run from which workers and coordinator are built; it can be pickled.
+    """The description of a run, from which its workers and coordinator are built; picklable.
 
-    model: builds the model of the run.
-    methods: the methods of the run, in their order; empty for FedAvg.
+    methods: the methods in their order; empty for FedAvg.
     data: the clients' data and the central test set.
-    settings: the seed, the number of rounds, and the settings of training, scores and checkpoints.
     device: the device on which a worker computes: "cpu", "cuda", "cuda:1" or "mps".
     threads: the number of torch's threads in a process.
     lanes: the number of clients that a worker trains at once; results depend on it in the last
     bits.
-    dtype: the floating type of the parameters.
+    dtype: the type of the parameters.
     score_batch: the number of samples that are scored at once.
     profile: True measures how the time is spent.
-    graph: True records and replays steps (`runtime.graph`); results depend on it in the last bits.
+    graph: True records and replays steps; results depend on it in the last bits.
     precision: the type of matrix products in a step.
-    loss: the user's loss, a function that returns the loss of each sample; None uses the usual loss
-    of the task, such as cross-entropy.
-    own_metrics: the user's metrics, by their name in `evaluate.metrics`.
-    weights: saved initial weights; None keeps the values with which the model is built.
+    loss: the user's loss of each sample; None uses the usual loss of the task.
+    own_metrics: the user's metrics, by name.
+    weights: saved initial weights; None keeps those of the built model.
     size: the largest number of updates in an aggregation.
     stale: True if the schedule aggregates updates whose base version is not the current version.
-    packages: the names of Python packages besides raysim whose code the run uses.
-    selection: the rule that chooses the clients of a dispatch.
-    topology: the models of the server, and how they exchange.
-    devices: the type of each client's device, such as "phone", for methods that read it; None if
-    the fleet is not known.
+    packages: packages besides raysim whose code the run uses.
+    devices: the type of each client's device, such as "phone"; None if the fleet is not known.
     frozen: the frozen weights that all processes of a node share; None builds them in each process.
     """
 

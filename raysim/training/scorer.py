@@ -32,12 +32,10 @@ from raysim.training.worker_states import WorkerStates
 class Scorer:
     """The part of a worker that scores models.
 
-    It uses no random stream of training, and does not change BatchNorm's statistics.
+    Scoring uses no random stream of training, and does not change BatchNorm's statistics.
 
-    Several functions have these arguments:
-    task: names the model and the samples to score. The model is the shared one or a client's.
-    sent: the client's state if it is on another worker. It is None if the state is on this worker,
-    or if the shared model is scored.
+    task: the model to score, the shared one or a client's, and the samples.
+    sent: the client's state; None if it is on this worker, or if the shared model is scored.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, states: WorkerStates, receiver: Receiver):
@@ -147,12 +145,8 @@ class Scorer:
     def _load(self, task: ScoringTask, broadcast: Broadcast, sent: StoredState | None) -> None:
         """Load the model that a task scores into the trainer's vector.
 
-        The model is made in three steps:
-        - Load the shared model. Load the client's personal parameters, too, if the task scores a
-          client's model.
-        - Call the methods' hooks `load`, which may change the model.
-        - Call the methods' hooks `personalise`, which may change the model of a client. Leave this
-          step out if the task scores the shared model, or if `task.personalised` is False.
+        The hooks `load` may change any model. The hooks `personalise` then change a client's model,
+        unless `task.personalised` is False.
 
         task: the scoring task. A negative `task.client` means the shared model.
         broadcast: the version to score, on the device.
@@ -175,9 +169,8 @@ class Scorer:
     ) -> ScoredModel:
         """Return the argument of the hooks `load` and `evaluate`: a model, and samples to score.
 
-        The caller must load the model into the trainer's vector; this function does not load it.
+        The result uses the model in the trainer's vector, which the caller must load.
 
-        task: the scoring task, which names the client and the samples.
         broadcast: the scored version. Only the tensors that methods send with it are read.
         sent: the client state, if the coordinator sent it with the task; otherwise None.
         """

@@ -116,14 +116,13 @@ class SecondPass:
 
     @contextmanager
     def at(self, shift: Tensor, runs: Sequence[slice]) -> Iterator[Outputs]:
-        """Shift parameters inside `with`; yield the outputs of the shifted model.
+        """Shift parameters inside `with`; yield the shifted model's outputs for the same batch.
 
-        The outputs are for the batch of the first pass. The end of the `with` statement restores
-        the parameters, the buffers, the client state and torch's random generator to the same bits.
+        At its end, parameters, buffers, client state and torch's random generator have their
+        earlier bits.
 
-        shift: a flat tensor to add to the parameters. It contains the values for the first slice
-        of `runs`, then those for the second slice, and so on.
-        runs: the slices of the vector whose parameters are shifted.
+        shift: flat values to add to the parameters, in the order of `runs`.
+        runs: the slices of the vector to shift.
         """
         ctx, vector, device = self.ctx, self.vector, self.vector.data.device
         state, scratch = ctx.state, ctx.kept

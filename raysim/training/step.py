@@ -27,11 +27,8 @@ from raysim.vectors.optimizer import OptimizerKind, OptimizerSettings
 class OptimizedPart:
     """The parameters of a `ParameterGroup` that one optimizer changes.
 
-    A group usually has one such part. With Muon or `local.rates`, it may have several.
-    name: the kind of the optimizer and the factor on the learning rate, such as "muon*1". It is ""
-    without Muon and `local.rates`. The optimizer is called "STAGE.NAME", or "STAGE" if `name` is
-    "".
-    settings: the settings of the optimizer.
+    A group has several parts only with Muon or `local.rates`.
+    name: the optimizer's kind and rate factor, such as "muon*1"; "" without Muon and `local.rates`.
     factor: the factor on the learning rate (`local.rates`).
     indices: the indices of the part's parameters in `ParameterGroup.params`.
     shared: the slices of the vector that contain the part's shared parameters.
@@ -48,12 +45,12 @@ class OptimizedPart:
 class ParameterGroup:
     """The parameters that a stage trains.
 
-    params: the trained parameters of the neural networks, for which gradients are computed.
-    views: for each parameter a view of its slice of the vector. The optimizer changes these views.
-    runs: the contiguous slices of the vector that these parameters cover. No slice has both shared
-    and personal parameters.
+    params: the parameters of the networks, for which gradients are computed.
+    views: each parameter's slice of the vector, which the optimizer changes.
+    runs: the slices of the vector that these parameters cover. No slice has both shared and
+    personal parameters.
     shared: the slices in `runs` with shared parameters.
-    parts: the parameters of each optimizer of the stage; usually there is one optimizer.
+    parts: the parameters of each optimizer.
     """
 
     params: list[nn.Parameter]
@@ -138,14 +135,12 @@ class _StepHooks:
 class Step:
     """A callable that makes one training step, on one batch and with the hooks of all methods.
 
-    A step has one or more stages (`Stage`): each computes a loss and its gradient and makes one
-    optimizer step.
-    clip: the largest norm of the gradient of a stage; 0 allows any norm.
-    usual_loss: the task's loss, a mean over the batch, which a method may replace.
-    precision: the type of matrix products (autocast); None uses no autocast. Parameters and
-    optimizer keep their type.
-    rates: for each named part of the model, such as "head", a factor for its learning rate
-    (`local.rates`); None means a factor of 1 everywhere.
+    clip: the largest norm of a stage's gradient; 0 allows any norm.
+    usual_loss: the task's mean loss over the batch, which a method may replace.
+    precision: the type of matrix products; None uses no autocast. Parameters and optimizer keep
+    their type.
+    rates: factors on the learning rates of parts of the model, such as "head" (`local.rates`); None
+    means 1.
     """
 
     def __init__(
@@ -234,12 +229,11 @@ class Step:
     def _descend(self, ctx: Context, stage: Stage, loss: Tensor, second: SecondPass | None) -> None:
         """Compute the gradient of a stage's loss, and make an optimizer step with it.
 
-        Before the step, methods may correct the gradient. If `self.clip` is not 0, a gradient with
-        a norm above `self.clip` is then scaled down to this norm.
+        Methods may correct the gradient before it is clipped.
 
         loss: the loss of the stage, a scalar.
-        second: computes gradients at shifted parameters for the hook `perturb`. It is None if no
-        method has this hook, or if the stage does not use the task loss.
+        second: gradients at shifted parameters, for the hook `perturb`; None if no method has this
+        hook, or if the stage has no task loss.
         """
         group = self.group(stage.trains)
         grads = gradients(loss, group.params)

@@ -50,12 +50,11 @@ class RunningJob:
     """A job between `Trainer.begin` and `Trainer.end`.
 
     ctx: the job's data, as hooks see it.
-    cycle: the stages (optimizer steps) of each training step; after the last entry the first one
-    follows again.
+    cycle: the stages of each training step; after the last entry the first one follows again.
     batches: the batches on which the job has not trained yet.
     losses: the task loss of each step that has one.
-    initial_state: the names of the tensors in the client state with which the job began.
-    result: the result of a method that trains by itself (`run.train`); None for other methods.
+    initial_state: the names of the tensors in the client state when the job began.
+    result: what a method that trains by itself (`run.train`) returned; None for other methods.
     """
 
     ctx: Context
@@ -98,15 +97,11 @@ class RunningJob:
 class Trainer:
     """A worker's networks, data and training step, which are used for one job at a time.
 
-    task: the task of the run, such as classification.
-    vector: the parameters and buffers of the networks. Each job loads its model into the vector and
-    trains it there.
+    vector: the parameters and buffers of the networks. Each job loads its model into the vector.
     declarations: what the run's methods have declared.
-    local: the settings of local training.
     inputs, labels: the samples of all clients, as the data set stores them.
     partition: for each client the rows of its training samples.
     pipeline: the augmentation and normalisation of inputs.
-    seed: the seed of the run.
     precision: the type of matrix products in a step (autocast); None uses no autocast.
     """
 
@@ -180,14 +175,12 @@ class Trainer:
         return self.data.class_counts(client)
 
     def frozen(self, ctx: Context, name: str, values: Tensor | None) -> Mapping[str, nn.Module]:
-        """Return a dictionary with a frozen copy of each network, by network name.
+        """Return a frozen copy of each network by name, in eval mode and without gradients.
 
-        The copies are in eval mode and have no gradients.
-        ctx: the context of the job.
-        name: a label that a method chooses for these copies. In each job, the first call with a
-        label loads `values`. Later calls with the label return the same copies and ignore `values`.
-        values: the parameters and buffers of the copies [layout.total]; None means the model from
-        which training started, with the client's personal parameters.
+        name: a label for these copies. In each job, the first call with a label loads `values`.
+        Later calls with the label return the same copies and ignore `values`.
+        values: [layout.total], the parameters and buffers. None means the model from which training
+        started, with the client's personal parameters.
         """
         return self.frozen_networks.networks(ctx, name, values)
 
@@ -317,12 +310,10 @@ class Trainer:
     def finetune(self, client: int, rows: np.ndarray, version: int, settings: Finetune) -> None:
         """Fine-tune the model in the trainer's vector with the task loss alone.
 
-        The random streams differ from those of training. Do nothing if `rows` is empty. Also do
-        nothing if `rows` has one row and the model needs two rows in a batch, for example because
-        of BatchNorm. Fine-tuning of the head alone needs only one row.
+        The function does nothing for no rows. It also does nothing for one row if the model needs
+        two rows in a batch (BatchNorm), unless only the head is trained.
         client, version: the client and the scored version; they decide the random numbers.
         rows: the rows of the data set to train on.
-        settings: the epochs, and whether only the head is trained (`evaluate.finetune`).
         """
         samples = len(rows)
         if not samples or (samples == 1 and self.needs_two_rows and not settings.head):

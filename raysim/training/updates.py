@@ -59,16 +59,11 @@ def _row_weights(rows: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class UpdateBuilder:
-    """A builder of the messages with which a worker reports the ends of its jobs.
+    """A builder of the messages with which a worker reports trained and failed jobs.
 
-    For a trained job, it builds an `Update` with the result. For a job that raised an error, it
-    builds a `Failure` with a text about the error.
-
-    spec: the description of the run.
     trainer: the trainer whose vector has the trained model.
-    copies: copies tensors from the device to CPU memory. The user of an UpdateBuilder must call
-    `copies.wait()` before reading an update's arrays.
-    worker: the worker's name.
+    copies: copies tensors from the device to CPU memory. The caller must call `copies.wait()`
+    before it reads an update's arrays.
     """
 
     def __init__(self, spec: RunSpec, trainer: Trainer, copies: MemoryCopies, worker: str):
@@ -90,13 +85,10 @@ class UpdateBuilder:
     ) -> tuple[Update, Tensor]:
         """Return the update of a trained job, and its delta [layout.shared] on the device.
 
-        The delta is the trained minus the received parameters. With compression, it is the delta
-        that the server decodes. The function computes the delta in the trainer's vector and
-        overwrites the trained shared parameters. The caller must not change the delta, because a
-        client state may contain this tensor.
+        The delta is the trained minus the received parameters, or what the server decodes of it
+        with compression. The trained parameters in the trainer's vector are overwritten. The caller
+        must not change the delta, because a client state may contain this tensor.
 
-        job: the job as it was dispatched.
-        running: the job as it was trained.
         base: [layout.shared], the received vector.
         seconds: wall time of the job.
         is_summed: True if the worker adds the delta to a sum; then the update contains no delta.
@@ -170,15 +162,11 @@ class UpdateBuilder:
         delta: Tensor,
         upload: Mapping[str, Tensor],
     ) -> tuple[float, float]:
-        """Check that an update is finite; return its mean loss and the norm of its delta.
+        """Check that an update is finite; return its mean loss per row and the norm of its delta.
 
-        The mean is over all trained rows. Buffers and personal parameters in the trainer's vector
-        are checked, too.
-
-        losses: the task loss of each step that has a task loss.
-        loss_rows: for each entry of `losses`, the number of rows over which it is a mean.
+        losses: the task loss of each step that has one.
+        loss_rows: for each loss, the number of rows over which it is a mean.
         delta: [layout.shared], the trained minus the received vector.
-        upload: the tensors that methods send, by "method.name".
         Raises NotFiniteError, or ValueError for a norm above `faults.norm`.
         """
         # If a norm or sum is finite, all its terms are. Personal entries must be finite, too,

@@ -169,18 +169,15 @@ class Worker(SeparateSums):
     ) -> TrainingResult | tuple[TrainingResult | StateHandle, ...]:
         """Train jobs. Add up the updates of each group of jobs.
 
-        The jobs are trained in the order of the versions from which they start, the lowest version
-        first. Return a `TrainingResult`, whose updates are in the order of `jobs`. If clients have
-        states, return a tuple of the `TrainingResult` and the final client state of each job. A
-        failed job ends with the client state from which it started.
+        Return a `TrainingResult` with the updates in the order of `jobs`. If clients have states,
+        return a tuple of this result and the final client state of each job. A failed job ends with
+        the state from which it started.
 
-        groups: each group is a tuple of job numbers (`Job.number`). This worker adds up the deltas
-        (changes of the parameters) of a group's jobs. The result then has the sum in place of the
-        single deltas.
+        groups: tuples of job numbers (`Job.number`). The result has the sum of a group's deltas in
+        place of the single deltas.
         versions: how many published versions are in `values`.
-        values: first the published versions from which the jobs start. If clients have states, an
-        entry for each job follows: the client state from which the job starts, or None if this
-        worker has this state.
+        values: first the published versions from which the jobs start. If clients have states, each
+        job's client state follows; None if this worker has it.
         """
         since = time.perf_counter()
         published = cast("tuple[PublishedVersion, ...]", values[:versions])
@@ -274,14 +271,13 @@ _JobResult = tuple[Update | Failure, StateHandle | None]
 
 
 class _TrainingCall:
-    """Jobs of one call of `Worker.train` that are trained together.
+    """Jobs of one call of `Worker.train` that start after the same number of aggregations.
 
-    All of these jobs start after the same number of aggregations, so they have the same learning
-    rate. If the topology has several replicas, they may still start from different vectors.
+    With several replicas, these jobs may start from different vectors.
 
     published: the versions from which the jobs start, by `PublishedVersion.number`.
-    sent: for each job, the client state that was sent with the call, or None if this worker has the
-    state. In a run without client states, `sent` itself is None.
+    sent: the client state of each job, or None if this worker has it. In a run without client
+    states, `sent` itself is None.
     sums: the sums to which the jobs' deltas are added.
     """
 

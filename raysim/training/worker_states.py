@@ -18,14 +18,11 @@ from raysim.vectors.layout import Vector
 
 
 class WorkerStates:
-    """The client states that a worker can use: initial states, states of its own jobs, sent states.
-
-    The worker stores the states that its own jobs have made. If another worker has made a state,
-    the coordinator sends it with the call that needs it.
+    """The client states that a worker can use: initial ones, those of its own jobs, sent ones.
 
     vector: the initial parameters and buffers.
     partition: for each client the rows of its training samples.
-    device_bytes: the largest number of bytes of states on the device; the others are in ordinary
+    device_bytes: the largest number of bytes of states on the device. Other states are in CPU
     memory.
     """
 

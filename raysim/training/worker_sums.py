@@ -16,10 +16,8 @@ from raysim.vectors.tree_sum import num_levels
 
 
 class WorkerSums:
-    """The weighted sums of deltas that a worker computes, one sum for each group of jobs.
+    """The sums of Job.weight * delta that a worker computes, one sum for each group of jobs.
 
-    The delta of a job is its trained vector minus its received vector. Its weight is `Job.weight`.
-    A sum is not divided by the total weight.
     groups: the job numbers of each group, in the order in which the jobs are aggregated. A group
     has the leaves of one subtree of the server's summation tree.
     """
@@ -143,10 +141,9 @@ class SeparateSums:
     ) -> tuple[Any, ...]:
         """Train jobs as `Worker.train` does, and return each sum of updates as a separate value.
 
-        The result begins with the values that `Worker.train` returns, but its `TrainingResult` has
-        no sums. The sum of each group follows. A sum is None if all jobs of the group failed.
+        The result is that of `Worker.train` without sums in its `TrainingResult`, then the sum of
+        each group. A sum is None if all jobs of the group failed.
 
-        groups: each group is a tuple with the numbers of the jobs whose updates are added up.
         values: the other arguments of `Worker.train`.
         """
         trained = self.train(jobs, groups, *values)

@@ -1,12 +1,11 @@
 """Store trainable tensors and floating buffers in one vector; modules use views of it.
 
 The order is: shared parameters, shared buffers, personal parameters, personal buffers. The first
-`layout.shared` entries travel between server and clients. The first `layout.trained` entries are
-the shared parameters. A step of the server may scale these parameters, but not the buffers. Integer
+`layout.shared` entries travel, and the first `layout.trained` of them are parameters. Integer
 buffers have a separate vector.
 
-Constants are not in the vector: frozen parameters (requires_grad False), and buffers that are not
-part of a network's state (persistent=False). Every process builds the same constants.
+Frozen parameters and buffers with persistent=False are not in the vector. Every process builds
+them.
 """
 
 from __future__ import annotations
@@ -48,16 +47,15 @@ class Entry:
 class Layout:
     """The position of each tensor in the vector; the same in all processes of a run.
 
-    Docstrings use the lengths below in shapes, such as [layout.shared].
+    Shapes in docstrings use the lengths below, such as [layout.shared].
 
     entries: parameters and floating buffers, by position in the vector.
-    counters: integer buffers, by position in a second vector, which has only integers.
-    trained: the number of shared trainable parameters.
-    shared: the number of floats that travel between server and clients. It is `trained` plus the
-    number of floats in shared buffers.
-    total: the length of the vector: `shared` plus the personal floats, which stay on a client.
-    shared_counters: the number of integers in shared integer buffers.
-    total_counters: the number of integers in all integer buffers.
+    counters: integer buffers, by position in a second vector.
+    trained: the number of floats in shared parameters.
+    shared: the floats that travel between server and clients: `trained` plus shared buffers.
+    total: `shared` plus the personal floats, which stay on a client.
+    shared_counters: the integers in shared integer buffers.
+    total_counters: the integers in all integer buffers.
     """
 
     entries: tuple[Entry, ...]

@@ -394,11 +394,9 @@ class Optimizers:
 
         A new optimizer continues from the buffers that `resume` received for this name, if any.
 
-        settings: the settings of a new optimizer.
-        like: the parameters. Only their shapes are used, for the buffers.
-        shared: the parts of the run's vector that this optimizer changes and that clients share.
-        rate_factor: the product of two factors on the learning rate: the stage's factor, and the
-        factor from `local.rates`.
+        like: tensors with the shapes of the parameters.
+        shared: the slices of the vector that this optimizer changes and that clients share.
+        rate_factor: the stage's factor on the learning rate times that of `local.rates`.
         """
         if name not in self._working:
             optimizer = LocalOptimizer(settings)

@@ -1,9 +1,7 @@
 """Cache one vector per client on the server, as rows of a tensor on disk or in memory.
 
-Space for all rows is reserved at the start. A cache is a tensor that has only the rows in use, at
-the beginning of this space. It can be an entry of `server.state`, and a checkpoint then saves only
-the rows in use. After a restart, `rows_with_room` copies the rows into newly reserved space. The
-file of rows on disk is deleted when the process ends.
+A cache has only the rows in use, at the beginning of space that is reserved for all rows. A
+checkpoint saves only these rows. The file on disk is deleted when the process ends.
 """
 
 from __future__ import annotations
@@ -54,9 +52,6 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, place: CachePlace) -> Te
 
 def extend_rows(rows: Tensor, count: int) -> Tensor:
     """Return a longer view of the same storage, in which all additional rows are zeros.
-
-    The view has `count` rows, and begins with `rows`. The additional rows are set to zero at once.
-    A checksum or a checkpoint may read them before a method writes them.
 
     rows: a view of the first rows of a tensor that has space for at least `count` rows.
     count: the number of rows of the result.
@@ -112,11 +107,9 @@ def claim_rows(
 ) -> list[int]:
     """Return the index of each client's row in a cache; new clients get a row of zeros.
 
-    state: the method's server state. Its entry `cache` has the rows, and its entry "clients" has
-    the client of each row. Both entries are replaced by tensors that also have the new rows.
-    clients: the numbers of the clients.
-    capacity: the number of rows for which space is reserved if the cache has no space yet.
-    place: where the rows are stored, "disk" or "memory".
+    state: the method's server state. Its entry `cache` has the rows, and "clients" the client of
+    each row. Tensors with the new rows replace both entries.
+    capacity: the number of rows to reserve if the cache has no reserved space.
     cache: the name of the cache in `state`.
     """
     ids = state["clients"]

@@ -1,11 +1,9 @@
 """Sum vectors in a fixed binary tree over their positions.
 
-A leaf of the tree is weight * vector, rounded. A part of the tree is a level and an index. It
-covers the leaves at the positions [index * 2**level, (index + 1) * 2**level). The sum of a part is
-the sum of its left half plus the sum of its right half, rounded. Missing leaves are left out, and
-so are parts of the tree without leaves. Therefore the bits of a sum depend only on the vectors,
-their weights and their positions. They do not depend on which process adds up which part of the
-tree. In shapes, d is the length of a vector.
+A leaf is weight * vector, rounded. A part of the tree, at a level and an index, covers the leaves
+[index * 2**level, (index + 1) * 2**level). Its sum is the sum of its left half plus that of its
+right half, rounded. Missing leaves are left out. The bits of a sum do not depend on which process
+adds up which part. In shapes, d is the length of a vector.
 """
 
 from __future__ import annotations
@@ -90,10 +88,8 @@ def sum_in_tree(
 ) -> Tensor | None:
     """Return the sum of all leaves and of all `sums`, [d], on the CPU; None if there are none.
 
-    leaves: the leaf at each position of the tree. An entry is None if the leaf is missing, or if it
-    is part of one of the `sums`.
-    sums: the parts of the tree that are already added up. Each key is the range of positions of a
-    part, and its value is the sum of the part.
+    leaves: the leaf at each position; None if it is missing or part of one of the `sums`.
+    sums: the sums of parts of the tree, by the range of the part's positions.
     into: the tensor for the result, or None for a new one.
     """
     plan = _Plan(leaves, sums)
@@ -187,11 +183,10 @@ class _Plan:
     def add(self, part: range, buffer: int) -> int | np.ndarray | None:
         """Add the instructions that sum a subtree; return where its sum will be.
 
-        Usually, the result is the index of the buffer that will contain the sum. If the plan
-        already knows the sum, the result is the sum itself, a vector. If all leaves are missing,
-        the result is None.
+        The result is the index of the buffer for the sum. It is the sum itself if the plan knows
+        it, and None if all leaves are missing.
 
-        part: the range of the positions of the subtree's leaves.
+        part: the positions of the subtree's leaves.
         buffer: the index of the first buffer that the instructions may change.
         """
         if part in self._sums:
