@@ -1,14 +1,11 @@
 """FedSA-LoRA: average the factor A of each adapter; each client keeps its own B.
 
-Source: Guo, Zeng, Wang, Fan, Wang and Qu, "Selective Aggregation for Low-Rank Adaptation in
-Federated Learning" (ICLR 2025). A layer of client i has the weight W0 + s B_i A.
-`raysim/models/lora.py` explains W0 and s. Clients train both factors. The server averages A alone,
-so the product B_i A combines the mean of all clients' A with client i's own B_i. A client is scored
-with its own model.
+Source: Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning" (ICLR
+2025). Clients train both factors, and are scored with their own models.
 
 Departures from the paper
-- The head is trained and averaged, too. With `method=fedsa_lora+fedrep
-  method.fedrep.mode=joint`, each client keeps its own head.
+- The head is averaged, too. With `method=fedsa_lora+fedrep method.fedrep.mode=joint`, each client
+  keeps its own head.
 - A client that never trained has B = 0: the model without adapters.
 """
 

@@ -1,30 +1,25 @@
 """FedSAM: use the gradient at a nearby point with a higher loss, to find flat minima.
 
-The point is a small step from the model along the gradient. At a flat minimum, averaging models
-increases the loss less.
-
-Source: Qu, Li, Duan, Liu, Tang and Lu, "Generalized Federated Learning via Sharpness Aware
-Minimization" (ICML 2022), Algorithm 1; Caldarola, Caputo and Ciccone, "Improving Generalization in
-Federated Learning by Seeking Flat Minima" (ECCV 2022) for the adaptive form:
+Source: Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization" (ICML 2022),
+Algorithm 1. The adaptive form is from Caldarola et al., "Improving Generalization in Federated
+Learning by Seeking Flat Minima" (ECCV 2022):
 
     g = grad F(theta)      eps = rho g / |g|
     adaptive (FedASAM):    eps = rho T^2 g / |T g|
     theta <- theta - lr grad F(theta + eps)                both gradients on the same batch
 
-theta are the parameters, F is the loss, and lr the learning rate. rho and eta are settings. T is a
-vector: the absolute value of each parameter, plus eta. |g| and |T g| are norms. Qu et al. also
-describe MoFedSAM. It mixes the gradient with the mean direction of the last round, which is
-`method=fedsam+fedcm` with the paper's beta as method.fedcm.alpha.
+F is the loss at the parameters theta, lr the learning rate. T is the absolute value of each
+parameter plus the setting eta. MoFedSAM of Qu et al. is `method=fedsam+fedcm`; method.fedcm.alpha
+is the paper's beta.
 
 Departures from the paper
-- Norms are over all parameters that the step trains, including BatchNorm's weight and bias.
-- F is the task loss with the terms that other methods add. Corrections of the gradient (FedProx,
-  SCAFFOLD, FedCM), weight decay and momentum are applied afterwards, at theta.
-- If other methods add stages with another loss, these stages use the gradient at theta.
-- Both gradients use the same dropout masks. BatchNorm's running statistics are updated in the first
-  forward pass only.
-- Clients are weighted by samples, as in FedAvg. Caldarola et al. also average the model over rounds
-  (SWA); this is left out.
+- Norms include BatchNorm's weight and bias.
+- F includes the loss terms of other methods. Weight decay, momentum and corrections of the gradient
+  are applied afterwards, at theta.
+- Stages with another loss use the gradient at theta.
+- Both gradients use the same dropout masks. Only the first forward pass updates BatchNorm's running
+  statistics.
+- Clients are weighted by samples. The models of rounds are not averaged (SWA of Caldarola et al.).
 """
 
 from __future__ import annotations
@@ -59,12 +54,11 @@ def sharpness_shift(grad: Tensor, rho: float) -> Tensor:
 def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tensor:
     """Return FedASAM's shift to a point with a higher loss, [n]: rho T^2 g / norm(T g).
 
-    T is a vector [n]: the absolute value of each parameter, plus eta. Products are elementwise.
+    T is the absolute value of each parameter plus eta. Products are elementwise.
 
     params: the parameters, [n].
     grad: g, the gradient with respect to `params`, [n].
-    rho: the norm of shift / T, where / divides elementwise.
-    eta: added to the absolute values, so that parameters of 0 are shifted, too.
+    rho: the norm of shift / T.
     """
     scale = params.abs() + eta
     return scale * sharpness_shift(scale * grad, rho)
@@ -73,9 +67,7 @@ def adaptive_shift(params: Tensor, grad: Tensor, rho: float, eta: float) -> Tens
 class FedSAM(Method):
     """A method that uses the gradient at a nearby point with a higher loss.
 
-    Such gradients lead to flat minima.
-    rho: how far this point lies from the model; 0 is FedAvg. With adaptive=True, rho is the norm of
-    the shift divided by T, as in the formulas of the module.
+    rho: how far this point lies from the model; 0 is FedAvg.
     adaptive: True uses the point of FedASAM: large parameters are shifted more than small ones.
     eta: added to the absolute values of the parameters in FedASAM's formula.
     """

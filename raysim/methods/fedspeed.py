@@ -1,34 +1,27 @@
 """FedSpeed: pull local models to the received one, and correct the bias of this pull.
 
-Each local step also computes the gradient at a nearby point with a higher loss. This point is
-called the point uphill. A mixture of this gradient with the gradient at the model leads to flat
-minima.
-
-Source: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round,
-and Higher Generalization Accuracy" (ICLR 2023), Algorithm 1. Client k receives x^t and makes K
-local steps, after which it has theta_K. lr is the learning rate, and c_k the client's correction.
-rho is the factor on the gradient that gives the point uphill, and alpha the weight of the gradient
-there. The pull towards x^t is divided by lam:
+Source: Sun et al., "FedSpeed: Larger Local Interval, Less Communication Round, and Higher
+Generalization Accuracy" (ICLR 2023), Algorithm 1. Client k receives x^t and has theta_K after K
+local steps. F is the loss, lr the learning rate, and c_k the client's correction, at first 0:
 
     g_1 = grad F(theta),  g_2 = grad F(theta + rho g_1),  g = (1 - alpha) g_1 + alpha g_2
     theta <- theta - lr (g - c_k + (theta - x^t) / lam)
     c_k   <- c_k - (theta_K - x^t) / lam
     upload theta_K - lam c_k
 
-g_1 and g_2 use the same batch. c_k is 0 at first, and does not change in a round without client k.
 The server takes the plain mean of the uploads.
 
 Departures from the paper
-- rho and alpha are separate settings. In the paper's experiments, alpha is used for both.
-- F is the task loss with the terms that other methods add to it. The proximal term, c_k, other
-  corrections of the gradient, weight decay and momentum are added afterwards.
-- x^t is the model with which training starts. With PartialFed it is a mixture of the received and
-  the client's own model.
-- If other methods add stages with another loss, these stages use g_1 in place of g.
-- A method that keeps the trained model (pfedavg, moon) must come before fedspeed in the list of
+- rho and alpha are separate settings. The paper's experiments use alpha for both.
+- F includes the loss terms of other methods. Other corrections of the gradient, weight decay and
+  momentum are added afterwards.
+- x^t is the model with which training starts. PartialFed mixes it from the received and the
+  client's own model.
+- Stages with another loss use g_1 in place of g.
+- A method that keeps the trained model (pfedavg, moon) must precede fedspeed in the list of
   methods. Otherwise it keeps the uploaded model.
-- Buffers are averaged without a correction. BatchNorm's running statistics are updated in the first
-  forward pass only.
+- Buffers are averaged without a correction. Only the first forward pass updates BatchNorm's running
+  statistics.
 """
 
 from __future__ import annotations
@@ -66,11 +59,9 @@ def updated_correction(correction: Tensor, trained: Tensor, received: Tensor, la
 class FedSpeed(Method):
     """A method that pulls local models to the received one and corrects the bias of this pull.
 
-    Each step mixes the gradient at the model with the gradient at a point uphill. The point uphill
-    is the model plus rho times the gradient at the model.
-    lam: the pull is divided by this number, so a large value makes the pull weak.
-    rho: how far the point uphill lies from the model, as a factor on the gradient.
-    alpha: the share of the gradient at the point uphill in the mixture, from 0 to 1.
+    lam: the pull is divided by this number.
+    rho: a second gradient is computed at the model plus rho times its gradient.
+    alpha: the share of the second gradient in each step, from 0 to 1.
     """
 
     name = "fedspeed"

@@ -1,31 +1,24 @@
 """FedSR: learn noisy features of a small norm, near one Gaussian for each class.
 
-Such simple features contain less information about a client, and generalise to other clients.
-
 Source: Nguyen, Torr and Lim, "FedSR: A Simple and Effective Domain Generalization Method for
 Federated Learning" (NeurIPS 2022). A linear layer in front of the classifier makes mu and (through
-softplus) sigma. In training, z = mu + sigma eps replaces the features. Each sample b of a batch has
-its own normal noise eps. The loss is
+softplus) sigma. In training, z = mu + sigma eps replaces the features of each sample b; eps is
+normal noise. The loss is
 
     CE + alpha_l2r mean_b |z_b|
        + alpha_cmi mean_b KL( N(s mu_b, (s sigma_b)^2) || N(r_mu[y_b], r_sigma[y_b]^2) )
 
-The KL is summed over the Z features. The parameters r_mu and r_sigma, [C, Z] for C classes, and the
-factor s are trained, too. FedL2R is the variant without noise, with the norm as the only penalty
-(probabilistic=False).
+r_mu and r_sigma, a Gaussian for each class, and the factor s are trained, too.
 
 Departures from the paper
-- The penalty is the norm, as in the authors' code, not its square.
-- r_mu, r_sigma and s stay on the client, as in the authors' code. share_reference=True averages
-  them over the clients.
-- The server's mean uses the run's aggregation weights. In the authors' code, all clients have the
-  same weight.
-- The authors' code draws a new shuffled batch in each step; here local.* decides the order of the
-  data.
-- A model is scored by the log of its mean softmax over `samples` draws of z, as in the authors'
-  code. Here all inputs have the same draws of eps, made once from the seed.
+- As in the authors' code, the penalty is the norm, not its square. r_mu, r_sigma and s stay on the
+  client, unless share_reference=True.
+- Clients have the run's aggregation weights; in the authors' code, all weights are equal.
+- local.* decides the order of the data; the authors' code shuffles in each step.
+- As in the authors' code, the log of the mean softmax over `samples` draws of z is scored. Here all
+  inputs have the same draws, made once from the seed.
 - A model that is neither trained nor scored, such as a frozen copy, has the features mu.
-- With Mixup, the class of a sample in the KL is the one with the largest weight.
+- With Mixup, the KL uses the class of the larger weight.
 """
 
 from __future__ import annotations
@@ -66,14 +59,13 @@ def conditional_information_penalty(
 ) -> Tensor:
     """Return the mean KL divergence of features from the Gaussian of their class, a scalar.
 
-    The divergence is summed over the Z features, and averaged over the B samples. Sample b with
-    label y has the divergence of N((s mu_b), (s sigma_b)^2) from N(r_y, t_y^2).
+    The divergence of N(s mu, (s sigma)^2) from N(r, t^2) is summed over Z features.
 
-    mean, std: mu and sigma > 0, the mean and standard deviation of the features, [B, Z].
+    mean, std: mu and sigma > 0, [B, Z].
     labels: int64 [B].
-    reference_mean: r, the means of the classes' Gaussians, [C, Z].
-    reference_std_raw: [C, Z]; its softplus is t, the standard deviation of these Gaussians.
-    scale: s, the factor on the features; not 0.
+    reference_mean: r for each class, [C, Z].
+    reference_std_raw: [C, Z]; its softplus is t for each class.
+    scale: s, not 0.
     """
     centre = reference_mean[labels]
     spread = F.softplus(reference_std_raw)[labels]
@@ -162,10 +154,8 @@ class FedSR(Method):
     alpha_cmi: the weight of the KL divergence of the features from the Gaussian of their class.
     width: the number of features; None takes as many as the model has.
     samples: the number of draws whose predictions are averaged when the model is scored.
-    probabilistic: False is FedL2R: features without noise, and their norm as the only penalty.
-    share_reference: True averages the trained Gaussians of the classes over the clients. It also
-    averages the trained factor s, by which features are multiplied before the KL divergence. False
-    keeps the Gaussians and s on each client.
+    probabilistic: False is FedL2R: no noise, and the norm is the only penalty.
+    share_reference: True averages the Gaussians and the factor s over the clients.
     """
 
     name = "fedsr"

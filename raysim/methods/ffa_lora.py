@@ -1,14 +1,8 @@
 """FFA-LoRA: freeze the factor A of each adapter; train and average B alone.
 
-Source: Sun, Li, Li and Ding, "Improving LoRA in Privacy-preserving Federated Learning" (ICLR 2024).
-A layer has the weight W0 + s B A. `raysim/models/lora.py` explains W0 and s. A keeps its random
-initial values, which are equal on all clients. With p_i the weight of client i, the product of the
-mean factors is then the mean of the products:
-
-    sum_i p_i B_i A = (sum_i p_i B_i) A
-
-The two differ if clients train both factors (`method=fedavg`). B is about half of an adapter's
-floats; A does not travel.
+Source: Sun et al., "Improving LoRA in Privacy-preserving Federated Learning" (ICLR 2024). All
+clients have the same random A, so the mean of B_i gives the mean of the products B_i A. A does not
+travel.
 
 Departures from the paper
 - The head is trained and averaged, too.

@@ -1,26 +1,21 @@
-"""FlexLoRA: average the products of the adapters' factors, and split the mean into factors again.
+"""FlexLoRA: average the products of the adapters' factors, and split the mean again.
 
-Source: Bai, Chen, Qian, Yao and Li, "Federated Fine-tuning of Large Language Models under
-Heterogeneous Tasks and Client Resources" (NeurIPS 2024), Algorithm 1. A layer has the weight
-W0 + s B A. `raysim/models/lora.py` explains W0 and s. The server's factors A and B have the rank
-r = model.lora.rank. With p_i the weight of client i, and U S V' the singular value decomposition
-of P:
+Source: Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and
+Client Resources" (NeurIPS 2024), Algorithm 1. A layer's adapter has the product B A. With p_i the
+weight of client i, r = model.lora.rank, and U S V' a singular value decomposition:
 
     P = sum_i p_i B_i A_i,    P = U S V'
     B <- the first r columns of U S,    A <- the first r rows of V'
 
-B A is the nearest matrix of rank r to P, and equal to it if P has no higher rank. Clients may have
-different ranks. Client i of rank r_i receives the first r_i columns of B and rows of A. The
-product of these columns and rows is the matrix of rank r_i that is nearest to P.
+Client i of rank r_i receives the first r_i columns of B and rows of A.
 
 Departures from the paper
 - With stale updates, P = B A + sum_i p_i (B_i A_i - B_i^0 A_i^0). B A is the server's current
-  product, and B_i^0 A_i^0 the product that client i received. Without stale updates this is the
-  paper's P.
-- The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
+  product, and B_i^0 A_i^0 the product that client i received.
+- The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
-- P may have a rank k below r. Then rows k + 1 to r of A do not change, and columns k + 1 to r of B
-  become 0.
+- If P has a rank k below r, rows k + 1 to r of A do not change, and columns k + 1 to r of B become
+  0.
 """
 
 from __future__ import annotations
@@ -59,13 +54,12 @@ ROUNDING = 1e-12
 def split_product(left: Tensor, right: Tensor, old_a: Tensor) -> tuple[Tensor, Tensor]:
     """Return B [m, r] and A [r, n]; B A is the matrix of rank r that is nearest to left @ right.
 
-    r is the number of rows of `old_a`. Row i of A belongs to the i-th largest singular value, and
-    has the norm 1. The only exception is a left @ right whose rank k is below r. Then rows k + 1 to
-    r of A are those of `old_a`, and columns k + 1 to r of B are 0.
+    Row i of A belongs to the i-th largest singular value, and has the norm 1. If left @ right has a
+    rank k below r, rows k + 1 to r of A are those of `old_a`, and columns k + 1 to r of B are 0.
 
     left: [m, R], with R >= r.
     right: [R, n].
-    old_a: [r, n], the factor A of the current model.
+    old_a: [r, n], the current factor A.
     """
     rank = len(old_a)
     if left.shape[1] < min(len(left), right.shape[1]):
@@ -138,12 +132,9 @@ class FlexLoRA(Method):
 
 
 def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tuple[Tensor, float]]:
-    """Return models and coefficients for the mean of the clients' products B A.
+    """Return models' vectors and coefficients; the sum of coefficient * B A is the clients' mean.
 
-    B and A are the factors of a layer. Each entry of the result is a model's vector and a
-    coefficient. The mean is the sum of coefficient * B A over all entries. The models are those
-    that clients trained. With stale updates, the list also has the models that clients received,
-    and the server's current model.
+    B and A are the factors of any layer.
     """
     # With p_i the weight of client i, divided by the sum of weights, the coefficients are p_i for
     # the model that client i trained, -p_i for the model that it received, and 1 for the current
@@ -172,15 +163,11 @@ def _shares_of_models(aggregation: Aggregation, server: ServerView) -> list[tupl
 def _split_mean(
     factors: Factors, models: Sequence[tuple[Tensor, float]], old_a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return new factors B [m, r] and A [r, n] of a layer, computed in float64.
+    """Return new factors B [m, r] and A [r, n] of a layer, in float64.
 
-    The product B A is the matrix of rank r that is nearest to P. P is the weighted mean of the
-    clients' products B_i A_i in this layer. Each entry of `models` has a model with the factors B_i
-    and A_i, and a coefficient. P is the sum of coefficient * B_i A_i. If P has a rank k below r,
-    rows k + 1 to r of A are those of `old_a`.
-    factors: the positions of this layer's factors in a model's vector.
+    B A is the matrix of rank r that is nearest to the clients' mean product.
     models: vectors of models and their coefficients, from `_shares_of_models`.
-    old_a: [r, n], the factor A of the current model.
+    old_a: [r, n], the current factor A, which fills rows if the mean has a lower rank.
     """
     left, right = [], []
     for vector, share in models:

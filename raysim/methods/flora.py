@@ -1,23 +1,21 @@
 """FLoRA: stack the factors of all clients, and add their product to the frozen weights.
 
-Source: Wang, Shen, He, Sun, Wang, Lyu and Li, "FLoRA: Federated Fine-Tuning Large Language Models
-with Heterogeneous Low-Rank Adaptations" (NeurIPS 2024), Algorithm 1. A layer has the weight
-W0 + s B A. `raysim/models/lora.py` explains W0 and s. With p_i the weight of client i:
+Source: Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank
+Adaptations" (NeurIPS 2024), Algorithm 1. A layer has the weight W0 + s B A (see
+`raysim/models/lora.py`), and client i has the weight p_i:
 
     A = [A_1; ...; A_K],    B = [p_1 B_1, ..., p_K B_K],    B A = sum_i p_i B_i A_i
     W0 <- W0 + s B A,    then A is drawn again and B is 0
 
-The sum is exact, whatever the ranks of the clients. A client receives the stacked factors of the K
-clients of an aggregation, and sends its own factors. Traffic and virtual time count these stacked
-and sent factors, but not the weights W0.
+The sum is exact for any ranks. Traffic and virtual time count the stack that a client receives and
+the factors that it sends, but not W0.
 
 Departures from the paper
-- In the paper all clients take part in each round. Here a client may miss rounds, but traffic
-  counts only one stack for each job.
-- Traffic counts a stack of the largest number of updates, whose ranks are the mean rank of all
-  clients. If the stack of a layer has more floats than the layer's weight, it counts the weight.
-- For the first version, traffic counts no factors: B is 0, and each client draws A from a seed.
-- The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
+- A client may miss rounds, but traffic counts only one stack for each job.
+- The counted stack has the largest number of updates, with the mean rank of all clients. A layer's
+  stack counts at most as much as the layer's weight.
+- For the first version, traffic counts no factors: B is 0, and clients draw A from a seed.
+- The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
 - The head is trained and averaged, too.
 - Stale updates are added without a correction.
 """

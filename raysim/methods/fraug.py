@@ -1,11 +1,7 @@
 """FRAug: train the classifier also on synthetic features that are adapted to the client.
 
-A generator, which all clients share, makes features. Each client also has a representation
-transformation network (RTNet), which is never sent. RTNet computes vectors from generated features.
-A synthetic feature vector is a real one, or a class prototype, plus rho times RTNet's vector.
-
-Source: Chen, Frikha, Krompass, Gu and Tresp, "FRAug: Tackling Federated Learning with Non-IID
-Features via Representation Augmentation" (ICCV 2023), eqs. (1)-(6), Algorithm 1. Symbols:
+Source: Chen et al., "FRAug: Tackling Federated Learning with Non-IID Features via Representation
+Augmentation" (ICCV 2023), eqs. (1)-(6), Algorithm 1. Symbols:
 
     h(f(x))  FedBN's classifier: head h, extractor f       c    class prototypes of the client
     G        generator, averaged                           H    RTNet, stays with the client
@@ -25,32 +21,19 @@ Each batch takes three optimizer steps. The networks that a step does not train 
 D is the squared maximum mean discrepancy with five Gaussian kernels.
 
 Departures from the paper
-- With noise="uniform", noise is uniform on [0, 1), as in the authors' code. By default it is
-  normal, as in the paper.
-- mu is constant, as in the authors' code. The paper cites a work that multiplies mu by the ramp
-  exp(-5 (1 - t/T)^2), as prototype_ramp=True does.
-- Prototypes start at 0, as in the authors' code. The first batch with class k therefore sets c_k to
-  mu times the mean of its features.
-- The paper's weights of the three cross-entropies are illegible; the weights here are those of the
-  authors' code.
-- D is computed once for each batch, over all classes together, as in the authors' code. The paper's
-  text says "for each class", which generator_metric="mmd_classes" and rtnet_metric="mmd_classes"
-  do.
-- rho and beta depend on the round, not on the step, as in the authors' code. T is the setting
-  `rounds`. If a run has more rounds, rho and beta are constant after round T.
-- The paper chose gamma for T = 300 rounds. With the same gamma and a smaller T, rho is larger in
-  the first round. ramp_rounds=300 corrects this: it multiplies gamma by 300/T.
-- The norm of generated features has no bound. It can become much larger than the norm of real
-  features, above all with generator_metric="mse". The history has both norms. The run warns if the
-  norm of generated features is more than 10 times that of real ones. A smaller lambda_G or a
-  smaller learning rate of the generator helps.
-- BatchNorm layers are found by the type of the module. The authors' code uses names, which miss the
-  shortcuts of a ResNet.
-- A client keeps the states of its optimizers from round to round, as in the authors' code;
-  keep_optimizer=False resets them.
-- The learning rates of generator and RTNet are multiples of local.lr. All other settings of their
-  optimizers are those of the local optimizer.
-- A batch of one sample is left out, as in the authors' code, because BatchNorm cannot normalise it.
+- The authors' code gives the weights of the three cross-entropies, which are illegible in the
+  paper. As in this code, prototypes start at 0, mu is constant, and rho and beta depend on the
+  round, not on the step. D is over all classes together; a batch of one sample is left out.
+- noise="uniform" is the noise of the authors' code, prototype_ramp=True the mu of a work that the
+  paper cites. The metric "mmd_classes" computes D for each class, as in the paper's text.
+- After round T, the setting `rounds`, rho and beta are constant.
+- The paper chose gamma for T = 300. With a smaller T, use ramp_rounds=300.
+- The norm of generated features is not limited, and can become large, above all with
+  generator_metric="mse". The run warns if it is more than 10 times the norm of real features. A
+  smaller lambda_G or learning rate of the generator helps.
+- BatchNorm layers are found by type. The names in the authors' code miss the shortcuts of a ResNet.
+- The learning rates of generator and RTNet are multiples of local.lr. Their optimizers are
+  otherwise the local optimizer.
 """
 
 from __future__ import annotations
@@ -98,15 +81,13 @@ def classification_loss(
     proto_labels: Tensor,
     weight: float,
 ) -> Tensor:
-    """Return the classifier's loss: a weighted sum of three mean cross-entropies.
+    """Return the classifier's loss: (1 - weight) * real + weight / 2 * (domain + proto).
 
-    It is (1 - weight) * real + weight / 2 * (domain + proto). All logits are [B, C], all labels
-    int64 [B].
+    The three terms are mean cross-entropies. Logits are [B, C], labels int64 [B].
 
-    real_logits, real_labels: logits and labels of the real features.
-    domain_logits: logits of features generated around the real ones, with the same labels.
-    proto_logits, proto_labels: logits and labels of features generated around class prototypes.
-    weight: the share of the generated features in the loss, beta in the paper.
+    domain_logits: of features generated around the real ones, with `real_labels`.
+    proto_logits, proto_labels: of features generated around class prototypes.
+    weight: beta in the paper.
     """
     domain = F.cross_entropy(domain_logits, real_labels)
     proto = F.cross_entropy(proto_logits, proto_labels)
@@ -123,19 +104,14 @@ def generator_loss(
     metric: str = "mmd",
     reference_labels: Tensor | None = None,
 ) -> Tensor:
-    """Return the generator's loss, CE(h(e), y) - lam dist(e, r).
+    """Return the generator's loss: mean cross-entropy minus lam times a distance.
 
-    CE is the mean cross-entropy, and h the classifier's linear head.
-
-    fake_embeddings: e, [B, D], the generated features.
-    labels: y, int64 [B], the labels of the generated features.
-    reference: r, [k, D], real features or prototypes, from which generated features should differ.
-    head_weight, head_bias: the weight [C, D] and the bias [C] of h; a bias of None is 0.
-    lam: the weight of the distance.
-    metric: the distance dist: "mmd", "mmd_moments", "mmd_classes" or "mse"; `feature_distance` in
-    `raysim/methods/feature_distances.py` computes it.
-    reference_labels: int64 [k], the labels of `reference`, which only "mmd_classes" uses; None
-    means `labels`.
+    fake_embeddings: [B, D], the generated features.
+    labels: int64 [B].
+    reference: [k, D], real features or prototypes, from which generated features should differ.
+    head_weight, head_bias: of the classifier's linear head, [C, D] and [C].
+    metric: the distance, by its name in `feature_distance`.
+    reference_labels: int64 [k], only for "mmd_classes"; None means `labels`.
     """
     logits = F.linear(fake_embeddings, head_weight, head_bias)
     distance = feature_distance(metric, fake_embeddings, reference, labels, reference_labels)
@@ -158,17 +134,13 @@ def rtnet_loss(
 
         lam/2 [dist(v~, f) + dist(v^, c)] - 1/2 [entropy(h(v~)) + entropy(h(v^))]
 
-    h is the classifier's linear head. All features are [B, D].
-
-    domain_embeddings: v~, the features that RTNet made around real features.
-    real_embeddings: f, these real features.
-    proto_embeddings: v^, the features that RTNet made around class prototypes.
-    anchors: c, these prototypes.
-    head_weight, head_bias: the weight [C, D] and the bias [C] of h; a bias of None is 0.
-    lam: the weight of the distances.
-    metric: the distance dist: "mmd", "mmd_moments", "mmd_classes" or "mse"; `feature_distance` in
-    `raysim/methods/feature_distances.py` computes it.
-    real_labels, proto_labels: int64 [B], the labels of f and of c; only "mmd_classes" needs them.
+    domain_embeddings: v~, [B, D], the features that RTNet made around real features.
+    real_embeddings: f, [B, D].
+    proto_embeddings: v^, [B, D], the features that RTNet made around class prototypes.
+    anchors: c, [B, D], these prototypes.
+    head_weight, head_bias: of the classifier's linear head h, [C, D] and [C].
+    metric: the distance dist, by its name in `feature_distance`.
+    real_labels, proto_labels: int64 [B], only for "mmd_classes".
     """
     domain_logits = F.linear(domain_embeddings, head_weight, head_bias)
     proto_logits = F.linear(proto_embeddings, head_weight, head_bias)
@@ -214,57 +186,39 @@ def balanced_labels(batch_size: int, num_classes: int, step: int) -> Tensor:
 class FRAug(Method):
     """FedBN with two additional neural networks that make synthetic features for training.
 
-    The generator makes a feature vector from noise and a class. All clients share the generator.
-    Each client also has a representation transformation network (RTNet), which is never sent. RTNet
-    computes a second vector from the generator's vector and the class. A synthetic feature vector
-    is an anchor plus rho times RTNet's vector. The anchor is the features of a real sample, or the
-    prototype of a class. A prototype is a moving average of the client's features of this class.
-
-    The client's head is trained on real and synthetic features. In the classifier's loss, synthetic
-    features have the weight beta, and real features have the weight 1 - beta. In each round, beta
-    is the smaller of rho and the setting `weight`. The setting `ramp` chooses how rho grows from
-    round to round.
+    A synthetic feature vector is an anchor plus rho times RTNet's output for a generated vector.
+    The anchor is the features of a real sample, or the prototype of a class. The module gives the
+    formulas.
 
     rounds: T, the number of rounds after which rho and beta stay constant. The configuration sets
-    it to the number of the run's rounds. None means unknown; a setting that needs T is then an
-    error.
+    it; None is an error if a setting needs T.
     noise_dim: the length of a noise vector; in the paper half the number of features.
-    noise: the distribution of the noise: "normal", or "uniform" on [0, 1).
-    generator_lam: the weight of the distance between the generator's features and real features.
-    The generator increases this distance.
-    rtnet_lam: the weight of the distance between synthetic features and their anchors. RTNet
-    decreases this distance.
-    generator_metric, rtnet_metric: how each of the two distances is measured: "mmd", "mmd_moments",
-    "mmd_classes" or "mse". With generator_metric="mse", the generator's features are compared with
-    class prototypes in place of real features.
+    noise: "normal", or "uniform" on [0, 1).
+    generator_lam: the weight of the distance between generated and real features, which the
+    generator increases.
+    rtnet_lam: the weight of the distance between synthetic features and their anchors, which RTNet
+    decreases.
+    generator_metric, rtnet_metric: the measure of the distance: "mmd", "mmd_moments", "mmd_classes"
+    or "mse". "mse" compares generated features with class prototypes.
     generator_lr_factor, rtnet_lr_factor: factors on local.lr.
     generator_norm: "local" keeps the generator's BatchNorm on the client, "shared" sends it.
     rtnet_norm: True adds a BatchNorm at the end of RTNet.
-    ramp: the formula of rho in round t. "exp" is exp(gamma (t - T)). "laine_aila" is exp(-gamma (1
-    - t/T)^2). "reciprocal" is 1 - 1 / (gamma t + 1). "constant" is 1/2.
-    gamma: the constant in the formula that `ramp` chooses.
-    ramp_rounds: the number of rounds for which gamma was chosen, such as 300 in the paper. If the
-    run has T rounds, gamma is multiplied by ramp_rounds / T. rho then has the same values at the
-    start, middle and end of both runs. None does not change gamma. ramp="laine_aila" uses gamma
-    unchanged, because its formula depends only on t/T.
+    ramp: rho in round t: exp(gamma (t - T)) for "exp", exp(-gamma (1 - t/T)^2) for "laine_aila", 1
+    - 1 / (gamma t + 1) for "reciprocal", 1/2 for "constant".
+    gamma: the constant in the formula of `ramp`.
+    ramp_rounds: the number of rounds for which gamma was chosen. gamma is multiplied by ramp_rounds
+    / T, except for "laine_aila". None does not change gamma.
     weight: the upper limit of beta, the weight of synthetic features in the classifier's loss.
-    residual: the factor that replaces rho in the synthetic features of the classifier's loss. None
-    uses rho.
-    prototype_weight: the weight mu of the batch's mean features in a new prototype. The old
-    prototype has the weight 1 - mu.
-    prototype_ramp: True multiplies mu by exp(-5 (1 - t/T)^2) in round t.
-    use_generator: False removes the generator.
-    use_rtnet: False removes RTNet.
+    residual: replaces rho in the synthetic features of the classifier's loss; None uses rho.
+    prototype_weight: mu, the weight of a batch in a prototype.
+    prototype_ramp: True multiplies mu by exp(-5 (1 - t/T)^2).
+    use_generator: False lets RTNet transform the noise itself.
+    use_rtnet: False adds rho times the generated features to (1 - rho) times the anchor, as in the
+    authors' code.
     keep_optimizer: True keeps the optimizers' states of a client from one of its jobs to the next.
 
-    The paper's Table 3 removes one component of FRAug at a time. These settings do the same:
-
-    - use_generator=False (generator): RTNet transforms the noise itself, and no generator is sent.
-    - use_rtnet=False (transformation network): a synthetic feature vector is (1 - rho) times the
-      anchor plus rho times the generator's features, as in the authors' code.
-    - prototype_weight=1 (moving average): a prototype is the mean of the class's last batch.
-    - residual=1 (smoothing): RTNet's output is added in full from the first round, as in the
-      authors' code.
+    The paper's Table 3 removes components: use_generator=False, use_rtnet=False, prototype_weight=1
+    (moving average) and residual=1 (smoothing).
     """
 
     name = "fraug"

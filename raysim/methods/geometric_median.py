@@ -1,13 +1,13 @@
 """Geometric median (RFA): use the point with the smallest sum of distances to the updates.
 
-The result is robust as long as less than half of the weight belongs to arbitrary updates.
+It is robust as long as less than half of the weight belongs to arbitrary updates.
 
-Source: Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022),
-by the smoothed Weiszfeld algorithm: z starts as the weighted mean, and is replaced `steps` times by
+Source: Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022).
+z starts as the weighted mean, and is replaced `steps` times by
 
     z <- sum_i b_i g_i / sum_i b_i,   b_i = a_i / max(nu, |z - g_i|)
 
-with g_i the updates and a_i their weights (by samples unless the run says otherwise).
+with g_i the updates and a_i their weights.
 
 Departures from the paper
 - BatchNorm's statistics are averaged as in FedAvg.
@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 
 
 def weiszfeld_weights(products: Tensor, weights: Tensor, steps: int, nu: float) -> Tensor:
-    """Return the weights [m] with which the weighted mean of m updates is their geometric median.
-
-    The weights are not normalised.
+    """Return weights [m]; the mean of m updates with these weights is their geometric median.
 
     products: the Gram matrix of the updates, float64 [m, m].
     weights: [m], the weights of the updates in FedAvg's mean.
-    steps: the number of iterations of Weiszfeld's algorithm; with 0 the result is `weights`.
-    nu: the smallest distance in the formula; a smaller distance to the median counts as nu.
+    steps: the number of iterations; with 0 the result is `weights`.
+    nu: a distance to the median below nu counts as nu.
     """
     b = weights
     for _ in range(steps):

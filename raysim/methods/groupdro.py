@@ -1,20 +1,17 @@
 """GroupDRO: increase the weights of clients with a high loss, round by round.
 
-The model then approaches the one with the smallest loss on the worst client.
-
-Source: Sagawa, Koh, Hashimoto and Liang, "Distributionally Robust Neural Networks for Group
-Shifts" (ICLR 2020), Algorithm 1, in the federated form of FedBR's Appendix A:
+Source: Sagawa et al., "Distributionally Robust Neural Networks for Group Shifts" (ICLR 2020),
+Algorithm 1, in the federated form of FedBR's Appendix A:
 
     q_i <- q_i exp(eta_q l_i)      for each participant i
 
-The server averages the participants' models with the weights q_i / sum_j q_j. In the paper, a group
-is a set of samples; here it is a client.
+The server averages the participants' models with the weights q_i / sum_j q_j.
 
 Departures from the paper
+- A group is a client, not a set of samples.
 - l_i is the task loss of the received model on the first local batch, as in FedBR's code. With
   batches="all", it is the mean loss over all local steps.
-- q_i belongs to client i, as in the paper. In FedBR's code, it belongs to the i-th participant of a
-  round, which is another client in each round.
+- FedBR's code keeps q_i for the i-th participant of a round, which is another client in each round.
 - FedBR's code always uses Mixup, and momentum across rounds. Here both are separate choices.
 """
 
@@ -42,13 +39,11 @@ Prior: TypeAlias = Literal["uniform", "samples"]
 def updated_weights(weights: Tensor, losses: Tensor, indices: Tensor, step_size: float) -> Tensor:
     """Return the weights q of all N clients after one round, divided by their sum: [N].
 
-    The q of a participant with loss l is multiplied by exp(step_size * l). The computation is in
-    logarithms, because this factor may overflow.
+    A participant's q is multiplied by exp(step_size * loss), without overflow.
 
-    weights: [N], the weights q before the round, above 0.
-    losses: [M], the losses l of the participants.
+    weights: [N], q before the round, above 0.
+    losses: [M], of the participants.
     indices: int64 [M], the numbers of the participants.
-    step_size: eta_q in the formula of the module.
     """
     updated = _add_losses(weights.log(), losses, indices, step_size).softmax(0)
     return updated.clamp_min(torch.finfo(updated.dtype).tiny)
@@ -126,10 +121,8 @@ class GroupDRO(Method):
     def weigh(self, aggregation: Aggregation, server: ServerView) -> Aggregation:
         """Update each participant's q, and multiply the weight of the participant's update by q.
 
-        The server stores a number q for each client. First, a participant's q is multiplied by
-        exp(step_size * l), where l is the loss that the participant uploaded. Then the weight of
-        the participant's update is multiplied by q / q_max, where q_max is the largest q of the
-        participants. If all q are equal, the weights of the updates do not change.
+        q is multiplied by exp(step_size * loss), with the uploaded loss. For the weights, q is
+        divided by the largest q of the participants.
         """
         clients = torch.tensor(aggregation.clients)
         losses = torch.cat(aggregation.uploads("loss"))

@@ -1,31 +1,25 @@
 """HetLoRA: adapters whose ranks differ between clients, padded with zeros and averaged.
 
-Source: Cho, Liu, Xu, Fahrezi and Joshi, "Heterogeneous LoRA for Federated Fine-tuning of On-Device
-Foundation Models" (EMNLP 2024). A layer has the weight W0 + s B A. `raysim/models/lora.py` explains
-W0 and s. Client i has the rank r_i:
+Source: Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models"
+(EMNLP 2024). A layer's adapter has the product B A. Client i has the rank r_i:
 
     receive     the first r_i columns of B and rows of A
     train       the loss F_i + lam S_i,  S_i = sum over layers of |B[:, q:r_i]| |A[q:r_i, :]|
     prune       r_i <- max(1, q) if S_i is smaller after training than before
     aggregate   A and B, filled with zeros, by the weights p_i = |B_i A_i| / sum_j |B_j A_j|
 
-with q = floor(gamma r_i) and Frobenius norms. |B_i A_i| is one norm over the products of all
-layers. lam is the weight of the penalty S_i. The first q columns of B and rows of A have no
-penalty. The aggregation is not exact: the product of the mean factors is not the mean of the
-products.
+with q = floor(gamma r_i) and Frobenius norms. |B_i A_i| is one norm over all layers.
 
 Choices that the paper leaves open
-- The paper has a single pair of matrices. With several layers, a client has one rank for all of
-  them, and prunes all of them at once.
+- A client has one rank for all layers, and prunes all layers at once.
 - lam = 0.001 and gamma = 0.99 by default.
 
 Departures from the paper
-- The scale s = alpha / model.lora.rank is the same for all clients, whatever their ranks.
-- p_i multiplies the weight that the run and other methods give client i. This also applies to the
+- The scale of an adapter, model.lora.alpha / model.lora.rank, is the same for all ranks.
+- p_i multiplies the weight that the run and other methods give client i. It also applies to the
   head, which is trained and averaged.
-- A client keeps its pruned rank as client state, and trains with this rank in later jobs. In the
-  paper, the server then sends matrices of the pruned rank. Here virtual time and traffic always
-  count the client's initial rank.
+- A client keeps its pruned rank as client state. Virtual time and traffic count the initial rank;
+  the paper's server sends matrices of the pruned rank.
 """
 
 from __future__ import annotations
@@ -77,12 +71,11 @@ def kept_rank(rank: int, gamma: float) -> int:
 
 
 def tail_sum(params: Tensor, tail: Tensor, layout: Layout) -> Tensor:
-    """Return the sum over layers of |B_t| |A_t|, a penalty on parts of the adapters.
+    """Return HetLoRA's penalty: the sum over layers of |B_t| |A_t|, with Frobenius norms.
 
-    B and A are the factors of a layer's adapter. B_t has the last columns of B, and A_t the last
-    rows of A. `tail` selects these columns and rows. The norms are Frobenius norms.
-    params: [layout.trained], the client's trained parameters.
-    tail: [layout.trained], 1 for the entries of B_t and A_t, 0 for all other parameters.
+    B_t has the last columns of B, and A_t the last rows of A.
+    params: [layout.trained], the client's parameters.
+    tail: [layout.trained], 1 for the entries of B_t and A_t, otherwise 0.
     """
     total = params.new_zeros(())
     for factors in find_factors(layout):
@@ -97,12 +90,11 @@ class HetLoRA(Method):
     ranks: the initial ranks of the clients. None gives all clients model.lora.rank. From a list,
     each client draws its rank. A mapping has a rank for each kind of device in the fleet, such as
     {phone_low: 2, tablet: 8}.
-    sparsity: True weighs each client by the norm of the product B A of its two factors; False
-    leaves the weights as the run and other methods set them.
-    lam: the weight of a penalty that makes the last columns of B and the last rows of A small. A
-    client can then remove these columns and rows, and has a lower rank. 0 switches this off.
-    gamma: in a job of a client of rank r, the first floor(gamma * r) columns of B and rows of A
-    have no penalty, and are not removed. The first column and row are never removed.
+    sparsity: True multiplies a client's weight by the norm of its product B A.
+    lam: the weight of a penalty on the last ranks; a client removes them if training lowers it. 0
+    switches this off.
+    gamma: the first floor(gamma * r) of r ranks have no penalty and are kept. At least one rank is
+    always kept.
     """
 
     name = "hetlora"
@@ -140,12 +132,9 @@ class HetLoRA(Method):
 
     # --- a client's job -----------------------------------------------------------------------
     def begin(self, job: LocalJob) -> None:
-        """Cut the received factors A and B to the client's rank r, and store their penalty.
+        """Cut the received factors to the client's rank; store their penalty (`tail_sum`).
 
-        The penalty is the sum over layers of |B_t| |A_t|, with Frobenius norms. B_t has the columns
-        q + 1 to r of B, and A_t the rows q + 1 to r of A. Here q is floor(gamma * r). After
-        training, `end` compares the penalty of the trained factors with the stored penalty. With
-        lam = 0, no penalty is computed.
+        With lam = 0, no penalty is computed.
         """
         rank = max(factors.rank for factors in find_factors(job.layout))
         if "rank" in job.received:
@@ -161,14 +150,10 @@ class HetLoRA(Method):
             job.scratch["sum"] = tail_sum(job.start[: len(tail)], tail, job.layout)
 
     def gradient(self, job: LocalJob, grad: Tensor, at: slice) -> None:
-        """Add the gradient of lam times the penalty of the adapters.
+        """Add the gradient of lam times the penalty of the adapters (`tail_sum`).
 
-        The penalty is the sum over layers of |B_t| |A_t|, with Frobenius norms. B_t has the columns
-        q + 1 to r of B, and A_t the rows q + 1 to r of A. Here r is the client's rank, and q is
-        floor(gamma * r). Then set the gradient to 0 for the rows of A and columns of B that the
-        client does not have.
+        Then set the gradient to 0 for the ranks that the client does not have.
         grad: the gradient with respect to `job.params[at]`, changed in place.
-        at: the positions of these parameters in the vector.
         """
         if self.lam:
             tail = job.scratch["tail"]
@@ -179,12 +164,10 @@ class HetLoRA(Method):
         grad *= job.scratch["mask"][at]
 
     def end(self, job: LocalJob) -> None:
-        """Lower the client's rank if training made the penalty of its adapters smaller.
+        """Lower the client's rank if training made the penalty (`tail_sum`) smaller.
 
-        The penalty (`tail_sum`) is on the last columns of B and the last rows of A. The new rank is
-        floor(gamma * old rank), but at least 1. In each adapter B A, all columns of B and all rows
-        of A beyond the new rank become 0. The client state stores the client's rank, even if the
-        rank is unchanged.
+        The new rank is max(1, floor(gamma * rank)). The factors beyond it become 0. The client
+        state stores the rank.
         """
         tail, rank = job.scratch["tail"], job.scratch["rank"]
         params = job.params[: len(tail)]
@@ -213,15 +196,10 @@ class HetLoRA(Method):
 def _add_norm_gradient(
     grad: Tensor, at: slice, values_at: slice, values: Tensor, factor: Tensor
 ) -> None:
-    """Add factor * values / |values|, the gradient of factor * |values|, to `grad`.
+    """Add the gradient of factor * |values| to `grad`, in place.
 
-    `values` are the entries of one matrix of an adapter. `at` and `values_at` are slices of the
-    vector, which has all parameters.
-    grad: the gradient of the parameters in the slice `at`, changed in place.
-    values_at: the slice with the entries of the matrix. If it is not completely inside `at`,
-    nothing is added.
-    values: the entries of the matrix, with 0 for the ranks that have no penalty.
-    factor: a scalar tensor.
+    grad: the gradient of the parameters in the slice `at` of the vector.
+    values_at: the slice of the vector with `values`. If it is not inside `at`, nothing is added.
     """
     if at.start <= values_at.start and values_at.stop <= at.stop:
         unit = values / values.norm().clamp_min(torch.finfo(values.dtype).tiny)
