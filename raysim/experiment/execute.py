@@ -208,13 +208,16 @@ def _run_with_restarts(
     quiet: bool,
     user_observers: Sequence[Observer],
 ) -> Result:
-    """Execute a run; if a process is lost, continue from the last checkpoint, or from round 0.
+    """Execute a run; if a process is lost, restart it.
 
+    It restarts from its last checkpoint. Without one, it restarts where it began: at the checkpoint
+    in `place`, or at round 0.
     place: the run's folder, and the checkpoint from which the run continues, if it has one.
     quiet: True prints only warnings and errors.
     user_observers: the user's observers.
     """
     options = experiment.spec.settings.checkpoint
+    first_checkpoint = place.resume
     losses_left = MAX_LOSSES
     address = without_password(experiment.url) or str(place.folder)
     while True:
@@ -228,7 +231,11 @@ def _run_with_restarts(
             if losses_left == 0 or not has_begun:
                 raise ProcessLostError(_with_advice(error, address)) from error
             reason = str(error).rstrip(".")
-            start = "its last checkpoint" if new_checkpoint else "round 0: it has no checkpoint"
+            start = "round 0: it has no checkpoint"
+            if new_checkpoint:
+                start = "its last checkpoint"
+            elif first_checkpoint:
+                start = without_password(first_checkpoint)
             say(console, f"{reason}. The run restarts from {start}")
         except RefusedError as error:
             if not place.is_restart:
@@ -238,6 +245,9 @@ def _run_with_restarts(
         experiment = replace(experiment, execution=execution)
         with errors_as_refusals():
             place = replace(choose_place(experiment), is_restart=True)
+        if not place.resume and first_checkpoint:
+            note = f"continuing from {without_password(first_checkpoint)}"
+            place = replace(place, resume=first_checkpoint, note=note)
 
 
 def _with_advice(error: Exception, address: str) -> str:

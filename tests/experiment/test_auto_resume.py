@@ -87,6 +87,21 @@ def test_run_restarts_from_its_checkpoint_after_each_loss_of_a_process(
     assert text.count("a node is gone. The run restarts from its last checkpoint") == 3
 
 
+def test_run_without_checkpoint_restarts_from_the_checkpoint_of_another_folder_where_it_began(
+    fails: list[int], tmp_path: Path
+) -> None:
+    straight = raysim.run([*QUICK, f"out={tmp_path / 'straight'}"], quiet=True)
+    raysim.run([*QUICK, "rounds=2", f"out={tmp_path / 'a'}"], quiet=True)
+    start = tmp_path / "a/checkpoints/round-000002"
+    fails += [3]
+    console = Console(file=(out := io.StringIO()), width=999)
+    words = [*QUICK, f"out={tmp_path / 'b'}", f"resume={start}"]
+    result = raysim.run(words, console=console)
+    assert not fails and out.getvalue().count(f"continuing from {start}") == 2
+    assert result.summary["model_sha256"] == straight.summary["model_sha256"]
+    assert [row["round"] for row in read_history(tmp_path / "b/history.parquet")] == [1, 2, 3, 4, 5]
+
+
 def test_run_fails_after_three_restarts_without_a_new_checkpoint(
     fails: list[int], tmp_path: Path
 ) -> None:
