@@ -324,7 +324,7 @@ class Server:
             if name:
                 text = f"method {name!r} failed {text}"
             reason = format_error(error).rstrip(".")
-            text += f": {reason}. Continue from the last checkpoint with resume=latest."
+            text += f": {reason}. Continue the run with resume=latest."
             raise AggregationError(f"{text}\n{format_traceback(error)}".rstrip("\n")) from error
 
     def _weigh(
@@ -466,7 +466,7 @@ class Server:
         return (
             f"faults.norm: the shared vector is not finite after round {number} ({reason}). Set "
             "faults.norm to leave out clients with longer updates, or decrease local.lr; then "
-            "continue from the last checkpoint with resume=latest."
+            "continue the run with resume=latest."
         )
 
     def _average_buffers(self, total: Tensor, aggregation: Aggregation) -> Tensor:

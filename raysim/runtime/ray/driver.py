@@ -402,8 +402,8 @@ def _receive(
             say(
                 f"no message from the coordinator for {silent_s:g} s. Workers may still be "
                 "starting, or a worker died and Ray has no room to replace it. If a worker died, "
-                f"the run restarts from its last checkpoint after {ROOM_CHECK_S} to "
-                f"{REPLACEMENT_TIMEOUT_S} s.{place}"
+                f"the run restarts by itself after {ROOM_CHECK_S} to {REPLACEMENT_TIMEOUT_S} s."
+                f"{place}"
             )
     raise ProcessLostError(
         f"faults.timeout={timeout:g}: the coordinator sent no message for {limit_s:g} s. This "
