@@ -16,18 +16,16 @@ from textbook.world import Book, Params, World
 
 
 def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool = False) -> Book:
-    """Compute a run of ACE, and return its results.
+    """Compute a run of ACE, which adds lr times the mean of clients' last updates to the model.
 
-    Each aggregation adds eta times the mean of the clients' last updates u_i to the model x. It
-    first stores the updates that arrive. It then averages the u_i whose base version is at most
-    `oldest` versions old. If no such u_i exists, x does not change.
+    The mean is over each client's last update, if its base version is at most `oldest` versions
+    old. Without such updates, the model does not change.
 
-    When x changes, each floating buffer becomes its mean over the arriving models. In every
-    aggregation, each integer buffer becomes its maximum over the arriving models.
+    If it changes, floating buffers become their means over the arriving models. Integer buffers
+    always become the maximum over the arriving models.
 
-    lr: the server's learning rate eta.
     oldest: the largest age of a base version, in versions.
-    initialise: True changes x only after every client has sent an update.
+    initialise: True changes the model only after every client has sent an update.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     u: dict[int, tuple[int, Tensor]] = {}  # by client, in the order of first arrival: tau_i, u_i

@@ -33,12 +33,12 @@ def nearest_on_simplex(values: Tensor) -> Tensor:
 def afl(world: World, gamma: float) -> Book:
     """Compute a run of FedAvg with weights lambda_i, which grow for clients with large losses.
 
-    A round has m of the N clients. After it, lambda_i of each of these grows by gamma N / m times
-    the client's loss. This is the loss of the server's model on the client's samples before
-    training. Then `nearest_on_simplex` projects all lambda_i.
+    Let m of the N clients be in a round, and l_i the received model's loss on client i's samples.
+    After the round, lambda_i of these clients grows by gamma N / m l_i. Then all lambda_i are
+    projected (`nearest_on_simplex`).
 
-    If the run weighs clients by samples n_i, models are averaged with the weights n_i lambda_i. If
-    lambda_i is 0 for all clients of the round, the weights are n_i alone.
+    If the run weighs by samples n_i, the weights are n_i lambda_i. They are n_i if all lambda_i of
+    the round are 0.
     """
     x, lam = (
         detach(world.start),

@@ -48,9 +48,8 @@ def apfl(world: World, alpha: float, adaptive: bool = True) -> Book:
         w <- w - eta grad f(w)
 
     Both gradients are computed before v and w change.
-    alpha: the initial value of every client's number alpha, the weight of v in m.
-    adaptive: True: each job begins with a gradient step on the client's alpha. False: alpha stays
-    constant.
+    alpha: the first alpha of every client.
+    adaptive: True begins each job with a gradient step on the client's alpha.
     """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("apfl.")}
     v = {client: copy_for_training(x) for client in range(world.clients)}

@@ -40,12 +40,11 @@ def attacked(
 ) -> Book:
     """Compute a run of FedAvg in which some clients, the attackers, send false updates.
 
-    kind: the attack: "sign_flip", "scaled", "gaussian" or "alie".
+    kind: "sign_flip", "scaled", "gaussian" or "alie".
     share: the fraction of attackers among the clients that have samples.
-    scale: "scaled" sends scale times the trained update, and "sign_flip" -scale times it.
+    scale: the factor on the trained update for "scaled"; "sign_flip" uses -scale.
     sigma: the standard deviation of the noise that "gaussian" sends.
-    z: "alie" sends, for each parameter, mean + z * standard deviation of the honest updates. None
-    means the z that the paper of the attack computes (`z_max`).
+    z: "alie" sends mean + z * standard deviation of the honest updates; None means `z_max`.
     """
     some = [client for client in range(world.clients) if len(world.data[client][0])]
     evil = set(

@@ -22,11 +22,10 @@ from textbook.world import Book, World
 class Calibration:
     """The calibrated update of an aggregation: v = h + mean of (Delta_i - h_i).
 
-    The mean is over the clients i whose updates Delta_i are aggregated. h_i is the previous update
-    of client i, or 0 if client i has sent none. h is the mean of the h_i before this aggregation.
+    Delta_i is the update of an aggregated client i, and h_i the client's previous update, or 0. h
+    is the mean of all h_i before this aggregation.
 
-    seen_only: True: h is the mean over the clients that have sent an update before. False: h is the
-    mean over all clients.
+    seen_only: True takes the mean h only over clients that have sent an update before.
     """
 
     def __init__(self, world: World, seen_only: bool = False):
@@ -56,14 +55,11 @@ class Calibration:
 
 
 def ca2fl(world: World, lr: float = 1.0, seen_only: bool = False) -> Book:
-    """Compute a run of CA2FL: each aggregation adds eta times the calibrated update v to the model.
+    """Compute a run of CA2FL, which adds lr times the calibrated update to the model.
 
-    The calibrated update is v = h + mean of (Delta_i - h_i), over the clients i of the aggregation.
-    Delta_i is the update of client i. h_i is the previous update of client i, or 0 if there is
-    none. h is the mean of the h_i before the aggregation.
-    lr: the server's learning rate eta.
-    seen_only: True: h is the mean over the clients that have sent an update before. False: h is the
-    mean over all clients.
+    The calibrated update is h + mean of (Delta_i - h_i) over the clients i of the aggregation.
+    Delta_i is the client's update, h_i its previous update or 0, and h the mean of all h_i before.
+    seen_only: True takes the mean h only over clients that have sent an update before.
     """
     v = Calibration(world, seen_only)
     return v.book(world, lambda at: at.x + lr * v(at))

@@ -36,17 +36,14 @@ EXACT = 1e-9  # float64 end to end
 class Row:
     """A textbook, the methods that must agree with it, and the settings of the compared run.
 
-    By default, a run has four clients of different sizes and three rounds, and three clients train
-    in each round.
+    A run has by default three rounds, with three of four clients of different sizes.
 
-    book: the textbook.
-    methods: a function that returns new methods for the run.
+    methods: returns new methods for the run.
     study: arguments of `tiny_runs.run_spec`.
     run: arguments of `tiny_runs.coordinate`.
-    schedule: the schedule of the run.
-    drawn: random values that raysim drew and that the textbook needs, by name; see `World.drawn`.
-    It may also be a function that returns these values for the run's worker.
-    skips: names of state tensors and columns that the textbook lacks, each with the reason.
+    drawn: raysim's random values that the textbook needs, by name (`World.drawn`), or a function
+    that returns them for the run's worker.
+    skips: state tensors and columns that the textbook lacks, each with the reason.
     """
 
     book: Callable[[World], Book]

@@ -37,13 +37,11 @@ class Aggregated:
 
     time_s: the virtual time in seconds.
     taken: the aggregated jobs.
-    waiting: the jobs that have arrived and are not yet aggregated, in order of arrival.
+    waiting: the arrived jobs that are not aggregated yet, in order of arrival.
     running: the jobs in flight.
     cohorts: how many times clients were drawn so far.
-    sent: how many jobs were dispatched so far.
-    arrivals: how many jobs arrived so far.
-    turns: for each client, how many of its jobs were dispatched. Clients are in the order of their
-    first dispatches.
+    sent, arrivals: how many jobs were dispatched and have arrived so far.
+    turns: how many jobs of each client were dispatched.
     """
 
     time_s: float
@@ -65,16 +63,15 @@ def timetable(
     size: int,
     synchronous: bool,
 ) -> list[Aggregated]:
-    """Return the clients, their staleness and the virtual time of each aggregation.
+    """Return the state after each aggregation of a run on the virtual clock.
 
     seed: the seed of the run, from which clients are drawn.
-    counts: for each client, its number of training samples. A client without samples is never
-    dispatched.
+    counts: each client's number of training samples. A client without samples is never dispatched.
     rounds: the number of aggregations.
     seconds(client): the duration of a job of the client.
     concurrency: the largest number of jobs in flight.
     size: the number of updates in an aggregation.
-    synchronous: True: no clients are drawn and no updates are aggregated while a job is in flight.
+    synchronous: True draws clients and aggregates only while no job is in flight.
     """
     able = [client for client, count in enumerate(counts) if count]
     running, waiting = list[FlyingJob](), list[FlyingJob]()
@@ -125,17 +122,14 @@ def draw(
 ) -> list[int]:
     """Return `count` of the idle clients, in ascending order.
 
-    If all clients are idle, `count` clients are drawn at once. Otherwise, random positions in
-    `able` are drawn, in groups of growing size: 2 * count positions, then 4 * count, and so on. The
-    client at a drawn position is accepted if it is idle and not yet accepted. The function returns
-    as soon as `count` clients are accepted.
+    If all clients are idle, `count` clients are drawn at once. Otherwise, positions in `able` are
+    drawn in groups of 2 * count, 4 * count and so on. A drawn client is accepted once, if it is
+    idle.
 
-    After each group, the sizes of all groups so far are added up. If this sum is at least
-    max(16 * count, len(able)), no further group is drawn. The clients that are still missing are
-    then drawn from the idle clients that are not yet accepted.
+    After max(16 * count, len(able)) or more positions, missing clients are drawn from the idle
+    clients that are not accepted.
 
     able: all clients with samples.
-    idle: the clients of `able` that have no job in flight.
     count: the number of clients to draw, at most len(idle).
     """
     if len(idle) == len(able):
@@ -174,9 +168,9 @@ def lognormal_seconds(
     clients: the number of clients.
     samples: the number of samples on which the job trains.
     floats: the number of float32 parameters in the model.
-    speed: the samples per second of a typical client. down, up: the bytes per second of a typical
-    client. sigma, network_sigma: the standard deviations of the logarithms of speed and bandwidth.
-    Each client has two random normal numbers, one for its speed and one for its bandwidth.
+    speed: the samples per second of a typical client.
+    down, up: the bytes per second of a typical client.
+    sigma, network_sigma: the standard deviations of the logarithms of speed and bandwidth.
     """
     of_speed, of_network = stream(seed, "fleet").standard_normal((clients, 2))[client]
     network = np.exp(network_sigma * of_network)

@@ -61,18 +61,15 @@ def ifca(world: World, starts: Sequence[Mapping[str, Tensor]]) -> Clusters:
 def cfl(world: World, mean_norm: float, max_norm: float, most: int, gamma: float) -> Clusters:
     """Compute a run of CFL, which splits a cluster of clients whose updates disagree.
 
-    All clients train in each round, as in the paper. The model of a cluster becomes the mean of the
-    models that its clients have trained, weighted by samples. Then the cluster is split in two if
-    all of these conditions hold:
-    - It has at least three clients.
-    - There are fewer than `most` clusters.
-    - The norm of the mean of its clients' updates is less than `mean_norm`.
-    - The largest norm of one of these updates is greater than `max_norm`.
-    - gamma < sqrt((1 - c) / 2). Here c is the largest cosine similarity between the updates of two
-      clients that the split separates.
+    All clients train in each round, as in the paper. A cluster's model becomes the mean of its
+    clients' models, weighted by samples. Then a cluster is split if all of these conditions hold:
+    - It has at least three clients, and there are fewer than `most` clusters.
+    - The norm of the mean update is less than `mean_norm`.
+    - The largest norm of an update is greater than `max_norm`.
+    - gamma < sqrt((1 - c) / 2), where c is the largest cosine similarity of two clients that the
+      split separates.
 
-    The split is the one with the smallest c. Both clusters continue with the same model.
-    most: the largest number of clusters.
+    The split has the smallest c.
     """
     models, members = [detach(world.start)], [list(range(world.clients))]
     counts = []

@@ -2,10 +2,8 @@
 
 This textbook draws the batches of each job, and asserts that raysim has used the same batches.
 
-Each aggregation adds the weighted mean change of the parameters to the model. A client's change is
-its trained parameters minus the parameters that it received. For BatchNorm's statistics, the
-aggregation stores the weighted mean of the clients' values, and not of changes. The weight of an
-update does not depend on its staleness.
+An aggregation adds the weighted mean of the clients' changes to the parameters. BatchNorm's
+statistics become weighted means of the clients' values. Weights do not depend on staleness.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """SCAFFOLD and FedCM for clients that use several optimizers.
 
-Each optimizer trains its own group of parameters. In each step, the client passes the gradients of
-a group to the function `correct`, which returns corrected gradients and counts the steps. If a
-client maximises a loss, it passes the negated gradients. SCAFFOLD and FedCM divide the change of a
-group's parameters by the number of its steps and by its learning rate.
+Each optimizer trains a group of parameters. The client passes each group's gradients to `correct`.
+SCAFFOLD and FedCM divide a group's change by its number of steps and its learning rate.
 """
 
 from __future__ import annotations
@@ -32,11 +30,9 @@ def uncorrected(params: Params, grads: Params) -> Params:
 def alone(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
     """Compute a run of FedAvg in which the clients' gradients are not corrected.
 
-    client(job, x, correct): the local training, a function that trains the received parameters x
-    and returns the trained parameters. In each step, `client` passes the current parameters and
-    their gradients to the function `correct`. The client's optimizer then uses the gradients that
-    `correct` returns. Here `correct` returns the gradients unchanged.
-    factor: not used. This function has the same arguments as `with_scaffold` and `with_fedcm`.
+    client(job, x, correct): trains the received parameters x and returns the trained ones. It
+    passes gradients to `correct`, which here returns them unchanged.
+    factor: not used; `with_scaffold` and `with_fedcm` use it.
     """
     x = dict(world.start)
     for jobs in world.rounds:
@@ -77,21 +73,18 @@ def _flat(p: Params, names: list[str]) -> Tensor:
 def with_scaffold(world: World, client: Client, factor: Factor = lambda name: 1.0) -> Book:
     """Compute a run of SCAFFOLD (Algorithm 1, Option II) with any function for local training.
 
-    In each step of the i-th client, g - c_i + c replaces the gradient g. c_i is the control variate
-    of the i-th client, and c is the control variate of the server. All control variates start at 0.
+    In each step, g - c_i + c replaces the gradient g. c_i and c are the control variates of client
+    i and of the server; both start at 0.
 
-    After a job, c_i <- c_i - c + (x - y) / (K' eta). x: the received parameters; y: the trained
-    parameters; eta: the learning rate. K' and eta are computed for each parameter separately.
-    Without momentum, K' is the number of steps that trained this parameter. With momentum, K' is
-    larger, because each gradient also moves the parameter in later steps.
+    After a job, c_i <- c_i - c + (x - y) / (K' eta). x and y are the received and trained
+    parameters. eta and K' are the parameter's learning rate and number of steps. With momentum, K'
+    is larger (`_steps`).
 
-    After a round, the sum of the changes of all c_i, divided by the number of all clients, is added
-    to c. Models are averaged with equal weights.
-    client(job, x, correct): the local training, a function that trains the received parameters x
-    and returns the trained parameters y. In each step, `client` passes the current parameters and
-    their gradients g to the function `correct`. The client's optimizer then uses the gradients g -
-    c_i + c, which `correct` returns.
-    factor(name): a parameter's learning rate, divided by the learning rate of the run.
+    After a round, the sum of all changes of c_i, divided by the number of all clients, is added to
+    c. Models are averaged with equal weights.
+    client(job, x, correct): trains x and returns y. Its optimizer must use the gradients that
+    correct(parameters, gradients) returns.
+    factor(name): a parameter's learning rate, divided by that of the run.
     """
     x, names = dict(world.start), _networks(world)
     c = {name: torch.zeros_like(x[name]) for name in names}
@@ -131,22 +124,16 @@ def with_fedcm(
 ) -> Book:
     """Compute a run of FedCM (Algorithm 1) with any function for local training.
 
-    p: the client's current parameters; g: the gradient at p; wd: the factor of the weight decay. h
-    = g + wd p is the gradient with weight decay. D is the server's direction. In each step, FedCM
-    uses alpha h + (1 - alpha) D in place of h.
+    Let h be the gradient with weight decay, and D the server's direction. In each step, alpha h +
+    (1 - alpha) D replaces h.
 
-    D is 0 in the first round. In later rounds, D is the mean of (x - y) / (K eta) over the clients
-    of the previous round. x: the received parameters; y: the trained parameters; eta: the learning
-    rate. K and eta are computed for each parameter separately: K is the number of steps that
-    trained this parameter. Models are averaged with equal weights.
+    D is 0 in the first round. Then it is the mean of (x - y) / (K eta) over the clients of the
+    previous round. x and y are the received and trained parameters, K the parameter's number of
+    steps, and eta its learning rate. Models are averaged with equal weights.
 
-    client(job, x, correct): the local training, a function that trains the received parameters x
-    and returns the trained parameters y. In each step, `client` passes p and g to the function
-    `correct`. The client's optimizer then uses the gradient that `correct` returns. This optimizer
-    adds the weight decay wd p to each gradient. So `correct` must return alpha h + (1 - alpha) D -
-    wd p.
-    alpha: the weight of h.
-    factor(name): a parameter's learning rate, divided by the learning rate of the run.
+    client(job, x, correct): trains x and returns y. Its optimizer must use the gradients that
+    correct(parameters, gradients) returns, and add weight decay to them.
+    factor(name): a parameter's learning rate, divided by that of the run.
     """
     x, names, decay = dict(world.start), _networks(world), world.local.weight_decay
     direction = {name: torch.zeros_like(x[name]) for name in names}

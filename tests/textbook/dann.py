@@ -1,11 +1,10 @@
 """DANN (Ganin et al. 2016) with a domain for each client, in two variants.
 
-Symbols: z, the features; phi, the extractor; omega, the classifier; delta, the discriminator, which
-predicts the client i from z; lam, the weight of its loss.
+Symbols: z, the features; delta, the discriminator, which predicts the client i from z; lam, the
+weight of its loss.
 
-With gradient reversal, as in the paper, each local step trains phi, omega and delta. The extractor
-gets -lam times the gradient of the discriminator's loss. With alternating steps, as in DomainBed, a
-local step trains either delta, or phi and omega.
+With gradient reversal, as in the paper, each local step trains extractor, classifier and delta.
+With alternating steps, as in DomainBed, a step trains either delta, or extractor and classifier.
 """
 
 from __future__ import annotations
@@ -47,22 +46,16 @@ def dann(
     reversal: bool = False,
     rounds: Callable[..., Book] = alone,
 ) -> Book:
-    """Compute a run of DANN, which trains an extractor to hide the client from a discriminator.
+    """Compute a run of DANN, whose extractor learns to hide the client from a discriminator.
 
-    The extractor computes the features of a sample. From them, the discriminator predicts the
-    sample's client, and the classifier predicts the sample's class. Let CE_client and CE_class be
-    the cross-entropies of these predictions. The extractor and the classifier decrease CE_class -
-    lam CE_client. The discriminator decreases CE_client.
+    From the features of a sample, the discriminator predicts the client and decreases its
+    cross-entropy CE_client. Extractor and classifier decrease CE_class - lam CE_client.
 
-    lam: the weight of CE_client.
-    r: if `reversal` is False, step k = 1, 2, ... of a job trains the discriminator if k mod (1 + r)
-    < r. All other steps train the extractor and the classifier.
-    rate: the discriminator's learning rate, divided by the learning rate of the run. With gradient
-    reversal, leave it at 1.
-    reversal: True: each step trains the extractor, the classifier and the discriminator (gradient
-    reversal). False: the steps alternate as `r` says.
-    rounds: the function that computes the rounds: `alone`, `with_scaffold` or `with_fedcm` of the
-    module `textbook.corrected`.
+    r: without reversal, step k = 1, 2, ... trains the discriminator if k mod (1 + r) < r. All other
+    steps train extractor and classifier.
+    rate: the discriminator's learning rate, divided by that of the run; 1 with reversal.
+    reversal: True trains all three networks in each step.
+    rounds: `alone`, `with_scaffold` or `with_fedcm` of the module `textbook.corrected`.
     """
     reported: list[RowMean] = []  # the classifier's loss of each participation
 

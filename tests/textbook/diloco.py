@@ -105,16 +105,12 @@ def diloco(world: World, lr: float, momentum: float) -> Book:
 def delayed(world: World, lr: float, momentum: float, every: int, c: float) -> Book:
     """Compute a run of asynchronous DiLoCo, whose server makes delayed Nesterov steps.
 
-    Each aggregation gives the server a gradient g, the negated mean update. The server changes its
-    parameters theta with g and a momentum m, which starts at 0. In the formulas, beta is the
-    argument `momentum`, and H is the argument `every`.
-    - Aggregations H, 2H, 3H, ... first replace m by beta m + the mean of the last H gradients. With
-      this new m, theta <- theta - lr ((1 - c H + c) beta m + g / H).
-    - All other aggregations do not change m. There, theta <- theta - lr (c beta m + g / H).
+    In each aggregation, g is the negated mean update. The server changes its parameters theta with
+    g and a buffer m, which starts at 0. beta is `momentum`, and H is `every`.
+    - Aggregations H, 2H, ... first replace m by beta m + the mean of the last H gradients. Then
+      theta <- theta - lr ((1 - c H + c) beta m + g / H).
+    - In all other aggregations, theta <- theta - lr (c beta m + g / H).
 
-    lr: the server's learning rate.
-    momentum: the decay factor beta of m.
-    every: the number H of aggregations from one change of m to the next change.
     c: the paper's weight of the momentum in aggregations that do not change m.
     """
     names = trainable(world.start)

@@ -1,9 +1,7 @@
 """Ditto: Li et al. 2021, Algorithm 1: FedAvg, and a personal model v for each client.
 
-A client keeps its v from job to job. A job trains v on as many batches as the shared model. The
-batches of v are drawn by the random stream "ditto.batches": it shuffles the client's samples, and
-each batch takes the next of them. If fewer than two samples remain for a batch, all samples of the
-client are shuffled again, and the batch takes the first of them.
+A job trains v on as many batches as the shared model. The random stream "ditto.batches" shuffles
+the client's samples for the batches of v. It shuffles all of them again when fewer than two remain.
 """
 
 from __future__ import annotations
@@ -26,16 +24,13 @@ from textbook.world import Book, Job, Params, World
 
 
 def ditto(world: World, lam: float, factor: float = 1.0) -> Book:
-    """Compute a run of Ditto: FedAvg, and a personal model v that each client trains in its jobs.
+    """Compute a run of Ditto: FedAvg, and a personal model v that each client trains as well.
 
-    The shared model x is trained by FedAvg. In the same job, client k also trains v, with these
-    steps:
+    In a job, client k also makes these steps, where F_k is its loss and x the received model:
 
         v <- v - eta_v (grad F_k(v) + lam (v - x))
 
-    F_k: the loss of client k; x: the received model. v starts at the initial shared model, and does
-    not influence x.
-    lam: the weight of the penalty on the distance of v from x.
+    v starts at the initial shared model, and does not influence x.
     factor: eta_v divided by the learning rate that trains x.
     """
     x = {name: tensor for name, tensor in world.start.items() if not name.startswith("ditto.")}

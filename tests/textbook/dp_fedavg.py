@@ -30,11 +30,9 @@ def dp_fedavg(
     m: the number of clients in a round.
     z: the noise multiplier. With a fixed bound c, the noise has the standard deviation z c.
     c: the first clipping bound.
-    gamma: the share of updates that the adapted bound should leave unclipped; None: the bound stays
-    c.
+    gamma: the share of updates that the adapted bound should leave unclipped; None keeps c.
     eta: the rate at which the bound adapts.
-    s: the standard deviation of the noise that is added to the number of unclipped updates; None:
-    max(m / 20, z).
+    s: the noise's standard deviation on the number of unclipped updates; None: max(m / 20, z).
     """
     bounds, shares, state = [], [], {"c": c}
     s = max(m / 20, z) if s is None else s

@@ -28,14 +28,9 @@ from textbook.world import Book, Job, Params, World
 def fedala(world: World, rate: float, share: float, top: str = "model.head") -> Book:
     """Compute a run of FedALA, in which jobs start from a learned mixture of two models.
 
-    A client's first job starts from the received parameters x. Each later job starts from this
-    elementwise mixture:
-
-        y' + (x - y') W
-
-    y': the parameters that the client trained in its last job. W: weights that the client learns,
-    with a number from 0 to 1 for each mixed parameter. Before each later job, W is trained on
-    random samples of the client.
+    A client's first job starts from the received parameters x. Each later job starts from y' + (x -
+    y') W. y' has the parameters that the client trained in its last job. W has a learned number
+    from 0 to 1 for each mixed parameter, and is trained before the job.
     rate: the learning rate of W.
     share: the fraction of the client's samples on which W is trained.
     top: the module whose parameters are mixed. All other tensors start from x.

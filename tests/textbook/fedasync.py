@@ -24,25 +24,19 @@ def fedasync(
 ) -> Book:
     """Compute a run of FedAsync, which mixes each arriving model into the shared model.
 
-    When a model y arrives, the shared model x becomes (1 - w) x + w y. The weight w is alpha
-    decay^k sigma(s). k: the number of earlier aggregations; s: the staleness of y.
+    When a model y arrives, the shared model x becomes (1 - w) x + w y, with w = alpha decay^k
+    sigma(s). k is the number of earlier aggregations, and s the staleness of y. If several models
+    arrive in one aggregation, s is larger by one for each of them.
 
-    Several models may arrive in one aggregation, one after another. The server's time is k when the
-    first of these models arrives, k + 1 when the second arrives, and so on. s is this time minus
-    the number of the version from which y was trained.
+    If the run weighs clients by samples, w is min(1, alpha decay^k sigma(s) n / m). n is the
+    client's number of samples, and m the mean number. Integer buffers get the largest value of the
+    arriving models.
 
-    If the run weighs clients by samples, w is min(1, alpha decay^k sigma(s) n / m). n: the client's
-    number of samples; m: the mean number of samples of a client. Floating-point buffers of the
-    model are mixed with the same w. Integer buffers get the largest value of the arriving models.
-
-    alpha: the factor of all weights w.
-    kind: the formula of sigma. "constant": sigma(s) = 1. "polynomial": sigma(s) = (s + 1)^-a.
-    "hinge": sigma(s) = 1 if s <= b, and 1 / (a (s - b) + 1) if s > b.
-    a, b: the constants of these formulas.
+    kind: sigma(s): 1 ("constant"), (s + 1)^-a ("polynomial") or "hinge". "hinge" is 1 if s <= b,
+    else 1 / (a (s - b) + 1).
     oldest: a model whose staleness is above `oldest` has the weight w = 0.
-    decay: the factor by which w changes from one aggregation to the next; 1 means no change.
-    rho: the weight of the proximal penalty in the local loss: rho / 2 times the squared distance
-    from the received parameters.
+    rho: the factor of the local penalty rho / 2 times the squared distance from the received
+    parameters.
     """
     versions: list[Params] = [dict(world.start)]
     mean_samples = sum(len(labels) for _, labels in world.data) / world.clients

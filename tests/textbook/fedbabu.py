@@ -25,11 +25,9 @@ from textbook.world import Book, Job, Params, World
 def fedbabu(world: World, epochs: int, head_only: bool) -> Book:
     """Compute a run of FedBABU: FedAvg of the extractor, and fine-tuning before each scoring.
 
-    Jobs never train the head, which stays at its initial values in the shared model. After each
-    round, a copy of the shared model is fine-tuned for each client. The client is scored with this
-    copy.
+    Jobs never train the head. Each client is scored with its fine-tuned copy of the shared model.
     epochs: the number of fine-tuning epochs.
-    head_only: True: fine-tuning trains only the head. False: it trains the extractor and the head.
+    head_only: True fine-tunes only the head; False the extractor, too.
     """
 
     def client(job: Job, x: Params) -> Params:

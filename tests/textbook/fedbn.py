@@ -55,12 +55,10 @@ def fedbn(world: World, scope: str = "all", mu: float = 0.0, reestimate: bool = 
 def statistics(model: Params, x: Tensor, stays: list[str]) -> Params:
     """Return BatchNorm statistics that are computed from all samples of a client at once.
 
-    The model has a single BatchNorm layer. The running mean and the running variance become the
-    mean and the unbiased variance of the layer's inputs. The number of batches becomes 1. The
-    result has only the tensors that are named in `stays`.
-    model: all tensors of the model, by full name.
+    The running variance is the unbiased one, and the number of batches is 1.
+    model: all tensors of the model, which has one BatchNorm layer, by full name.
     x: the model's inputs for the client's samples.
-    stays: the full names of the BatchNorm tensors that stay on the client.
+    stays: the full names of the tensors to return.
     """
     seen = x.flatten(1) @ model["model.extractor.1.weight"].T + model["model.extractor.1.bias"]
     found = {

@@ -1,16 +1,11 @@
 """FedBR: Guo, Tang and Lin 2023, eqs. (2)-(7) and Algorithms 1-3.
 
-Symbols: phi, the extractor; omega, the classifier; theta, the projector. z, features of the batch;
-z_p, features of the pseudo-data; z_g, features of the pseudo-data from the received extractor.
-
 The paper divides similarities by the temperatures (eqs. 5-6), and the released code multiplies
-similarities by the temperatures. The argument `temperature_mode` chooses one of these rules.
-
-Paper and code leave some questions open. This textbook makes these choices:
+them. Paper and code leave some questions open. This textbook makes these choices:
 - Row j of the pseudo-data is compared with row j of the batch, modulo the length of the batch.
 - The received extractor is in eval mode.
 - Pseudo-data do not change BatchNorm's statistics.
-- theta has the same momentum and weight decay as phi and omega.
+- The projector has the same momentum and weight decay as extractor and classifier.
 """
 
 from __future__ import annotations
@@ -58,15 +53,12 @@ def projected(p: Params, z: Tensor) -> Tensor:
 def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float, float]) -> Tensor:
     """Return L_con, FedBR's contrastive loss, as a mean over the R rows of the pseudo-data.
 
-    Let u and u_g be the projector's outputs for row j of z_p and z_g. Let u_b be the output for row
-    j mod B of z. The loss of row j is -log(f1 / (f1 + f2)). Here f1 = exp(kappa[0] cos(u, u_g)) and
-    f2 = exp(kappa[1] cos(u, u_b)).
-    p: the tensors of all modules, by name. Without a projector among the modules, u, u_g and u_b
-    are the features themselves.
-    z_p: the features of the pseudo-data from the extractor that is trained, [R, F].
-    z_g: the features of the pseudo-data from the extractor that the client received, [R, F].
-    z: the features of the batch, [B, F].
-    kappa: the factors of the two cosines.
+    The loss of row j is -log(f1 / (f1 + f2)), with f1 = exp(kappa[0] cos(u, u_g)) and f2 =
+    exp(kappa[1] cos(u, u_b)). u, u_g and u_b are the projector's outputs for row j of z_p, row j of
+    z_g and row j mod B of z.
+    p: the tensors of all modules, by name. Without a projector, u, u_g and u_b are features.
+    z_p, z_g: [R, F], features of the pseudo-data from the trained and the received extractor.
+    z: [B, F], the features of the batch.
     """
     z_p, z_g, z = (
         projected(p, each) for each in (z_p, z_g, z[[j % len(z) for j in range(len(z_p))]])
@@ -134,12 +126,10 @@ def drawn(world: World, pool: Tensor, size: int, sources: str) -> Pseudo:
 def fresh(world: World, size: int, count: int, sources: str) -> Pseudo:
     """Return a function that makes new pseudo-data from the clients' raw samples.
 
-    The function gets the number of a model version, which seeds the draw. It returns `size` rows.
-    For each row it draws a client, and returns the mean of `count` random samples of this client.
-    sources: the probabilities. "balanced": all clients are equally likely, and so are all samples
-    of the client. "unbalanced": a client's probability is proportional to its number of samples;
-    all samples of the client are equally likely. "classes": all clients are equally likely, and so
-    are all classes of the client.
+    The function gets a model version, which seeds the draw, and returns `size` rows. For each row
+    it draws a client, and returns the mean of `count` random samples of this client.
+    sources: "balanced" draws clients and samples uniformly. "unbalanced" draws clients in
+    proportion to their samples. "classes" draws clients and their classes uniformly.
     """
     counts = np.array([len(labels) for _, labels in world.data], float)
     chances = (
@@ -202,17 +192,14 @@ def fedbr(
 ) -> Book:
     """Compute a run of FedBR, whose jobs make two optimizer steps on each batch.
 
-    The first step, the max step, changes the projector to increase L_con. The second step, the min
-    step, changes the extractor and the classifier to decrease CE + lam CE_p + mu L_con. CE: the
-    cross-entropy of the batch; CE_p: the cross-entropy of the pseudo-data; L_con: the contrastive
-    loss that `contrast` computes. After a round, extractor, classifier and projector are averaged
-    over the clients.
+    The max step changes the projector to increase L_con (`contrast`). The min step changes
+    extractor and classifier to decrease CE + lam CE_p + mu L_con. CE and CE_p are the
+    cross-entropies of the batch and of the pseudo-data. All three modules are averaged.
     pseudo: the function that makes the pseudo-data: `drawn` ("rsm"), `fresh` ("fresh") or `proxies`
     ("mixture").
-    mixup: True: the rows of each batch are first mixed in pairs (Mixup).
-    rounds: the function that computes the rounds: `alone`, `with_scaffold` or `with_fedcm` of the
-    module `textbook.corrected`.
-    All other arguments have the same names and meanings as in raysim's class `FedBR`.
+    mixup: True first mixes the rows of each batch in pairs (Mixup).
+    rounds: `alone`, `with_scaffold` or `with_fedcm` of the module `textbook.corrected`.
+    Other arguments are settings of raysim's class `FedBR`.
     """
     kappa = (tau1, tau2) if temperature_mode == "multiply" else (1 / tau1, 1 / tau2)
     pool = (

@@ -1,13 +1,11 @@
 """FedBSS: Xu et al. 2025, eqs. (3) to (6) and Algorithm 1.
 
-S_i is the loss of sample i. alpha_i is the sample's uncertainty: 1 minus the range of its class
-probabilities. A sample is unbiased if its loss is at most the loss of the most uncertain sample.
-All other samples are biased. a_e is the fraction of the biased samples that epoch e uses.
+S_i is the loss of sample i, and alpha_i its uncertainty: 1 minus the range of its class
+probabilities. A sample is unbiased if its loss is at most that of the most uncertain sample. Epoch
+e uses a fraction a_e of the biased samples.
 
-The textbook draws its own batches. The samples of an epoch are put in the order of the client's
-data, then shuffled. If a job has a fixed number of steps, the steps are divided into `phases`
-parts, which are used like epochs. If the network has BatchNorm, a last batch of one sample is left
-out, because BatchNorm cannot normalise it.
+The textbook draws its own batches. A fixed number of steps is divided into `phases` parts, which
+are used like epochs. With BatchNorm, a last batch of one sample is left out.
 """
 
 from __future__ import annotations
@@ -36,14 +34,12 @@ def fedbss(
 ) -> Book:
     """Compute a run of FedBSS: FedAvg with equal weights, and selected samples after a warm-up.
 
-    Samples are selected from version `warmup` on. A sample is unbiased if its loss is at most the
-    loss of the client's most uncertain sample. All other samples of the client are biased. Epoch e
-    uses all unbiased samples, and a fraction a_e of the biased samples.
-    kind: how a_e grows with e, a key of `FRACTION`. "all": all samples are always used.
-    refresh: the losses and uncertainties of a client's samples are computed in the client's first
-    job after the warm-up, and then in every `refresh`-th job.
-    fraction_of: "samples": epoch e uses a fraction a_e of the biased samples. "loss": epoch e uses
-    all samples, and multiplies the losses of the biased samples by a_e.
+    From version `warmup` on, epoch e uses all unbiased samples and a fraction a_e of the biased
+    ones. A sample is unbiased if its loss is at most that of the client's most uncertain sample.
+    kind: how a_e grows with e, a key of `FRACTION`; "all" always uses all samples.
+    refresh: losses and uncertainties are computed in a client's first job after the warm-up, and
+    then in every `refresh`-th job.
+    fraction_of: "loss" uses all samples, and multiplies the losses of the biased samples by a_e.
     """
     x, reports = dict(world.start), list[Tensor]()
     unknown = [torch.zeros(len(y), dtype=torch.float64) for _, y in world.data]
@@ -118,11 +114,9 @@ def ranked(received: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def split(losses: Tensor, alphas: Tensor) -> tuple[Tensor, int]:
     """Return the order of a client's samples by loss, and the number of unbiased samples.
 
-    The order has the positions of the samples in the client's data, from the smallest loss to the
-    largest. A sample is unbiased if its loss is at most the loss of the most uncertain sample (eq.
-    5). The unbiased samples come first in the order.
-    losses: the loss of each sample.
-    alphas: the uncertainty of each sample: 1 minus the range of its class probabilities.
+    The order has positions in the client's data, smallest loss first. A sample is unbiased if its
+    loss is at most that of the most uncertain sample (eq. 5).
+    alphas: each sample's uncertainty: 1 minus the range of its class probabilities.
     """
     order = torch.tensor(sorted(range(len(losses)), key=lambda i: float(losses[i])))
     border = max(order.tolist(), key=lambda i: float(alphas[i]))
@@ -134,17 +128,14 @@ def batches(
 ) -> tuple[list[np.ndarray], list[float]]:
     """Draw the batches of a job; return each batch's samples and its fraction a_e.
 
-    A job has epochs e = 1, 2, and so on. If the job has a fixed number of steps, the steps are
-    divided into phases, and e counts the phases. Let r be the number of biased samples, those after
-    the first `unbiased` samples of `order`. Epoch e uses all unbiased samples and a fraction a_e of
-    the biased samples (eq. 6). These are the a_e r biased samples with the smallest losses; a_e r
-    is rounded down.
+    Epoch e uses all unbiased samples and a fraction a_e of the biased samples, those with the
+    smallest losses (eq. 6). Their number is rounded down. A fixed number of steps is divided into
+    phases, and e counts the phases.
 
-    The result is two lists with an entry for each batch. The first list has the positions of the
-    batch's samples in the client's data. The second list has the fraction a_e of the batch's epoch.
-    order: the positions of the client's samples, in ascending order of loss. The order has no
-    effect if `unbiased` is the number of all samples.
-    unbiased: the number of samples that every epoch uses: the unbiased samples, or all samples.
+    The first list has, for each batch, the positions of its samples in the client's data. The
+    second list has a_e of the batch's epoch.
+    order: the positions of the client's samples, in ascending order of loss.
+    unbiased: the number of samples that every epoch uses, the first of `order`.
     kind: the formula of a_e, a key of `FRACTION`; any other text means "linear".
     """
     local, shares = world.local, list[float]()

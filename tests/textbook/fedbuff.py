@@ -1,10 +1,8 @@
 """FedBuff: Nguyen et al. 2022, Algorithm 1.
 
-Symbols: K, the number of updates in an aggregation; s_i, the staleness of update i; w_i, its
-weight, which falls with s_i. The parameters change by the sum of w_i times update i. This sum is
-divided by K, by the sum of all w_i, or by 1. BatchNorm's statistics are not changed by this sum.
-They become the mean of the clients' statistics, with the weights w_i / sum_i w_i. `World` says
-which jobs are in an aggregation, and which version each job received.
+Let w_i be the weight of update i, which falls with its staleness. The parameters change by the sum
+of w_i times update i, divided by the number of updates, by the sum of all w_i, or by 1. BatchNorm's
+statistics become the mean of the clients' statistics, weighted by w_i.
 """
 
 from __future__ import annotations

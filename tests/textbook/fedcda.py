@@ -1,21 +1,17 @@
 """FedCDA: Wang et al. 2024, Algorithm 1, by trying all combinations of models.
 
 The server has a cache with the last K models of each client, and selects one model of each cache.
-The shared model x is the uniform mean of the selected models w_n. The selection minimises (eqs. 3,
-7 and 8)
+The shared model x is the uniform mean of the selected models w_n, which minimise (eqs. 3, 7 and 8)
 
     J = mean of F_n + L / 2 times the mean of |w_n - x|^2.
 
-F_n: the mean batch loss of model n in the last epoch of its job; if the job has no epochs, in the
-last tenth of its steps. L: the smoothness. Both means are over the selected models.
+F_n: the mean batch loss of model n in its job's last epoch, or in the last tenth of its steps if
+the job has no epochs. L: the smoothness.
 
-An aggregation selects new models only for clients whose updates it has. These clients are put in
-random order and divided into groups, which the paper calls batches. The groups have equal sizes, or
-the first groups have one client more. For one group after another, all combinations of cached
-models of the group's clients are tried. J is computed over the models of a combination together
-with two sets of models that are already selected. One set has the models that this aggregation has
-selected for earlier groups. The second set has the selected models of all clients without an update
-in this aggregation.
+An aggregation selects models only for its clients. They are put in random order and divided into
+groups of equal size or one client more ("batches" in the paper). For each group in turn, all
+combinations of cached models are tried. J then includes the models selected for earlier groups and
+for clients outside the aggregation.
 """
 
 from __future__ import annotations
@@ -58,16 +54,13 @@ def fedcda(
 ) -> Book:
     """Compute a run of FedCDA, whose server averages one cached model of each client.
 
-    An aggregation selects cached models of the clients whose updates it has. The selected models
-    minimise J = the mean of the models' losses + smoothness / 2 times the mean squared distance of
-    the models from their mean.
+    The selected models minimise the mean of their losses + smoothness / 2 times their mean squared
+    distance from their mean.
     memory: the number of models in a client's cache.
-    batches: an aggregation divides its clients into this number of groups. It selects models for
-    one group after another.
-    warmup_rounds: the number of aggregations at the beginning that select nothing, and average the
-    newest models of their clients.
-    everybody: True: these first aggregations average the newest models of all clients that have
-    sent a model.
+    batches: the number of groups of clients for which models are selected one after another.
+    warmup_rounds: the number of first aggregations, which average the newest models.
+    everybody: True: these aggregations use all clients that have sent a model, and not only their
+    own clients.
     """
     names, versions = trainable(world.start), [dict(world.start)]
     seen: dict[int, History] = {}

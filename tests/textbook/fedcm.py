@@ -1,9 +1,8 @@
 """FedCM: Xu et al. 2021, Algorithm 1.
 
-Symbols: g, a gradient; wd, the weight decay; Delta, the server's direction, which starts at zero;
-v, the mixture of g and Delta along which a client steps; eta_l, the local learning rate; K_i, the
-number of steps of client i; p_i, its normalised weight. Momentum is applied to v. A client with a
-stale model uses the Delta of the version that it received.
+Symbols: g, a gradient; Delta, the server's direction; v, the mixture of g and Delta along which a
+client steps. Momentum is applied to v. A client with a stale model uses the Delta of the version
+that it received.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ from textbook.world import Book, Job, Params, World
 def fedcm(world: World, alpha: float, warm_start: bool = False) -> Book:
     """Compute a run of FedCM, whose client steps mix the gradient with the server's direction.
 
-    Each step uses v = alpha (g + wd y) + (1 - alpha) Delta in place of the gradient. g: the
-    gradient; wd: the weight decay; y: the client's parameters; Delta: the server's direction, which
-    starts at 0.
+    Each step uses alpha (g + wd y) + (1 - alpha) Delta in place of the gradient g. wd is the weight
+    decay, y the client's parameters, and Delta the server's direction, first 0.
 
-    After each round, Delta becomes sum_i p_i (x - y_i) / (eta K_i) over the round's clients i. x:
-    the received parameters; y_i: the trained ones; eta: the local learning rate; K_i: the number of
-    steps; p_i: the normalised weight of client i.
+    After each round, Delta becomes sum_i p_i (x - y_i) / (eta K_i). x and y_i are the received and
+    trained parameters of client i. K_i is its number of steps, and p_i its normalised weight.
     warm_start: True: clients that received version 0 use alpha = 1, as in FedBR's code.
     """
     names = trainable(world.start)

@@ -1,14 +1,11 @@
 """FedDecorr: Shi et al. 2023: a penalty on correlations of features, with three formulas.
 
-A batch has n samples with d features each. From each feature, its mean over the batch is
-subtracted. Then the feature is divided by its standard deviation over the batch. S is the [d, d]
-matrix with the sums over the samples of the products of two features.
-- "paper": the penalty is the sum of the squares of all entries of S / n, divided by d^2. Standard
-  deviations have the divisor n, so S / n is the correlation matrix.
-- "authors" (the authors' code): the penalty is the sum of the squares of the entries of S outside
-  the diagonal, divided by n d (d - 1). Standard deviations have the divisor n - 1.
-- "fedbr" (FedBR's code): the penalty of "paper", but with larger standard deviations. They have the
-  divisor n - 1, and 1e-4 is added to each standard deviation.
+A batch has n samples with d features each. Each feature is reduced by its mean and divided by its
+standard deviation. S is the [d, d] matrix of sums of products of two features over the samples.
+- "paper": the sum of the squares of S / n, divided by d^2. Standard deviations have the divisor n.
+- "authors" (the authors' code): the sum of the squares outside the diagonal of S, divided by n d (d
+  - 1). Standard deviations have the divisor n - 1.
+- "fedbr" (FedBR's code): like "paper", but standard deviations have the divisor n - 1, plus 1e-4.
 """
 
 from __future__ import annotations

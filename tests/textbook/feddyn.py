@@ -16,16 +16,14 @@ from textbook.world import Book, Job, Params, World
 def feddyn(world: World, alpha: float) -> Book:
     """Compute a run of FedDyn: FedAvg with a corrected local loss and a drift on the server.
 
-    Client k minimises F_k(y) - <g_k, y> + alpha/2 |y - x|^2. F_k: the task loss of client k; x: the
-    received parameters; y: the parameters that the client trains. The accumulated gradient g_k
-    stays on the client and starts at 0. After a job, g_k <- g_k - alpha (y - x).
-
-    The drift h stays on the server and starts at 0. After a round, the server computes
+    Client k minimises F_k(y) - <g_k, y> + alpha/2 |y - x|^2, from the received parameters x. F_k is
+    its task loss. After a job, g_k <- g_k - alpha (y - x). After a round, the server computes
 
         h <- h - alpha / N * sum of (y - x)
         x <- (mean of y) - h / alpha
 
-    N: the number of all clients. The sum and the mean are over the clients of the round.
+    N is the number of all clients. The sum and the mean are over the clients of the round. All g_k
+    and h start at 0.
     """
     x, names = dict(world.start), trainable(world.start)
     g = {

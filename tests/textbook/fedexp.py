@@ -1,11 +1,8 @@
 """FedExP: Jhunjhunwala et al. 2023, Algorithm 1.
 
-Symbols: x, the shared parameters after a round; D, the mean update; p_i, the normalised weight of
-client i's update D_i; eta, the step size of the server.
-
-After each round, a model is scored on the central test set. The parameters of this model are the
-mean of x after this round and x after the previous round. In the first round, they are x after this
-round. The buffers of this model are the buffers after this round.
+After each round, the mean of the parameters x after this round and after the previous round is
+scored on the central test set. In the first round, x itself is scored. Buffers are those after this
+round.
 """
 
 from __future__ import annotations
@@ -34,13 +31,12 @@ def fedexp(
 
         eta = max(minimum, sum_i p_i |D_i|^2 / (2 (|D|^2 + c)))
 
-    D_i: the update of client i; p_i: the normalised weight of D_i; D: the mean update. At version
-    t, c = epsilon decay^t.
-    count: if True, c = m epsilon decay^t, where m is the number of clients in the round. The
-    authors' released code does this.
+    D_i is client i's update, p_i its normalised weight, and D the mean update. At version t, c =
+    epsilon decay^t.
+    count: True multiplies c by the number of clients in the round, as in the authors' code.
     minimum: the smallest eta; 1 in the paper.
-    weigh(world, version, jobs): the weights of the jobs before they are normalised to p_i.
-    direction(cohort): the vector that the server multiplies by eta and adds. By default it is D.
+    weigh(world, version, jobs): the weights of the jobs before normalisation.
+    direction(cohort): the vector that the server adds in place of D, times eta.
     """
     names = trainable(world.start)
     etas: list[float] = []

@@ -29,16 +29,16 @@ def fedgh(
 ) -> Book:
     """Compute a run of FedAvg in which the server changes updates that conflict.
 
-    G_i is the update of client i, and g_i the changed update, which starts as G_i. The server
-    averages all g_i. For each pair of clients i and j, the server can make two changes:
+    The server averages g_i, which starts as the update G_i of client i. It can change each pair i,
+    j:
 
         g_i <- g_i - <g_i, G_j> / |G_j|^2 G_j
         g_j <- g_j - <g_j, G_i> / |G_i|^2 G_i
 
     order: the order of the pairs: by client number ("lexicographic") or permuted ("random").
-    conflict_test: "original" makes both changes if <G_i, G_j> < 0, and no change otherwise.
-    "current" makes the first change if <g_i, G_j> < 0, and the second change if <g_j, G_i> < 0.
-    tensor: True treats each tensor of the parameters separately, False the whole vector.
+    conflict_test: "original" makes both changes if <G_i, G_j> < 0. "current" makes the first one if
+    <g_i, G_j> < 0, and the second one if <g_j, G_i> < 0.
+    tensor: True treats each tensor of the parameters separately.
     """
     counts: dict[str, list[float]] = {"fedgh.conflicts": [], "fedgh.projections": []}
     parts = slices(world) if tensor else [slice(None)]
@@ -75,25 +75,21 @@ def fedgh(
 
 
 def hierarchical(world: World, eps: float = 1e-7) -> Book:
-    """Compute a run in which the server adds up updates in pairs, until at most two vectors remain.
+    """Compute a run in which the server adds up updates in pairs, until at most two are left.
 
-    Each tensor of the parameters is treated separately. Two vectors a and b conflict if their dot
-    product <a, b> is negative. r is the server's reference direction.
+    Each tensor of the parameters is treated separately. Vectors a and b conflict if <a, b> < 0. r
+    is the server's reference direction.
 
-    1. The updates are sorted by their dot products with r. The largest and the smallest form a
-    pair, then the next largest and the next smallest, and so on. If the number of updates is odd,
-    the middle update stays without a pair in this step.
-    2. Each pair a, b is replaced by one vector. If a and b do not conflict, this vector is a + b.
-    If a and b conflict, it is (a - <a, b> / (|b|^2 + eps) b) + (b - <a, b> / (|a|^2 + eps) a).
-    3. Steps 1 and 2 are repeated with the new vectors until at most two vectors are left. If these
-    two vectors a and b conflict, a is replaced by a' = a - <a, b> / (|b|^2 + eps) b. Then b is
-    replaced by b' = b - <a, b> / (|a'|^2 + eps) a'. The server's step is the sum of the two
-    vectors, divided by the number of all updates.
+    1. The vectors are sorted by <vector, r>. The largest and the smallest form a pair, then the
+    next ones. A middle vector stays alone.
+    2. a + b replaces a pair. If a and b conflict, it is (a - <a, b> / (|b|^2 + eps) b) + (b - <a,
+    b> / (|a|^2 + eps) a) instead.
+    3. Steps 1 and 2 are repeated until at most two vectors are left. If these conflict, a becomes
+    a' = a - <a, b> / (|b|^2 + eps) b, and b becomes b - <a, b> / (|a'|^2 + eps) a'. The server's
+    step is the sum of both, divided by the number of updates.
 
-    In the first round, the server's step and r are the mean update. At the end of each later round,
-    r is replaced by 0.99 r + 0.01 times the server's step.
-
-    eps: the number that is added to squared norms.
+    In the first round, the step and r are the mean update. After each later round, r becomes 0.99 r
+    + 0.01 times the step.
     """
     r: Tensor | None = None
     name = "fedgh_hierarchical"
