@@ -545,7 +545,7 @@ def test_error_of_an_invalid_server_hook_is_one_line(
 ) -> None:
     (line,) = stopped_by(user_method(**hooks))
     assert line.startswith(WHERE) and sentence in line
-    assert line.endswith("Continue from the last checkpoint with resume=latest.")
+    assert line.endswith("Continue the run with resume=latest.")
 
 
 def sends_a_number(self: Any, run: Setup) -> None:
