@@ -16,7 +16,7 @@ from textbook.world import Book, Params, World
 
 
 def ace(world: World, lr: float, oldest: float = float("inf"), initialise: bool = False) -> Book:
-    """Compute a run of ACE, which adds lr times the mean of clients' last updates to the model.
+    """Compute a run of ACE, which adds lr times the mean of all last updates to the model.
 
     The mean is over each client's last update, if its base version is at most `oldest` versions
     old. Without such updates, the model does not change.

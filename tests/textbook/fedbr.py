@@ -54,8 +54,8 @@ def contrast(p: Params, z_p: Tensor, z_g: Tensor, z: Tensor, kappa: tuple[float,
     """Return L_con, FedBR's contrastive loss, as a mean over the R rows of the pseudo-data.
 
     The loss of row j is -log(f1 / (f1 + f2)), with f1 = exp(kappa[0] cos(u, u_g)) and f2 =
-    exp(kappa[1] cos(u, u_b)). u, u_g and u_b are the projector's outputs for row j of z_p, row j of
-    z_g and row j mod B of z.
+    exp(kappa[1] cos(u, u_b)). The projector maps row j of z_p to u, row j of z_g to u_g, and row j
+    mod B of z to u_b.
     p: the tensors of all modules, by name. Without a projector, u, u_g and u_b are features.
     z_p, z_g: [R, F], features of the pseudo-data from the trained and the received extractor.
     z: [B, F], the features of the batch.

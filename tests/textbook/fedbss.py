@@ -32,7 +32,7 @@ REPORTED = ("fedbss.biased_share", "fedbss.threshold", "fedbss.uncertainty")
 def fedbss(
     world: World, warmup: int, kind: str = "cosine", refresh: int = 1, fraction_of: str = "samples"
 ) -> Book:
-    """Compute a run of FedBSS: FedAvg with equal weights, and selected samples after a warm-up.
+    """Compute a run of FedBSS: FedAvg with equal weights, and sample selection after a warm-up.
 
     From version `warmup` on, epoch e uses all unbiased samples and a fraction a_e of the biased
     ones. A sample is unbiased if its loss is at most that of the client's most uncertain sample.

@@ -5,8 +5,8 @@ The shared model x is the uniform mean of the selected models w_n, which minimis
 
     J = mean of F_n + L / 2 times the mean of |w_n - x|^2.
 
-F_n: the mean batch loss of model n in its job's last epoch, or in the last tenth of its steps if
-the job has no epochs. L: the smoothness.
+F_n: the mean batch loss of model n in the last epoch of its job. Jobs without epochs use the last
+tenth of their steps. L: the smoothness.
 
 An aggregation selects models only for its clients. They are put in random order and divided into
 groups of equal size or one client more ("batches" in the paper). For each group in turn, all

@@ -1,9 +1,7 @@
 """FedLC: Zhang et al. 2022, the calibrated cross-entropy in its pairwise form.
 
-The loss of a sample with logits z and true class y is log(sum_c exp(z_c - z_y + m_y - m_c)). Here
-m_c = tau n_c^(-1/4) is the margin of class c, and n_c the client's number of samples of class c. A
-class without samples of the client is left out of the sum. In the paper, the sum is over the
-classes other than y. By default, this textbook includes y, as public code does.
+In the paper, the sum over classes leaves out the true class. By default, this textbook includes the
+true class, as public code does. Classes without samples of the client are left out.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ def calibrated(z: Tensor, y: Tensor, counts: Tensor, tau: float, others: bool) -
 
     z: logits [B, C].
     y: classes [B].
-    counts: the client's number n_c of samples of class c, [C]. A class with n_c = 0 is left out of
-    the sum. If only one class is left, the loss is 0.
-    tau: the scale of the margins m_c = tau n_c^(-1/4).
-    others: True: omit the 1, which comes from the true class.
+    counts: [C], the client's numbers of samples. Classes without samples are left out; the loss is
+    0 if one class is left.
+    tau: the scale of the margins m_c = tau counts_c^(-1/4).
+    others: True omits the 1, which comes from the true class.
     """
     present = counts.nonzero().flatten()
     if len(present) == 1:
@@ -43,15 +41,12 @@ def fedlc(
     """Compute a run of FedLC: FedAvg with the calibrated cross-entropy as the local loss.
 
     The loss of a sample with logits z and true class y is log(sum_c exp(z_c - z_y + m_y - m_c)).
-    The sum is over classes c. m_c = tau n_c^(-1/4) is the margin of class c. n_c: the client's
-    number of training samples of class c.
-    tau: the scale of the margins.
-    others: True: the sum leaves out c = y, as in the paper. False: the sum includes c = y.
-    floor: a number n_c below `floor` is replaced by `floor`. If `floor` is 0, the sum leaves out
-    classes without samples of the client.
-    mixed: the parameter alpha of Mixup; None: no Mixup. With Mixup, a sample is mixed from two
-    samples and has two labels. Its loss is the mean of the losses for the two labels, with the
-    weights of the two samples.
+    m_c = tau n_c^(-1/4), where n_c is the client's number of training samples of class c.
+    others: True leaves c = y out of the sum, as in the paper.
+    floor: the smallest n_c that is used. With 0, classes without samples of the client are left
+    out.
+    mixed: the parameter alpha of Mixup; None: no Mixup. The loss of a mixed sample is the weighted
+    mean of the losses for both labels.
     """
     counts = [torch.bincount(y, minlength=world.classes).double() for _, y in world.data]
 

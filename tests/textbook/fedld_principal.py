@@ -1,10 +1,7 @@
-"""FedLD: Zeng et al. 2024: the server's rule of eqs. (4)-(7), alone or with FedLD's local loss.
+"""FedLD: Zeng et al. 2024: the server's rule of eqs. (4)-(7), with or without its local loss.
 
-The rule is computed on whole vectors, or on each tensor separately.
-Symbols: g_i, the update of client i; v_l, the l-th principal direction of the updates, of norm 1;
-lambda_l, its eigenvalue, in descending order; w_l, its weight; L, the number of directions that are
-used. The sign of v_l is chosen as in eq. (6), towards the mean update; this does not change the
-result. The weights of clients are n_i / n, with n the sum of all n_i.
+The sign of a principal direction is chosen as in eq. (6), towards the mean update; this does not
+change the result. Clients are weighted by samples.
 """
 
 from __future__ import annotations
@@ -27,20 +24,18 @@ def principal(
 ) -> Book:
     """Compute a run of FedAvg with updates that are rebuilt from their principal directions.
 
-    g_i is the update of client i. v_l is the l-th of L principal directions of all updates: a unit
-    eigenvector of sum_i g_i g_i^T, for the l-th largest eigenvalue lambda_l. w_l is the weight of
-    v_l. s_il is the sign of the dot product <g_i, v_l> (1 or -1), or 0 if this product is near 0.
-    Each g_i is replaced by
+    Let v_l be the unit eigenvector of sum_i g_i g_i^T for the l-th largest eigenvalue lambda_l,
+    over the updates g_i. Each update becomes
 
         g_i' = |g_i| sum_l w_l s_il v_l
 
-    fraction: L is this fraction of the number of updates, rounded down, at least 1.
-    scale: the rule for w_l. "l2": lambda_l divided by the l2 norm of the eigenvalues of the used
-    directions. "sum": lambda_l divided by the sum of all eigenvalues. "none": 1.
-    tensor: True: treat each tensor of the parameters separately. False: treat all parameters as one
-    vector.
-    tol: a direction v_l is not used if lambda_l is at most tol times the largest eigenvalue. s_il
-    is 0 if |<g_i, v_l>| is at most tol |g_i|.
+    s_il is the sign of <g_i, v_l>, or 0 if |<g_i, v_l>| is at most tol |g_i|.
+
+    fraction: l goes up to this fraction of the number of updates, rounded down, at least 1.
+    scale: w_l: lambda_l divided by the l2 norm of the used eigenvalues ("l2") or by the sum of all
+    eigenvalues ("sum"), or 1 ("none").
+    tensor: True treats each tensor of the parameters separately.
+    tol: v_l is also left out if lambda_l is at most tol times the largest eigenvalue.
     loss: the local loss.
     """
     parts = slices(world) if tensor else [slice(None)]

@@ -52,11 +52,10 @@ def pooled(world: World, count: int, samples: int) -> Pairs:
 def drawn(world: World, job: Job, pool: Pairs | None, samples: int, single: bool) -> list[Pairs]:
     """Return for each step of a job the pairs that FedMix mixes with the batch.
 
-    A pair is the mean input and the mean label of some random samples of one client.
-    pool: the pairs of all clients, from which each step draws; None makes new pairs of random
-    clients in each step.
-    samples: the number of samples over which a new pair is averaged.
-    single: True: a step has one pair for the whole batch; False: one for each row.
+    A pair is the mean input and the mean label of random samples of one client.
+    pool: the pairs of all clients; None makes new pairs of random clients in each step.
+    samples: the number of samples in a new pair.
+    single: True: one pair for the whole batch; False: one for each row.
     """
     generator, steps = stream(world.seed, "fedmix.pairs", job.client, job.turn), len(job.batches)
     rows = 1 if single else max(len(y) for _, y in job.batches)
@@ -85,23 +84,19 @@ def fedmix(
 ) -> Book:
     """Compute a run of FedMix, whose loss also uses averages of random clients' samples.
 
-    x and y are the inputs and labels of a batch. A pair is the mean input x_bar and the mean label
-    y_bar of some random samples of one client. Each row of the batch is combined with a pair. CE(u,
-    y) is the cross-entropy of the model's outputs for the input u. The loss is the mean of l1 + l2
-    + l3 over the batch:
+    Each row of a batch, with input x and label y, is combined with a pair: the mean input x_bar and
+    the mean label y_bar of some samples of a client. With the cross-entropy CE, the loss of a row
+    is l1 + l2 + l3:
     - l1 = (1 - lam) CE((1 - lam) x, y)
     - l2 = lam CE((1 - lam) x, y_bar)
-    - l3 (the Taylor approximation) = lam times the dot product of x_bar and l1's gradient with
-      respect to the model's input
+    - l3 = lam times the dot product of x_bar and l1's gradient with respect to the model's input
 
     count: the number of pairs that each client sends.
-    samples: the number of samples over which a pair is averaged.
-    single: True: all rows of the batch are combined with the same pair. False: each row has a
-    different pair.
-    naive: True: compute NaiveMix. The input is (1 - lam) x + lam x_bar, and there is no l3.
-    public: True: the mean of l3 is also divided by the batch size, as in public implementations.
-    fresh: True: make new pairs from raw data in each step, as FedBR's code does. `count` is then
-    not used.
+    samples: the number of samples in a pair.
+    single: True uses the same pair for all rows of a batch.
+    naive: True computes NaiveMix, with the input (1 - lam) x + lam x_bar and without l3.
+    public: True divides l3 by the batch size, as public implementations do.
+    fresh: True makes new pairs from raw data in each step, as FedBR's code does.
     """
     pool = None if fresh else pooled(world, count, samples)
 

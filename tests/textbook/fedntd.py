@@ -31,12 +31,9 @@ def fedntd(world: World, beta: float, tau: float, mixed: float | None = None) ->
     """Run FedAvg with the local loss CE + beta NTD.
 
     CE is the cross-entropy. NTD is the loss `not_true`, whose teacher is the received model.
-    beta: the weight of NTD.
     tau: the temperature of NTD.
-    mixed: the parameter alpha of Mixup; None: no Mixup. Mixup replaces each sample by lam times
-    this sample plus (1 - lam) times a partner sample. CE and NTD are then computed once for the
-    label of the sample and once for the label of the partner. The loss for the sample's label has
-    the weight lam, and the loss for the partner's label has the weight (1 - lam).
+    mixed: the parameter alpha of Mixup; None: no Mixup. With lam times a sample plus (1 - lam)
+    times a partner, both losses are weighted means over the two labels.
     """
 
     def losses(job: Job, received: Params) -> Parts:

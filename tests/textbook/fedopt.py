@@ -1,9 +1,7 @@
 """FedAvgM: Hsu et al. 2019; FedAdagrad, FedAdam, FedYogi: Reddi et al. 2021, Algorithm 2.
 
-Symbols: D, the mean update; u, the server's momentum; m, the exponential mean of D; v, a statistic
-of D^2 that differs between the methods; eta, the server's rate; tau, a constant that is added to
-sqrt(v). v starts at tau^2. As in TensorFlow, bias correction changes eta and not tau. Steps are
-counted from 1.
+As in TensorFlow, bias correction changes the learning rate, and not the constant tau that is added
+to the root of the second moment.
 """
 
 from __future__ import annotations
@@ -42,13 +40,11 @@ class ServerMomentum:
 class Adaptive:
     """The server rules of FedAdagrad, FedAdam and FedYogi.
 
-    Each call makes a server step: m <- beta1 m + (1 - beta1) D, a change of v, and x <- x + eta m /
-    (sqrt(v) + tau), elementwise. x: the server's parameters; D: the mean update; m and v: moments,
-    which start at 0 and tau^2.
+    With the mean update D, a call sets m <- beta1 m + (1 - beta1) D, changes v, and sets x <- x +
+    lr m / (sqrt(v) + tau). m and v start at 0 and tau^2.
     name: how v changes. "fedadagrad": v <- v + D^2. "fedadam": v <- beta2 v + (1 - beta2) D^2.
     "fedyogi": v <- v - (1 - beta2) D^2 sign(v - D^2).
-    lr: eta.
-    bias_correction: True: in step t = 1, 2, ..., eta is lr sqrt(1 - beta2^t) / (1 - beta1^t).
+    bias_correction: True multiplies lr by sqrt(1 - beta2^t) / (1 - beta1^t) in step t = 1, 2, ....
     """
 
     def __init__(

@@ -1,21 +1,17 @@
 """FedPAC of Xu et al. 2023, with an exact solution of its quadratic program.
 
-After a round, each participant i (a client of the round) gets a head for its next job. This head is
-a mixture of the heads of all participants j, with weights w_j. The weights minimise the sum of
-w_j w_k P_jk over all participants j and k. All w_j are at least 0, and the sum of all w_j is 1. For
-every subset of the participants, the textbook computes the best weights that are 0 outside of the
-subset. It takes the best subset.
+After a round, each client i of the round gets a head for its next job: the mixture of the heads of
+all clients j of the round. The weights w_j are at least 0, have the sum 1, and minimise the sum of
+w_j w_k P_jk. The textbook solves this for every subset of the clients, and takes the best one.
 
-Symbols:
 - z, the D features of a sample.
 - n_j, the number of samples of client j.
-- h_j, [C, D], for C classes. Row c is the mean of z over client j's samples of class c, times the
-  fraction of class c in client j's samples.
-- V_j = (m_j - |h_j|^2) / n_j, where m_j is the mean of |z|^2 over client j's samples.
-- P, the matrix of client i: P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k.
+- h_j, [C, D]. Row c is the mean of z over samples of class c, times the fraction of class c.
+- V_j = (m_j - |h_j|^2) / n_j, where m_j is the mean of |z|^2.
+- P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k.
 
-A job has two stages: the first trains the head, the second the extractor. Each stage has a new
-optimizer. While the head is trained, the extractor is in eval mode.
+A job trains first the head, with the extractor in eval mode, and then the extractor. Each of these
+stages has a new optimizer.
 """
 
 from __future__ import annotations
@@ -60,10 +56,9 @@ def means(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor
 def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Tensor]:
     """Return a client's feature variance V, and the weighted class means h of its features.
 
-    h, [classes, D]: row k is the mean of the features [D] of class k, times the frequency of this
-    class. V = (mean |z|^2 - |h|^2) / n, over the features z of the client's n samples.
+    h, [classes, D]: row k is the mean of the features of class k, times the frequency of this
+    class. V = (mean |z|^2 - |h|^2) / n, over the features z of n samples.
     p: the parameters with which the features are computed, in eval mode.
-    x, y: the inputs and classes of the client's samples.
     """
     z, (mu, counts) = features(dict(p), x, False), means(p, x, y, classes)
     pi = counts.double() / len(y)
@@ -73,14 +68,14 @@ def statistics(p: Params, x: Tensor, y: Tensor, classes: int) -> tuple[float, Te
 
 
 def mixture(variances: list[float], h: list[Tensor], i: int, least: float) -> Tensor:
-    """Return the weights with which FedPAC mixes the participants' heads into the head of client i.
+    """Return the weights that mix the participants' heads into the head of one participant.
 
-    The weights w_j minimise the sum of w_j w_k P_jk over all participants j and k. All w_j are at
-    least 0, and the sum of all w_j is 1. P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k.
-    variances, h: V_j and h_j of each participant j, from `statistics`.
-    i: the position of the client in the list of participants.
-    least: a weight of at most `least` becomes 0, and the larger weights are scaled to the sum 1. If
-    no weight is larger than `least`, all weights stay.
+    The weights w_j are at least 0, have the sum 1, and minimise the sum of w_j w_k P_jk. P_jk =
+    <h_i - h_j, h_i - h_k>, plus variances_j if j = k.
+    variances, h: the results of `statistics` for each participant.
+    i: the position of the participant that gets the head.
+    least: weights of at most `least` become 0, unless all are, and the larger ones are scaled to
+    the sum 1.
     """
     m = len(h)
     p = torch.stack(
@@ -103,14 +98,13 @@ def fedpac(
 ) -> Book:
     """Compute a run of FedPAC, whose clients share the extractor and get mixtures of heads.
 
-    A job trains first the head, then the extractor. After a round, the server averages the
-    extractors. It computes the mean features of each class (prototypes), and mixes a new head for
-    each client of the round (`mixture`).
-    lam: the weight of the loss that pulls features to the prototypes of their classes.
-    head_epochs: the number h of passes over the samples that train the head. At most h / (h + 1) of
-    a job's steps train the head.
-    factor: the learning rate of the head, divided by the learning rate of the run.
-    least: in a mixture of heads, a weight of at most `least` becomes 0.
+    A job trains first the head, then the extractor. After a round, the server averages extractors
+    and class means of features (prototypes), and mixes a new head for each client (`mixture`).
+    lam: the weight of the loss that pulls features to their prototypes.
+    head_epochs: the number h of passes that train the head, with at most h / (h + 1) of the job's
+    steps.
+    factor: the learning rate of the head, divided by that of the run.
+    least: a weight of at most `least` in a mixture becomes 0.
     """
     x = {name: tensor for name, tensor in world.start.items() if name not in HEAD}
     first = {name: world.start[name] for name in HEAD}

@@ -11,10 +11,10 @@ from textbook.world import Book, Job, Params, World
 
 
 def fedrs(world: World, alpha: float, relative: bool = False) -> Book:
-    """Run FedAvg with the cross-entropy of the logits s_c <w_c, h>; the classifier has no bias.
+    """Run FedAvg with the cross-entropy of the logits s_c <w_c, h>; the head has no bias.
 
-    w_c: the classifier's weights of class c; h: the features; s_c: the scale of class c.
-    alpha: the scale of the classes that the client lacks; the scale of its own classes is 1.
+    w_c: the head's weights of class c. h: the features.
+    alpha: the scale s_c of classes that the client lacks; other classes have 1.
     relative: True: s_c = alpha + (1 - alpha) n_c / max n, as in the released code. n_c is the
     client's number of samples of class c.
     """

@@ -27,10 +27,8 @@ def uphill(p: Params, x: Tensor, y: Tensor, rho: float, eta: float | None) -> Pa
     """Return the gradient of a batch's loss at p + e, where the loss is higher than at p.
 
     Let g be the gradient at p, and ||g|| its norm over all parameters.
-    x, y: the inputs and labels of the batch.
     eta: None (FedSAM): e = rho g / ||g||. A number (FedASAM): e = rho t^2 g / ||t g||, elementwise,
-    where t is the absolute value of p, plus eta.
-    rho: the factor of e in these formulas.
+    with t = |p| + eta.
     """
     names = trainable(p)
     g = gradients(cross_entropy(p, 0, x, y), p, names)
@@ -79,15 +77,13 @@ def fedsam(world: World, rho: float, eta: float | None = None, mu: float = 0.0) 
 
 
 def mofedsam(world: World, rho: float, beta: float) -> Book:
-    """Compute a run of MoFedSAM: each local step replaces the gradient by beta G + (1 - beta) D.
+    """Compute a run of MoFedSAM: local steps replace the gradient by beta G + (1 - beta) D.
 
-    G = g + wd p. p: the client's parameters; g: the gradient of the batch's loss at p + e; e: rho
-    times the gradient at p, divided by the norm of the gradient at p; wd: the weight decay.
-    D: the server's direction, 0 in the first round. In later rounds, D is the weighted mean of
-    (x - y) / (eta K) over the clients of the previous round. x: the received parameters; y: the
-    trained parameters; eta: the learning rate; K: the number of the job's steps.
-    rho: the length of e.
-    beta: the weight of G.
+    G = g + wd p, with the client's parameters p, the weight decay wd and the gradient g at p + e. e
+    is the gradient at p, scaled to the norm rho.
+    D is the server's direction, 0 in the first round. Then it is the weighted mean of (x - y) /
+    (eta K) over the clients of the previous round. x and y are the received and trained parameters,
+    eta the learning rate, and K the number of steps.
     """
     x, names = dict(world.start), trainable(world.start)
     direction = {name: torch.zeros_like(x[name]) for name in names}

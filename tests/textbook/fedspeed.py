@@ -26,18 +26,13 @@ from textbook.world import Book, Job, Params, World
 def fedspeed(world: World, lam: float, rho: float, share: float) -> Book:
     """Compute a run of FedSpeed, whose local steps use two gradients and a correction.
 
-    Each step replaces the gradient by (1 - share) g1 + share g2 - c_k + (theta - x) / lam. x: the
-    received parameters; theta: the client's parameters before the step; g1: the gradient at theta;
-    g2: the gradient at theta + rho g1; c_k: a correction that client k keeps, 0 at first.
+    Each step replaces the gradient by (1 - share) g1 + share g2 - c_k + (theta - x) / lam. x are
+    the received parameters, and theta the client's current ones. g1 and g2 are the gradients at
+    theta and at theta + rho g1. c_k is a correction that client k keeps, first 0.
 
-    After the last step of a job, client k does the following, where theta_K are the parameters
-    after this step:
-    1. Replace c_k by c_k - (theta_K - x) / lam.
-    2. Send theta_K - lam c_k, with the c_k of point 1, and BatchNorm's statistics.
-    lam: the local loss has the proximal penalty |theta - x|^2 / (2 lam). A larger lam makes the
-    penalty smaller.
-    rho: the factor of g1 in theta + rho g1, the point at which g2 is computed.
-    share: the weight of g2.
+    After a job that ends at theta_K, client k first replaces c_k by c_k - (theta_K - x) / lam. Then
+    it sends theta_K - lam c_k and BatchNorm's statistics.
+    lam: a larger lam makes the local penalty |theta - x|^2 / (2 lam) smaller.
     """
     x, names = dict(world.start), trainable(world.start)
     c = {

@@ -1,13 +1,8 @@
 """FedSR: Nguyen, Torr and Lim 2022; FedL2R is its variant without noise.
 
-Symbols: z = mean + std eps, the random representation of an input; eps, normal noise from torch's
-generator, which is seeded for each job. Each class has a reference, which is a learned normal
-distribution. KL is the Kullback-Leibler divergence KL(p || q). p is the distribution of the product
-c z, where c is a learned number. q is the reference of the input's class.
-
-The loss contains the mean norm |z|, as in the authors' code. The score of a class is the log of its
-mean probability over some draws of eps. These draws are the same for all inputs. By default, the
-references and c stay on clients, as in the authors' code.
+As in the authors' code, the loss contains the mean norm of the representation, and not its square.
+References of classes stay on clients by default. The score of a class is the log of its mean
+probability over some noise draws, which are the same for all inputs.
 """
 
 from __future__ import annotations
@@ -94,13 +89,11 @@ def fedsr(
 ) -> Book:
     """Compute a run of FedSR, which is FedAvg with two penalties in the local loss.
 
-    The loss is CE + alpha_l2r mean |z| + alpha_cmi mean KL. z: the random, normally distributed
-    representation of an input. CE: the cross-entropy of the batch. KL: the Kullback-Leibler
-    divergence KL(p || q). p is the distribution of the product c z, where c is a learned number. q
-    is the reference, a learned normal distribution for the input's class.
-    probabilistic: True: FedSR; False: FedL2R, in which z has no noise and the loss no KL.
-    share_reference: True: the server averages the references and c. False: the references and c
-    stay on clients.
+    The loss is CE + alpha_l2r mean |z| + alpha_cmi mean KL(p || q). z is the normally distributed
+    representation of an input, p the distribution of c z, and c a learned number. q is the
+    reference, a learned normal distribution for the input's class.
+    probabilistic: False computes FedL2R, in which z has no noise and the loss no KL.
+    share_reference: True averages the references and c on the server; False keeps them on clients.
     """
     reference = first_reference(world) if probabilistic and alpha_cmi else {}
     private = {i: {} if share_reference else reference for i in range(world.clients)}

@@ -1,26 +1,21 @@
 """FRAug: Chen et al. 2023, Algorithm 1 with eqs. (1)-(6).
 
-Symbols: v, real embeddings of a batch; c, the client's prototypes, a mean embedding per class; G,
-the generator; H, the neural network RTNet, whose output is added to an embedding; D, the distance
-between two sets of embeddings; rho, the factor of RTNet's output; beta, the weight of synthetic
-embeddings in the loss.
+Symbols: v, real embeddings of a batch; G, the generator; RTNet, the network whose output is added
+to an embedding; D, the distance between two sets of embeddings; rho, the factor of RTNet's output;
+beta, the weight of synthetic embeddings in the loss.
 
 Paper and code leave some questions open. This textbook makes these choices:
 - The weights of the three losses in eq. (1) are 1 - beta, beta/2 and beta/2.
 - D is computed once for a batch.
 - rho and beta depend on the round of the run.
-- RTNet gets prototypes before real embeddings, so its BatchNorm sees them in this order.
-- If the settings remove RTNet, a synthetic embedding is (1 - rho) v plus rho times G's output.
-- If the settings remove the generator, RTNet gets noise in place of G's output.
+- RTNet gets class prototypes before real embeddings.
+- Without RTNet, a synthetic embedding is (1 - rho) v plus rho times G's output.
+- Without the generator, RTNet gets noise in place of G's output.
 - A batch of one sample is left out.
 
-Each batch has a step for the classifier, then a step for the generator, and then a step for RTNet.
-Each batch draws five noise arrays for these steps, in this order:
-- classifier: the first array makes synthetic embeddings from real ones, the second array from
-  prototypes,
-- generator: the third array makes the generator's embeddings,
-- RTNet: the fourth array makes synthetic embeddings from prototypes, the fifth array from real
-  ones.
+Each batch has a step for the classifier, for the generator and for RTNet. It draws five noise
+arrays: two for the classifier (real embeddings, prototypes), one for the generator, two for RTNet
+(prototypes, real embeddings).
 """
 
 from __future__ import annotations
@@ -57,12 +52,10 @@ def network(
 ) -> Tensor:
     """Return the outputs of the generator or of RTNet for a batch.
 
-    The network's input is a row of `rows` followed by the one-hot label. The layers are linear,
-    BatchNorm, ReLU and linear. A second BatchNorm follows if `p` has its parameters. The generator
-    ends with a ReLU.
+    The network's input is a row of `rows` followed by the one-hot label.
     name: `GENERATOR` or `RTNET`.
     rows: [B, R].
-    labels: [B], the classes, less than `classes`.
+    labels: [B], the classes.
     training: True normalises with the statistics of the batch and updates the running ones.
     """
 
@@ -83,15 +76,12 @@ def network(
 
 
 def ramp(t: int, last: int | None, gamma: float, form: str) -> float:
-    """Return the value in round t of a weight that changes from round to round.
+    """Return the value in round t = 0, 1, ... of a weight that changes from round to round.
 
-    t: the number of the round, from 0.
-    last: from round `last` on, t is replaced by `last` in the formulas, so that the weight is
-    constant. None: the weight changes in every round.
+    last: from round `last` on, the weight is constant; None: it changes in every round.
     gamma: how fast the weight changes.
-    form: the formula. "exp": exp(gamma (t - last)), or exp(gamma t) if `last` is None.
-    "laine_aila": exp(-gamma (1 - t / last)^2), or exp(-gamma (1 - t)^2) if `last` is None.
-    "constant": 0.5. Any other text: 1 - 1 / (gamma t + 1).
+    form: "exp": exp(gamma (t - last)), where None counts as 0. "laine_aila": exp(-gamma (1 - t /
+    last)^2), where None counts as 1. "constant": 0.5. Any other text: 1 - 1 / (gamma t + 1).
     """
     t = t if last is None else min(t, last)
     if form == "exp":

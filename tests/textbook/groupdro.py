@@ -21,14 +21,13 @@ def groupdro(
 ) -> Book:
     """Run FedAvg with the weights q_i, which grow for clients with large losses.
 
-    In each round, the weight of a participant with the loss l_i becomes q_i exp(eta l_i). The
-    models of the participants are then averaged with the weights q_i / sum_j q_j.
-    If the run weighs by samples, q_i is multiplied by n_i in the average.
-    step_size: the step size eta of the weights.
+    In each round, the weight of a client with the loss l_i becomes q_i exp(step_size l_i). Models
+    are then averaged with q_i / sum_j q_j. If the run weighs by samples, q_i is multiplied by n_i
+    in the average.
     batches: "first": l_i is the loss of the first batch, as in FedBR's code. Otherwise it is the
     mean over all batches.
     prior: "samples": q_i starts in proportion to n_i. Otherwise all q_i start equal.
-    mu: the weight of FedProx's term in the local loss. This term is no part of l_i.
+    mu: the weight of FedProx's term in the local loss; l_i does not contain it.
     """
     sizes = torch.tensor([float(len(labels)) for _, labels in world.data], dtype=torch.float64)
     q = sizes / sizes.sum() if prior == "samples" else torch.full_like(sizes, 1 / world.clients)

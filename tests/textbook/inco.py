@@ -1,9 +1,8 @@
 """InCo: Chan et al. 2024, as in their code or as in the paper's optimisation problem.
 
-The network has two residual blocks, whose tensors are named as in torchvision. Symbols: g, the mean
-update of a convolution in the second block; g0, the mean update of the convolution of the same
-shape in the first block. BatchNorm's statistics do not pass through InCo's rule. They become the
-mean of the clients' statistics, so no variance is negative.
+The network has two residual blocks, whose tensors are named as in torchvision. BatchNorm's
+statistics become the mean of the clients' statistics. InCo's rule does not change them, so no
+variance is negative.
 """
 
 from __future__ import annotations
@@ -52,19 +51,16 @@ def inco(
 ) -> Book:
     """Compute a run of InCo, which mixes updates of an early layer into those of later layers.
 
-    The later layers are the convolutions of the second residual block. g is the mean update of such
-    a convolution. g0 is the mean update of the second convolution in the first residual block. The
-    server adds g' in place of g:
+    g is the mean update of a convolution of the second residual block. g0 is that of the first
+    block's second convolution. The server adds g' in place of g:
 
         theta = min(most, |<g0, g>| / <g0, g0>)
         g' = clip((g / |g| + theta g0 / |g0|) (|g| + |g0|) / 2)
 
     The function clip limits each entry to the range from -`clip` to `clip`.
-    kernels: True: the formulas are applied to each kernel, a slice [o, i] of the convolution.
-    False: they are applied to the whole convolution.
-    always: True: the formulas are always used, as in the authors' code. False: if <g0, g> >= 0, g'
-    is clip(g), as in the paper.
-    most: the largest theta.
+    kernels: True applies the formulas to each kernel, a slice [o, i], and not to the whole
+    convolution.
+    always: False: if <g0, g> >= 0, g' is clip(g), as in the paper. True follows the authors' code.
     eps: the number that is added to divisors.
     """
     names = trainable(world.start)

@@ -108,10 +108,10 @@ def cut(x: Mapping[str, Tensor], rank: int) -> Params:
 def nearest(product: Tensor, old_a: Tensor) -> Params:
     """Return factors B and A of rank r whose product is the best approximation of a matrix.
 
-    Let k be the rank of the matrix, but at most r. The first k rows of A have the norm 1. Each
-    later row of A is the row of old_a with the same index, and each later column of B is 0.
-    product: the matrix to approximate by B A, [outputs, inputs].
-    old_a: the factor A before this call, [r, inputs].
+    Let k be the rank of the matrix, but at most r. The first k rows of A have the norm 1. Later
+    rows of A are those of old_a, and later columns of B are 0.
+    product: [outputs, inputs], the matrix to approximate by B A.
+    old_a: [r, inputs], the earlier A.
     """
     u, values, v = torch.linalg.svd(product)
     a, b = old_a.clone(), torch.zeros(len(u), len(old_a), dtype=product.dtype)
@@ -124,16 +124,13 @@ def nearest(product: Tensor, old_a: Tensor) -> Params:
 def flexlora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
     """Compute a run of FlexLoRA, whose server averages the products of LoRA factors.
 
-    The layer has the weight W0 + `scaling` B A. W0 is frozen, and B and A are the factors of LoRA.
-    Each client receives the server's factors, cut to the rank of the client. Client i trains the
-    cut factors; the results are B_i and A_i.
+    A client trains the layer W0 + `scaling` B A with frozen W0, from the server's factors B and A,
+    cut to the client's rank. Let P be the product of the server's factors. An aggregation computes
+    P + sum_i p_i (B_i A_i - P_i). p_i is client i's normalised weight, and B_i and A_i are its
+    trained factors. P_i is P, without a cut, in its base version.
 
-    P is the product B A of the server's factors. An aggregation computes P + sum_i p_i (B_i A_i -
-    P_i). p_i: the normalised weight of client i. P_i: the product P at the server, of factors that
-    are not cut, in the version from which client i started.
-
-    Then the server computes new factors B and A of the same size by a singular value decomposition.
-    The product of the new factors is the best approximation of the computed matrix.
+    New factors of the server have the product that best approximates the computed matrix (singular
+    value decomposition).
     ranks: the ranks that clients may have.
     """
     loss, versions = adapted_loss(world.drawn, scaling), [dict(world.start)]
@@ -164,19 +161,15 @@ def with_term(task: Loss, term: Callable[[Params], Tensor], lam: float) -> Loss:
 def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamma: float) -> Book:
     """Compute a run of HetLoRA: clients train LoRA factors of several ranks (Cho et al. 2024).
 
-    The layer has the weight W0 + `scaling` B A. W0 is frozen; B [outputs, r] and A [r, inputs] are
-    the factors of LoRA, of rank r. Each client has its own rank. Client i trains factors B_i and
-    A_i of this rank. The server fills factors of a smaller rank with zeros, and averages the
-    factors. Client i has a weight proportional to the norm |B_i A_i|, times its samples if the run
-    weighs clients by samples.
+    Client i trains the layer W0 + `scaling` B_i A_i with frozen W0. B_i is [outputs, r] and A_i [r,
+    inputs], with the client's rank r. The server fills smaller factors with zeros, and averages.
+    Weights are |B_i A_i|, times the samples if the run weighs by samples.
 
-    A client's rank r can shrink. Let q be gamma r, rounded down. The rows of A_i after the first q
-    are A', and the columns of B_i after the first q are B'. The client's loss contains the penalty
-    lam |B'| |A'|. If |B'| |A'| is smaller after a job than before, the rank becomes q, but at least
-    1. The trained factors are then cut to the new rank before the server averages them.
+    A rank can shrink. Let q be gamma r, rounded down. A' are the rows of A_i after the first q, and
+    B' the columns of B_i after the first q. The loss contains the penalty lam |B'| |A'|. If a job
+    makes |B'| |A'| smaller, the rank becomes q, but at least 1. Trained factors are cut before the
+    average.
     ranks: the ranks with which clients may start.
-    lam: the weight of the penalty.
-    gamma: the fraction of the rank that is left after the rank has shrunk once.
     """
     x, start = dict(world.start), drawn_ranks(world, ranks)
     rank: dict[int, int] = {}
@@ -209,10 +202,9 @@ def hetlora(world: World, scaling: float, ranks: Sequence[int], lam: float, gamm
 def flora(world: World, scaling: float, ranks: Sequence[int]) -> Book:
     """Compute a run of FLoRA, whose server adds products of LoRA factors to the frozen weight.
 
-    The rule is from Wang et al. 2024. After a round, the server adds `scaling` times the weighted
-    mean of B_i A_i to the frozen weight. Then it draws a new factor A at random, and sets B to 0.
-    B_i, A_i: the factors that client i has trained.
-    ranks: the ranks that clients may have. Each client gets the factors cut to the client's rank.
+    The rule is from Wang et al. 2024. After a round, `scaling` times the weighted mean of the
+    clients' B A is added. The server then draws a new A, and sets B to 0.
+    ranks: the ranks that clients may have. Clients get factors cut to their ranks.
     """
     x, of_client = dict(world.start), drawn_ranks(world, ranks)
     for version, jobs in enumerate(world.rounds):

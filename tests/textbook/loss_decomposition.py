@@ -1,15 +1,13 @@
 """Loss decomposition: Zeng et al. 2024, eqs. (1) and (2), in rounds of FedAvg or FedBN.
 
-i and j are clients of the round. A_ij is the loss of client i's trained model on client j's
-training samples. b_j is the loss of the next shared model on client j's training samples. p_i is
-the number of client i's samples, divided by the number of all these clients' samples:
+A_ij is the loss of client i's trained model on the training samples of client j, and b_j that of
+the next shared model. p_i is client i's share of the samples of the round's clients:
 
     sum_j p_j b_j = local_loss + distribution_shift + aggregation
     local_loss = sum_i p_i A_ii        distribution_shift = sum_ij p_i p_j (A_ij - A_ii)
     aggregation = sum_ij p_i p_j (b_j - A_ij)
 
-The last two parts may be negative. Each model is scored on client j's samples with the personal
-tensors of client j.
+Each model is scored on client j's samples with the personal tensors of client j.
 """
 
 from __future__ import annotations
@@ -27,17 +25,14 @@ NAMES = ("global_loss", "local_loss", "distribution_shift", "aggregation")
 def loss_decomposition(world: World, most: int = 1000) -> Book:
     """Compute a run of FedAvg or FedBN, and return its loss decomposition as columns.
 
-    The run is FedBN if `world.personal` names BatchNorm's tensors. Each round has four values.
-    Clients are weighted by their numbers of samples:
-    - global_loss: the mean loss of the next shared model on the samples of the round's clients. It
-      is the sum of the next three values.
-    - local_loss: the mean loss of each client's trained model on its samples.
-    - distribution_shift: the mean loss of the trained models on all of these clients' samples,
-      minus local_loss.
-    - aggregation: global_loss minus the mean loss of the trained models on all of these samples.
+    The run is FedBN if `world.personal` names BatchNorm's tensors. Means over the round's clients
+    are weighted by samples:
+    - global_loss: the loss of the next shared model, which is the sum of the next three values.
+    - local_loss: the loss of each client's trained model on its own samples.
+    - distribution_shift: the loss of the trained models on all clients' samples, minus local_loss.
+    - aggregation: global_loss minus the loss of the trained models on all clients' samples.
 
-    most: losses are computed on at most this number of a client's training samples, drawn at
-    random.
+    most: the largest number of a client's training samples that are used, drawn at random.
     """
     personal = {
         client: {name: world.start[name] for name in world.personal}

@@ -49,12 +49,11 @@ def moon(
 ) -> Book:
     """Compute a run of MOON: FedAvg with the loss CE + mu l_con.
 
-    CE: the cross-entropy of the batch. l_con: MOON's contrastive loss. It pulls features to those
-    of the received model, and pushes them away from those of the client's earlier models.
-    mu: the weight of l_con.
+    The contrastive loss l_con pulls features to those of the received model, and pushes them away
+    from those of the client's earlier models.
     tau: the temperature of l_con.
     projection: the widths of the two layers of the projection; empty: there is none.
-    pool: the largest number of the client's earlier models that l_con uses, the newest ones.
+    pool: the largest number of earlier models in l_con, the newest ones.
     """
     layers = [f"{EXTRACTOR}.{layer}.bias" for layer in (1, 3)]
     assert (

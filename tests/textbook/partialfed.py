@@ -1,11 +1,10 @@
 """PartialFed: Sun et al. 2021, fixed masks, and a reconstruction of the adaptive policy.
 
-A layer is a module that has tensors. At the start of a job, each layer is loaded from the received
-model or from the client's last model. A fixed mask or a learned policy chooses between these two
-models.
+A layer is a module that has tensors. A fixed mask or a learned policy says which layers of a job
+start from the received model, and which from the client's last model.
 
-A policy is trained on a weighted mean of these two models. BatchNorm's statistics are averaged with
-the same weights as the parameters of their layer, and BatchNorm is in eval mode.
+A policy is trained on a weighted mean of both models, with BatchNorm in eval mode. BatchNorm's
+statistics have the weights of their layer.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ NORM = "model.extractor.2"
 class PolicySettings:
     """Settings of the training of a client's policy.
 
-    The policy chooses for each layer from which of two models a job starts: the received model, or
-    the model that the client trained in its last job.
+    For each layer, the policy chooses the received model or the client's last trained model.
     steps: the number of Adam's steps in a job.
     batch: the number of samples in a step.
     rate: the learning rate.
-    start, decay, floor: at version t, the temperature is the larger of start * decay^t and floor.
-    sampled: True: for each layer, draw one of the two models with the policy's probabilities.
-    False: use the more probable model.
+    start, decay, floor: at version t, the temperature is max(start * decay^t, floor).
+    sampled: True draws a layer's model with the policy's probabilities. False uses the more
+    probable model.
     """
 
     steps: int
@@ -64,15 +62,12 @@ class Policy:
     def learn(self, world: World, job: Job, received: Params, last_model: Params) -> Tensor:
         """Train the policy on the client's samples, and choose a model for each layer.
 
-        Return a boolean tensor [layers]. True: the layer is loaded from the received model. False:
-        the layer is loaded from the client's last model.
+        Return a boolean tensor [layers]: True for layers to load from the received model, False for
+        layers of the client's last model.
 
-        The training changes `self.logits`, two numbers for each layer. It minimises the
-        cross-entropy of a mixed model. Each layer of the mixed model is w a + (1 - w) b. a is this
-        layer of the received model, and b is this layer of the last model. The pair (w, 1 - w) is
-        the softmax of (the layer's logits + Gumbel noise) / temperature.
-        received: the tensors of the received model.
-        last_model: the tensors of the model that the client trained in its last job.
+        The training minimises the cross-entropy of a mixed model. Each layer is w times the
+        received one + (1 - w) times the last one. (w, 1 - w) is the softmax of (the layer's two
+        numbers in `self.logits` + Gumbel noise) / temperature.
         """
         settings, (x, y) = self.settings, world.data[job.client]
         temperature = max(settings.floor, settings.start * settings.decay**job.version)
@@ -124,10 +119,10 @@ def partialfed(
 
     A client's first job starts from the received model in all layers.
     mask: for each layer, True if it starts from the received model.
-    most: the largest number of versions between a client's last job and this one. If there are
-    more, this job, too, starts from the received model in all layers.
-    mu: the weight of FedProx's term, whose reference is the model at the start of the job.
-    policy: the settings of a policy that chooses the layers in place of `mask`.
+    most: the largest number of versions since a client's last job; after more, the job starts from
+    the received model.
+    mu: the weight of FedProx's term, whose reference is the start of the job.
+    policy: a policy that chooses in place of `mask`.
     """
     x, layers = dict(world.start), list(dict.fromkeys(layer(name) for name in world.start))
     last_models, versions, loaded = dict[int, Params](), dict[int, int](), list[float]()

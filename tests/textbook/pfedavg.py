@@ -1,9 +1,8 @@
 """pFedAvg: FedAvg, in which each client is scored with a personal model.
 
-The personal model is the model that the client trained last, or a fine-tuned copy of the shared
-model. Fine-tuning is local training with a new optimizer. A copy of version t is fine-tuned at the
-same learning rate as the jobs that receive version t. The random stream "finetune" shuffles the
-samples. If only the head is fine-tuned, the extractor is in eval mode.
+The personal model is the client's last trained model, or a fine-tuned copy of the shared model.
+Fine-tuning has a new optimizer, and the learning rate of jobs that receive the same version. If
+only the head is fine-tuned, the extractor is in eval mode.
 """
 
 from __future__ import annotations
@@ -79,15 +78,12 @@ def finetuned(world: World, epochs: int, head_only: bool = False, last: bool = F
 def tuned(
     world: World, model: Params, client: int, version: int, epochs: int, head_only: bool
 ) -> Params:
-    """Return a copy of a model that is fine-tuned on a client's samples.
+    """Return a copy of a model that is fine-tuned on a client's training samples.
 
-    These are the client's training samples. If `world.drawn` has the key "spared", the samples
-    `world.drawn["spared"][client]`, which jobs do not use, are added.
-    model: the shared model.
-    version: the version of the model. It determines the random stream, and the learning rate if it
-    decays.
+    The samples `world.drawn["spared"][client]`, if they exist, are added.
+    version: the version of the model, which determines the random stream and the learning rate.
     epochs: the number of passes over the samples.
-    head_only: True: only the head is fine-tuned.
+    head_only: True fine-tunes only the head.
     """
     spared = world.drawn.get("spared")
     parts = [world.data[client], *([spared[client]] if spared else [])]

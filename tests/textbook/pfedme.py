@@ -25,18 +25,12 @@ from textbook.world import Book, Job, Params, World
 def pfedme(world: World, steps: int, lam: float, rate: float, beta: float) -> Book:
     """Compute a run of pFedMe, in which each client trains personal parameters theta.
 
-    The server has the shared parameters x. At the start of a job, the client copies x to w. For
-    each batch, the client does two things:
-    1. It sets theta to w, and makes `steps` gradient steps on f(theta) + lam/2 |theta - w|^2. Here
-       f is the cross-entropy of the batch.
-    2. Its optimizer makes one step of w with the gradient lam (w - theta). This moves w towards
-       theta.
-    After a round, the server replaces x by (1 - beta) x + beta times the weighted mean of the
-    clients' w. A client is scored with its last theta.
-    steps: the number of gradient steps of theta for each batch.
-    lam: the weight of the penalty on the distance between theta and w.
+    A job copies the shared parameters x to w. For each batch with the cross-entropy f:
+    1. theta starts at w, and makes `steps` gradient steps on f(theta) + lam/2 |theta - w|^2.
+    2. The optimizer makes one step of w with the gradient lam (w - theta).
+    After a round, x becomes (1 - beta) x + beta times the weighted mean of the clients' w. A client
+    is scored with its last theta.
     rate: the learning rate of theta.
-    beta: the weight of the mean w in the next x.
     """
     x, names = dict(world.start), trainable(world.start)
     thetas = dict[int, Params]()

@@ -252,11 +252,10 @@ def run_with_loss(
 ) -> Book:
     """Compute a run of FedAvg with a different local loss, and report only the task loss.
 
-    The local loss is the task loss plus a penalty. The column train_loss has the mean task loss of
-    each round, over all samples of all steps of its clients.
-    losses(job, received): returns a function of a batch that computes two numbers, the task loss
-    and the penalty.
-    trained(job, model): a function that is called with the trained model after each job.
+    The column train_loss has the mean task loss of each round, over all samples of all steps.
+    losses(job, received): returns a function of a batch that computes the task loss and a penalty,
+    whose sum is the local loss.
+    trained(job, model): is called with the trained model after each job.
     """
     seen: dict[tuple[int, int], RowMean] = {}
 

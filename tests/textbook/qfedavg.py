@@ -1,9 +1,7 @@
 """q-FedAvg: Li et al. 2020, Algorithm 2.
 
-Symbols: x, the shared model; y_i, the model that client i has trained; q, the exponent of the
-losses; F_i, the loss of x on all samples of client i, in eval mode; L = 1 / eta, with eta the local
-learning rate, which replaces the unknown Lipschitz constant; d_i = L (x - y_i); h_i = q F_i^(q-1)
-|d_i|^2 + L F_i^q.
+1 / eta, with the local learning rate eta, replaces the unknown Lipschitz constant L. Losses before
+training are computed in eval mode on all samples of a client.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ def loss_before(world: World, job: Job, x: Params) -> float:
 def qfedavg(world: World, q: float) -> Book:
     """In each round, subtract sum_i F_i^q d_i / sum_i h_i from the model x.
 
-    F_i: the loss of x on all samples of client i; d_i = (x - y_i) / eta, where y_i is the trained
-    model and eta the local learning rate; h_i = q F_i^(q-1) |d_i|^2 + F_i^q / eta.
-    Buffers are averaged with the weights F_i^q.
+    F_i is the loss of x on all samples of client i. d_i = (x - y_i) / eta, with the trained model
+    y_i and the learning rate eta. h_i = q F_i^(q-1) |d_i|^2 + F_i^q / eta. Buffers have the weights
+    F_i^q.
     If the run weighs by samples, n_i multiplies F_i^q d_i, h_i and the buffers' weights.
     """
     names, x = trainable(world.start), detach(world.start)

@@ -51,12 +51,10 @@ def trimmed_mean(world: World, share: float) -> Book:
 
 
 def krum(world: World, f: int, selected: int | None = 1) -> Book:
-    """Compute a run of Krum, whose server uses only the updates with the smallest scores.
+    """Compute a run of Krum, whose server adds the mean of the updates with the smallest scores.
 
-    The server adds the mean of these updates to the model.
-    The score of update i is the sum of |g_i - g_j|^2 over the updates j that are nearest to it. g_i
-    is the update itself. The number of the nearest updates is n - f - 2, but at least 1, where n is
-    the number of all updates.
+    The score of update g_i is the sum of |g_i - g_j|^2 over its nearest updates g_j. These are
+    max(1, n - f - 2) of the n updates.
     f: the number of attackers.
     selected: the number of updates in the mean; None: n - f.
     """
@@ -77,10 +75,9 @@ def krum(world: World, f: int, selected: int | None = 1) -> Book:
 def geometric_median(world: World, steps: int = 3, nu: float = 1e-5) -> Book:
     """Compute a run whose server adds the geometric median of the updates to the model.
 
-    The geometric median is the point z with the smallest weighted sum of distances to the updates.
-    It is approximated: z starts at the weighted mean, and is then replaced `steps` times by sum_i
-    b_i g_i / sum_i b_i. Here g_i is an update, a_i its weight, and b_i = a_i / max(nu, |z - g_i|).
-    nu: the smallest distance that the formula uses.
+    This point z has the smallest weighted sum of distances to the updates g_i. z starts at the
+    weighted mean, and becomes sum_i b_i g_i / sum_i b_i `steps` times. With the weight a_i of
+    update i, b_i = a_i / max(nu, |z - g_i|).
     """
 
     def rule(at: Cohort) -> Tensor:

@@ -1,15 +1,13 @@
 """SCAFFOLD: Karimireddy et al. 2020, Algorithm 1, Option II, with a divisor K' for momentum.
 
-Symbols: x, the shared model; g, a gradient; c_i, the control variate of client i; c, the control
-variate of the server; K, the number of a job's steps. The change of a client's parameters is
-divided by K'. Without momentum, K' = K. With momentum rho, a gradient moves the parameters in its
-step and in all later steps of the job. So K' is this sum over n = 1, ..., K:
+A job of K steps divides the change of the parameters by K'. With momentum rho, a gradient also
+moves the parameters in later steps. So K' is this sum over n = 1, ..., K:
 
     K' = sum_n (1 + rho + ... + rho^(n - 1))
 
-Models are averaged with equal weights, as in the paper, unless the run weighs clients by samples.
-Changes of c_i are always averaged with equal weights. A client with a stale model uses x and c as
-it received them, and c remains the mean of all c_i.
+Models are averaged with equal weights, as in the paper, unless the run weighs by samples. Changes
+of control variates always have equal weights. A client with a stale model uses the server's control
+variate that it received.
 """
 
 from __future__ import annotations
@@ -31,18 +29,17 @@ from textbook.world import Book, Job, Params, World
 def scaffold(world: World) -> Book:
     """Compute a run of SCAFFOLD: each local step uses g - c_i + c in place of the gradient g.
 
-    c_i is the control variate of client i, and c the control variate of the server. All c_i and c
-    start at 0. After a job,
+    The control variates c_i of client i and c of the server start at 0. After a job,
 
         c_i <- c_i - c + (x - y) / (K' eta)
 
-    x: the received model; y: the trained model; eta: the learning rate. Without momentum, K' is the
-    number K of the job's steps. With momentum rho, K' is this sum over n = 1, ..., K:
+    with the received model x, the trained model y and the learning rate eta. Over n = 1, ..., K
+    steps and with momentum rho,
 
         K' = sum_n (1 + rho + ... + rho^(n - 1))
 
-    After a round, the server adds up the changes of all c_i in the round. It divides the sum by the
-    number of all clients, and adds the result to c.
+    After a round, the sum of all changes of c_i, divided by the number of all clients, is added to
+    c.
     """
     names = trainable(world.start)
     xs, cs = [dict(world.start)], [{name: torch.zeros_like(world.start[name]) for name in names}]

@@ -53,31 +53,24 @@ def power_of_choice(
 class OortByHand:
     """Oort's rule, which chooses the clients of one round after another.
 
-    A known client is one that has reported a loss. The utility of a known client is its number of
-    samples times its loss. The score of a known client is the utility, scaled to about 0 to 1, plus
-    a bonus. The bonus is larger if the client was last chosen long ago. A client is slow if its
-    duration is above a limit: the percentile `preferred` of the durations of all known clients. The
-    score of a slow client is multiplied by (limit / duration)^penalty.
+    A known client has reported a loss. Its utility is its number of samples times its loss. Its
+    score is the utility, scaled to about 0 to 1, plus a bonus that grows with the time since it was
+    last chosen. Scores of slow clients are multiplied by (limit / duration)^penalty. The limit is
+    the percentile `preferred` of known clients' durations.
 
-    Settings:
-    exploration: the fraction of a round's clients that are not known. At the start of each round,
-    `exploration` is multiplied by `decay`, but does not fall below `least`.
-    decay, least: the numbers in the rule for `exploration`.
-    cutoff: a fraction that decides which known clients can be chosen. Let n be the number of known
-    clients that the round needs. Let s be the n-th largest score of the idle known clients. A known
-    client can be chosen if it is idle and its score is at least `cutoff` times s. From these
-    clients, n are drawn with probabilities in proportion to their scores.
-    clip: the quantile of the utilities to which larger utilities are reduced.
-    preferred: the percentile in the rule for slow clients; 100: no client is slow.
+    exploration: the fraction of clients that are not known. Each round begins by multiplying it by
+    `decay`, down to `least`.
+    cutoff: If a round needs n known clients, let s be the n-th largest score of idle ones. Those
+    with scores of at least `cutoff` times s can be drawn, with probabilities in proportion to their
+    scores.
+    clip: the quantile to which larger utilities are reduced.
+    preferred: 100 means that no client is slow.
     window, delta: after each `window` rounds, `preferred` grows by `delta` if the utilities were
     lower than in the `window` rounds before.
-    penalty: the exponent in the rule for slow clients.
-
-    State:
     number: the number of rounds so far.
-    last_round: for each client, the last round in which it was chosen.
+    last_round: the last round in which each client was chosen.
     exploited: the known clients of the last round.
-    utilities: for each earlier round with known clients, the mean utility of these clients.
+    utilities: the mean utility of the known clients of each earlier round.
     """
 
     exploration: float

@@ -125,9 +125,8 @@ class Witness(Method):
     def _weight(vector: Tensor, server: ServerView) -> Tensor:
         """Return the matrix W + SCALING B A of the layer that has an adapter.
 
-        W is the weight matrix of the layer. A and B are the two matrices of the adapter. Frozen
-        matrices are not in `vector`. If W is frozen, the result has 0 in place of W. If A is
-        frozen, the result is computed with the initial A.
+        If the layer's weight W is frozen, the result has 0 in its place. If A is frozen, the
+        initial A is used.
         vector: the shared vector, which contains the trained tensors.
         """
         tensors = {

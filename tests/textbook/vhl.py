@@ -1,17 +1,13 @@
 """VHL: Tang et al. 2022 with the authors' noise generator.
 
-Virtual images are random images with labels; all clients have the same virtual images. C is the
-number of classes. If the head has C extra outputs, a virtual image of class c has the label C + c.
-A prediction C + c counts as class c.
+All clients have the same virtual images. A virtual image is the random 8 x 8 image of its class,
+from N(0, 1), plus noise from N(0, 0.5^2). It is enlarged bilinearly, and standardised per channel.
 
-For each class, a random image of 8 x 8 pixels is drawn from N(0, 1). A virtual image of the class
-is this random image plus noise from N(0, 0.5^2), which is drawn for each virtual image. The virtual
-images are then enlarged bilinearly, and standardised per channel.
+C is the number of classes. If the head has C extra outputs, a virtual image of class c has the
+label C + c. A prediction C + c counts as class c.
 
-Without Mixup, a step has one forward pass, which gets the real and the virtual images. With Mixup,
-a step has two forward passes. The first pass gets the mixed real images, only for their
-cross-entropy. The second pass gets the unmixed real images and the virtual images, for all other
-losses.
+With Mixup, the mixed real images have their own forward pass, only for their cross-entropy. All
+other losses use a forward pass of unmixed real and virtual images.
 """
 
 from __future__ import annotations
@@ -91,15 +87,14 @@ def vhl(
 ) -> Book:
     """Run FedAvg with three more loss terms, which use the virtual images.
 
-    The loss is the cross-entropy of the real images plus alpha times that of the virtual images,
-    gamma times the supervised contrastive loss of the real and virtual images together, and kappa
-    times the supervised contrastive loss of the virtual images alone.
+    The terms are alpha times the cross-entropy of the virtual images, and two supervised
+    contrastive losses. gamma is the weight of the one on real and virtual images, and kappa of the
+    one on virtual images alone.
 
     virtual: the number of virtual images.
-    temperature: the temperature of both supervised contrastive losses.
+    temperature: the temperature of both contrastive losses.
     extra: True: the head has C more outputs, one for the virtual images of each class.
-    align_epochs: the supervised contrastive losses are used in the first `align_epochs` epochs of a
-    job.
+    align_epochs: the number of first epochs of a job that use the contrastive losses.
     mixup: True: Mixup changes the real images.
     """
     images, classes = virtual_set(world, virtual)

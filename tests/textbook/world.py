@@ -34,16 +34,15 @@ class Job:
 class World:
     """Everything that a textbook needs to compute the results of a run by itself.
 
-    seed: the run's seed.
     clients, classes: the numbers of clients and of classes.
-    rounds: for each aggregation its jobs, in the order in which they are aggregated.
-    data: for each client, the inputs and labels of all its training samples.
+    rounds: the jobs of each aggregation, in the order in which they are aggregated.
+    data: for each client, the inputs and labels of its training samples.
     central: the inputs and labels of the central test set.
     start: the initial values of all networks, buffers included.
     personal: the names of tensors that stay on the client.
     local: the settings local.*.
     weighting: "samples" or "uniform", before any method changes it.
-    drawn: other random values that raysim drew in this run, by name. Few methods have any.
+    drawn: other random values that raysim drew in this run, by name.
     tests: for each client, the inputs and labels of its test samples.
     """
 
