@@ -1,30 +1,24 @@
 """InCo: mix the mean update of a shallow layer into the mean updates of similar deeper layers.
 
-Updates of shallow layers agree more between clients than updates of deep layers. The method changes
-nothing on the clients. In this file, a *stage* is a sequence of blocks of a residual network, such
-as `layer1` of torchvision.
-
-Source: Chan, Zhou, Zhao, Jiang and Ngai, "Internal Cross-layer Gradients for Extending Homogeneity
-to Heterogeneity in Federated Learning" (ICLR 2024). Let g be the mean update of a tensor, and g0
-the mean update of another tensor, its *source*. For each kernel of a convolution:
+Source: Chan et al., "Internal Cross-layer Gradients for Extending Homogeneity to Heterogeneity in
+Federated Learning" (ICLR 2024). Let g be the mean update of a tensor, and g0 the mean update of its
+*source*, a shallower tensor. For each kernel of a convolution:
 
     theta = clamp(|<g0, g>| / (<g0, g0> + eps), 0, 5)
     g' = clip((g / (|g| + eps) + theta g0 / (|g0| + eps)) (|g| + |g0|) / 2, -0.1, 0.1)
 
-In residual networks with torchvision's names, the convolutions of blocks 1, 2, ... of a stage have
-sources. The source is a convolution in block 0 of the same stage. It is conv2 if both tensors have
-the same shape, otherwise the convolution with the same name, such as conv3. In transformers, the
-source of a block's norm2 is its norm1.
+Sources, by torchvision's names: for a convolution of block 1, 2, ... in `layer1` it is
+`layer1.0.conv2` if the shapes are equal, otherwise the convolution of the same name in `layer1.0`.
+In transformers, the source of a block's norm2 is its norm1.
 
 Departures from the paper
-- All updates that have a source are changed, as in the authors' code. In the paper's derivation,
-  g changes only if <g, g0> is negative (align="conflict").
-- The clamp of theta and the clip are in the authors' code only.
-- A tensor without a source of its shape is not changed. The authors' code fails on such tensors.
+- As in the authors' code, all updates with a source are changed, theta is clamped, g' is clipped,
+  and all clients have the same weight. In the paper's derivation, g changes only if <g, g0> is
+  negative (align="conflict").
+- A tensor without a source of its shape is not changed; the authors' code fails.
 - A tensor with 1x1 kernels is mixed as one vector.
-- The authors' code divides a transformer's updates by the number of local epochs; here nothing is
-  divided.
-- All clients have the same weight, as in the authors' code. Buffers are averaged.
+- Updates of transformers are not divided by the number of local epochs.
+- Buffers are averaged.
 """
 
 from __future__ import annotations
@@ -70,11 +64,10 @@ def cross_layer_gradient(
 
     granularity: "kernel" mixes each [o, i] slice of [O, I, ...] separately; "tensor" mixes the
     whole tensor as one vector.
-    align: "conflict" mixes only the slices whose inner product with the slice of `source` is
-    negative; "always" mixes all.
+    align: "conflict" mixes only slices whose inner product with that of `source` is negative;
+    "always" mixes all.
     clamp_max: the largest weight of `source`; `target` has the weight 1.
     value_clip: the largest absolute value of the result; None for no bound.
-    eps: a small number that is added to denominators, so that none is 0.
     """
     mixed = target.detach().clone(memory_format=torch.contiguous_format)
     rows = _as_rows(mixed, granularity)
@@ -114,16 +107,9 @@ def _mix(
 ) -> None:
     """Mix row i of `rows` [n, k] with row i of `sources` [n, k], for each i, in place.
 
-    With a row g of `rows` and the row g0 of `sources`, the new row is
-
-        m g / (|g| + eps) + theta m g0 / (|g0| + eps)
-        m = (|g| + |g0|) / 2,    theta = min(|<g, g0>| / (|g0|^2 + eps), clamp_max)
-
-    At last, all entries of all rows are limited to the range from -clip to clip. The function is
-    compiled. Sums are in float64.
-    clamp_max: the largest factor theta.
-    clip: the largest absolute value of an entry of the result; inf for no bound.
-    eps: a small number that is added to denominators, so that none is 0.
+    The module's docstring has the formula: g and g0 are the two rows. The function is compiled,
+    with sums in float64.
+    clip: inf for no bound.
     conflict: True mixes only the rows with <g, g0> < 0.
     """
     chunk = 64  # rows whose factors are computed at once
@@ -159,12 +145,8 @@ def _mix(
 def source_parameters(*, names: list[str], shapes: list[list[int]]) -> dict[str, str]:
     """Return which parameters InCo mixes: {deeper parameter: shallower parameter}, by name.
 
-    InCo mixes the update of the shallower parameter into the update of the deeper parameter. Both
-    have the same shape. In a residual network, parameters of `layer1.1` or `layer1.2` are mixed
-    with a parameter of `layer1.0`, for example. In a transformer, the norm2 of a block is mixed
-    with its norm1. All other parameters are left out.
-    names, shapes: the names and shapes of the model's parameters. A name may have a prefix, such as
-    "net.".
+    The module's docstring describes the pairs, which have equal shapes. A name may have a prefix,
+    such as "net.".
     """
     shape_of = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
     sources: dict[str, str] = {}
@@ -198,13 +180,13 @@ class InCo(Method):
 
     granularity: "kernel" mixes each kernel of a convolution separately; "tensor" mixes each tensor
     as one vector.
-    align: "always" mixes all kernels or tensors of deeper layers. "conflict" mixes only those whose
-    inner product with the update of the shallow layer is negative.
-    clamp_max: the largest weight of a shallow layer's update in a mixture. The update of the deeper
-    layer has the weight 1.
-    value_clip: the largest absolute value in the update of a deeper layer, even if "conflict" does
-    not mix it; None for no bound.
-    eps: a small number that is added to denominators, so that none is 0.
+    align: "conflict" mixes only if the inner product of the two updates is negative; "always" mixes
+    all.
+    clamp_max: the largest weight of the shallow layer's update; the deeper layer's update has the
+    weight 1.
+    value_clip: the largest absolute value in the update of a deeper layer, even if it was not
+    mixed; None for no bound.
+    eps: a small number that keeps denominators above 0.
     """
 
     name = "inco"

@@ -1,16 +1,14 @@
 """Krum and Multi-Krum: use only updates that are close to most other updates.
 
-Updates that are far from the other updates, as attackers' updates often are, have no influence.
-
-Source: Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine Learning with Adversaries: Byzantine
-Tolerant Gradient Descent" (NeurIPS 2017). Of n updates, f may be arbitrary. The score of update i
-is the sum of |g_i - g_j|^2 over the n - f - 2 updates closest to it. Krum uses the update with the
-least score, Multi-Krum the mean of the `selected` updates with the least scores. They withstand f
-arbitrary updates if 2 f + 2 < n.
+Source: Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent"
+(NeurIPS 2017). Of n updates, f may be arbitrary. The score of update i is the sum of |g_i - g_j|^2
+over the n - f - 2 updates closest to it. Krum uses the update with the least score, Multi-Krum the
+mean of the `selected` updates with the least scores. Both withstand f arbitrary updates if 2 f + 2
+< n.
 
 Departures from the paper
-- If n - f - 2 is below 1, a score has only the closest update. Of updates with equal scores, the
-  first one in the order of aggregation is used.
+- If n - f - 2 is below 1, a score has only the closest update. Of equal scores, the first in the
+  order of aggregation wins.
 - Weights have no effect, except that an update of weight 0 is left out. BatchNorm's statistics are
   averaged as in FedAvg.
 """

@@ -1,14 +1,13 @@
 """Local training: every client keeps its own model, and nothing is exchanged.
 
-It is a baseline: another method is useful if clients score higher with it than with local training.
+A useful method scores higher than this baseline.
 
 Source: "Single" in FRAug's Table 2 (ICCV 2023) and "Local" in FedBR's Table 1 (ICML 2023).
 
 Departures from the papers
-- The optimizer starts again in each job, as in federated methods. So this baseline differs from
-  FedAvg only in that nothing is shared. keep_optimizer=True keeps the optimizer's buffers.
-- A client trains when it is sampled. All clients train in each round if schedule.cohort is the
-  number of clients.
+- The optimizer starts again in each job, as in FedAvg. keep_optimizer=True keeps its buffers.
+- A client trains when it is sampled, so with schedule.cohort equal to the number of clients in each
+  round.
 """
 
 from __future__ import annotations

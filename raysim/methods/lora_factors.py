@@ -58,12 +58,9 @@ def require_adapters(run: Setup) -> tuple[Adapter, ...]:
 def require_products(run: Setup, adapters: Sequence[Adapter]) -> None:
     """Refuse runs in which the server cannot replace the factors A and B of the adapters.
 
-    A method calls this function if its server computes new factors from products B A in each
-    aggregation. Such a method cannot be combined with the methods in `KEEPERS`. They store a value
-    for each entry of A and B, but the entries of new factors have another meaning. Adapters of
-    grouped convolutions are refused, because their product B A does not have the shape of the
-    layer's weight.
-    adapters: the adapters of the run's model.
+    A method whose server splits products B A into new factors calls this function. It excludes the
+    methods in `KEEPERS`, which store a value for each entry of A and B. It also refuses adapters of
+    grouped convolutions, because B A does not have their weight's shape.
     """
     for other in KEEPERS:
         run.excludes(
@@ -178,10 +175,9 @@ def declare_ranks(run: Setup, ranks: Ranks, adapters: Sequence[Adapter]) -> Clie
 class ClientRanks:
     """The ranks of all clients, and the sizes of the adapters.
 
-    of_client: int [clients], the rank of each client. If `is_equal` is True, the array has only one
-    entry: the rank of all clients.
-    sizes: for each adapter, a pair: its rank in the model, and the number of floats in a row of A
-    and a column of B together.
+    of_client: int [clients]; a single entry if `is_equal` is True.
+    sizes: for each adapter, its rank in the model, and the number of floats in a row of A and a
+    column of B together.
     is_equal: True if all clients have the rank of the model.
     """
 
@@ -248,11 +244,8 @@ def _format_devices(names: Sequence[str]) -> str:
 def needs_mask(run: Setup, ranks: Ranks) -> bool:
     """Return True if clients must set the gradients of some rows of A and columns of B to 0.
 
-    A client of rank r trains only the first r rows of A and columns of B of each adapter. All later
-    rows and columns already have the gradient 0, unless another method changes gradients. So the
-    result is True if clients have different ranks and another method of the run changes gradients.
-    ranks: the setting `ranks` of FLoRA, FlexLoRA or HetLoRA; None gives all clients the rank of the
-    model.
+    Beyond a client's rank, gradients differ from 0 only if another method changes gradients.
+    ranks: the setting `ranks` of the method; None gives all clients the rank of the model.
     """
     return ranks is not None and bool(run.others_fill("gradient") or run.others_fill("perturb"))
 

@@ -1,15 +1,11 @@
-"""Loss decomposition: split the loss after an aggregation into three parts.
+"""Loss decomposition: measure three parts of the loss after an aggregation.
 
-The parts are the local loss, the shift between clients' data, and the effect of the aggregation.
-It is a measurement and does not change training.
-
-Source: Zeng, Guo, Wang, Wang, Zhou and Qu, "Tackling Data Heterogeneity in Federated Learning via
-Loss Decomposition" (MICCAI 2024), eqs. (1) and (2).
+Source: Zeng et al., "Tackling Data Heterogeneity in Federated Learning via Loss Decomposition"
+(MICCAI 2024), eqs. (1) and (2).
 
 Departures from the paper
-- "distribution_shift" and "aggregation" may be negative, so that all parts add up to the loss. The
-  paper uses their absolute values. The result also has these, as "distribution_shift_loss" and
-  "aggregation_loss".
+- "distribution_shift" and "aggregation" may be negative, so that the parts add up to the loss.
+  "distribution_shift_loss" and "aggregation_loss" are the paper's absolute values.
 """
 
 from __future__ import annotations
@@ -23,20 +19,19 @@ def loss_decomposition(
 ) -> dict[str, float]:
     """Return the loss of the shared model, and three parts that add up to it.
 
-    The result has six entries. With L the loss matrix, g the global losses, and p the weights
-    divided by their sum, four of them are:
+    With L the loss matrix, g the global losses, and p the weights divided by their sum, the entries
+    are:
 
         global_loss        = sum_j p_j g_j
         local_loss         = sum_i p_i L_ii
         distribution_shift = sum_ij p_i p_j L_ij - local_loss
         aggregation        = global_loss - sum_ij p_i p_j L_ij
 
-    "distribution_shift_loss" and "aggregation_loss" are the absolute values of
-    "distribution_shift" and "aggregation".
+    "distribution_shift_loss" and "aggregation_loss" are absolute values.
 
     loss_matrix: [m, m]; L_ij is the loss of client i's local model on client j's data.
-    global_losses: [m]; g_j is the loss of the shared model on client j's data.
-    weights: [m], the weights of the clients; they need not sum to 1.
+    global_losses: [m], the shared model's losses on the clients' data.
+    weights: [m], with any sum.
     """
     losses = np.asarray(loss_matrix, dtype=np.float64)
     p = np.asarray(weights, dtype=np.float64)

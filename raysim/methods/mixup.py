@@ -1,19 +1,16 @@
-"""Mixup: train on weighted means of two samples and of their labels.
+"""Mixup: train on weighted means of two samples of a client, and of their labels.
 
-Each client mixes samples of its own batches only.
-
-Source: Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR
-2018), as FedBR (ICML 2023, Appendix A) uses it:
+Source: Zhang et al., "mixup: Beyond Empirical Risk Minimization" (ICLR 2018), as FedBR (ICML 2023,
+Appendix A) uses it:
 
     x~ = lam x + (1 - lam) x_pi    y~ = lam onehot(y) + (1 - lam) onehot(y_pi)
     lam ~ Beta(alpha, alpha), alpha = 0.2
 
 Departures from the paper
-- A random permutation of the local batch gives each sample a partner, as in FedBR. DomainBed pairs
-  batches of different domains.
-- There is one lam for a batch, and it is lam itself, not max(lam, 1 - lam).
-- Inputs are mixed after augmentation and normalisation. The model is trained on the mixed batch
-  only.
+- pi is a random permutation of the local batch, as in FedBR. DomainBed pairs batches of different
+  domains.
+- A batch has one lam, which is not replaced by max(lam, 1 - lam).
+- Inputs are mixed after augmentation and normalisation. The original batch is not trained.
 """
 
 from __future__ import annotations
@@ -72,15 +69,12 @@ def mixed_batch(
 
 # The method computes the same without this function, which states the rule on plain tensors.
 def mixed_loss(logits: Tensor, labels: Tensor, lam: float | Tensor, permutation: Tensor) -> Tensor:
-    """Return Mixup's loss: the weighted mean of the cross-entropies with both labels.
-
-    It equals the cross-entropy with the mixed targets, and is a mean over the batch.
+    """Return Mixup's loss: the cross-entropy with the mixed targets, a mean over the batch.
 
     logits: [B, C], the outputs for mixed inputs.
     labels: int64 [B].
-    lam: the weight of a sample's label, from 0 to 1. The label of the sample's partner has the
-    weight 1 - lam.
-    permutation: int64 [B], the position of each sample's partner in the batch.
+    lam: the weight of a sample's label; the label of its partner has the weight 1 - lam.
+    permutation: int64 [B], the position of each sample's partner.
     """
     log_probabilities = F.log_softmax(logits, dim=-1)
     first = F.nll_loss(log_probabilities, labels)

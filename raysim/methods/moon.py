@@ -1,7 +1,5 @@
 """MOON: pull features towards those of the received model, away from the client's last model.
 
-This limits the drift of local training in the features, not in the parameters.
-
 Source: Li, He and Song, "Model-Contrastive Federated Learning" (CVPR 2021), eqs. (3) and (4). For
 the same inputs, z are the features of the trained model, z_g of the received model and z_p of a
 previous local model:
@@ -10,11 +8,9 @@ previous local model:
     loss  = cross-entropy + mu l_con
 
 Departures from the paper
-- In a client's first job there is no previous model, and the loss has no l_con. In the authors'
-  code the previous model is then a random one.
+- A client's first job has no l_con. The authors' code uses a random previous model.
 - The received model and the previous models are in eval mode, as in the authors' code.
-- The code of FedBR, which has MOON as a baseline, never updates the previous model. This error is
-  not copied.
+- FedBR's code of MOON never updates the previous model. This error is not copied.
 """
 
 from __future__ import annotations
@@ -42,10 +38,7 @@ ProjectionHead: TypeAlias = Literal["mlp", "none"]
 def model_contrastive_loss(
     z_local: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float
 ) -> Tensor:
-    """Return MOON's contrastive loss, averaged over the batch; 0 without previous models.
-
-    For each sample, the cosines of z_local with z_global and with each z_previous are divided by
-    tau. The loss is the cross-entropy of these P + 1 logits, with z_global as the correct class.
+    """Return MOON's contrastive loss l_con, averaged over the batch; 0 without previous models.
 
     z_local, z_global: [B, D], features of the model in training and of the received model.
     z_previous: [P, B, D], features of P previous models of the client.
@@ -63,15 +56,15 @@ def model_contrastive_loss(
 class Moon(Method):
     """A method that pulls features to those of the received model, away from previous models.
 
-    A previous model is the trained model at the end of an earlier job of the client.
+    A previous model is the trained model of an earlier job of the client.
 
     mu: the weight of the contrastive loss.
-    temperature: tau; the loss divides cosines between features by tau.
-    head: "mlp" adds a projection of two linear layers to the model, and compares its outputs.
-    "none" compares the features themselves.
+    temperature: tau; cosines between features are divided by it.
+    head: "mlp" compares the outputs of a projection of two linear layers, which it adds to the
+    model. "none" compares the features.
     width: the hidden units of the projection; None means as many as the model has features.
     out: the outputs of the projection.
-    previous: P, the number of the client's previous models from which features are pushed away.
+    previous: the number of previous models.
     """
 
     name = "moon"

@@ -1,7 +1,5 @@
 """Norm clipping: shorten updates that are longer than a bound, and average them.
 
-This limits the influence of a single client.
-
 Source: Sun, Kairouz, Suresh and McMahan, "Can You Really Backdoor Federated Learning?" (2019):
 
     x + sum_i w_i g_i min(1, bound / |g_i|) / sum_i w_i
@@ -10,7 +8,7 @@ with x the server's model, g_i the updates and w_i their weights.
 
 Departures from the paper
 - No noise is added.
-- Norms are over all trainable parameters; BatchNorm's statistics are averaged as in FedAvg.
+- Norms are over trainable parameters; BatchNorm's statistics are averaged as in FedAvg.
 """
 
 from __future__ import annotations

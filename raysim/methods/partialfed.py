@@ -1,34 +1,28 @@
 """PartialFed: load only some layers of the shared model; the client keeps its other layers.
 
-The loaded layers are fixed, or each client learns which layers to load.
-
-Source: Sun, Huo, Yang and Bai, "PartialFed: Cross-Domain Personalized Federated Learning via
-Partial Initialization" (NeurIPS 2021). theta^g is the received model, and theta^c the model that
-this client trained last. With u_l in {0, 1} for each layer l, training starts from
+Source: Sun et al., "PartialFed: Cross-Domain Personalized Federated Learning via Partial
+Initialization" (NeurIPS 2021). theta^g is the received model, theta^c the model that this client
+trained last, and u_l in {0, 1} the choice for layer l. Training starts from
 
     theta_l = u_l theta^g_l + (1 - u_l) theta^c_l            u = 1 in the first job
 
-The whole model is trained, uploaded and averaged as in FedAvg; the client's own model is the one
-that it trained last. With PartialFed-Fix, the setting `strategy` decides u. With
-PartialFed-Adaptive, each client learns u by training the logits pi [L, 2] of a policy, while the
-model is constant. While pi is trained, u is column 0 of softmax((pi + Gumbel noise) / tau). Then
-theta_l is a mixture of theta^g_l and theta^c_l. Afterwards a layer is loaded if pi_l0 >= pi_l1.
+The whole model is then trained, uploaded and averaged as in FedAvg. With PartialFed-Fix, the
+setting `strategy` decides u. With PartialFed-Adaptive, each client learns u by training the logits
+pi [L, 2] of a policy, while the model is constant. In this training, u is column 0 of softmax((pi +
+Gumbel noise) / tau). Afterwards a layer is loaded if pi_l0 >= pi_l1.
 
 Departures from the paper
-- No code was released, and the text of the paper was not available. Therefore the training of the
-  adaptive policy is a reconstruction.
-- A layer is a module of the model that directly has parameters or buffers. Networks that other
-  methods add are always loaded.
-- strategy=no_bn keeps on the client all modules whose type is BatchNorm, as FedBN does;
-  strategy=no_classifier keeps the head.
-- A client's first job loads the whole shared model; with strategy=none, later jobs load no layer.
-  If all clients have their first job in the same round, strategy=none is local training, and
+- The training of the policy is a reconstruction: no code was released, and the paper's text was not
+  available.
+- A layer is a module that directly has parameters or buffers. Networks of other methods are always
+  loaded.
+- If all clients have their first job in the same round, strategy=none is local training, and
   strategy=no_bn is FedBN.
-- The policy is trained on the client's samples without augmentation, with the task loss alone. The
-  model is in eval mode. BatchNorm's running statistics are mixed by the formula of theta_l, too.
-- FedProx, SCAFFOLD and MOON use theta, with which training starts, as the received model. But an
-  update is the trained model minus the model that the server sent.
-- The whole model travels in both directions, even layers that no client ever loads.
+- The policy is trained with the task loss alone, on samples without augmentation, in eval mode.
+  BatchNorm's running statistics are mixed like parameters.
+- FedProx, SCAFFOLD and MOON use theta as the received model. But an update is the trained model
+  minus the model that the server sent.
+- The whole model travels in both directions.
 """
 
 from __future__ import annotations
@@ -84,11 +78,10 @@ def sample_loading_policy(
 ) -> dict[str, Tensor]:
     """Return which of L layers a policy loads, as probabilities and as decisions.
 
-    "soft", [L, 2], is softmax((logits + gumbel) / temperature). Column 0 is the probability that a
-    layer is loaded, column 1 that the client keeps its own layer. "load_global", bool [L], is True
-    if logits + gumbel is at least as large in column 0 as in column 1.
-    logits: [L, 2], the policy.
-    gumbel: [L, 2], the noise that is added to the logits; zeros for no noise.
+    "soft" is softmax((logits + gumbel) / temperature), [L, 2]. Column 0 is the probability that a
+    layer is loaded. "load_global", bool [L], is True if logits + gumbel in column 0 is at least
+    that in column 1.
+    gumbel: [L, 2], noise; zeros for no noise.
     """
     noisy = logits + gumbel
     return {"soft": (noisy / temperature).softmax(1), "load_global": noisy[:, 0] >= noisy[:, 1]}
@@ -130,19 +123,18 @@ def _layer(entry: Entry) -> str:
 class PartialFed(Method):
     """A method that loads only some layers of the shared model.
 
-    strategy: which layers a client loads from the server. "bottom_up" loads the first `num_loaded`
-    layers, "top_down" the last ones. "no_bn" loads all layers except BatchNorm, "no_classifier" all
-    layers except the head, and "no_bn_no_classifier" all layers except BatchNorm and the head.
-    "all" loads all layers, "none" no layer. With "adaptive", each client learns a policy that
-    chooses layers.
-    num_loaded: the number of loaded layers, for "bottom_up" and "top_down"; otherwise None.
-    max_staleness: the largest number of versions since the base version of a client's last job. If
-    more versions have passed, the client loads all layers. None sets no limit.
+    strategy: the layers that a client loads from the server. "bottom_up" loads the first
+    `num_loaded` layers, "top_down" the last ones. "no_bn" and "no_classifier" load all but
+    BatchNorm and the head, "no_bn_no_classifier" all but both. "all" loads every layer, "none" no
+    layer. With "adaptive", each client learns which layers to load.
+    num_loaded: only for "bottom_up" and "top_down"; otherwise None.
+    max_staleness: a client loads all layers if more versions have passed since its last base
+    version. None sets no limit.
     policy_steps, policy_lr, policy_batch: for "adaptive", the number of Adam steps in each job,
     their learning rate and the number of samples in each step.
-    temperature, decay, floor: for "adaptive", the temperature of the softmax in the policy's
-    training is max(floor, temperature * decay^v) in version v.
-    sample_decision: True adds noise to the policy's logits when the layers are chosen.
+    temperature, decay, floor: for "adaptive", the policy's softmax has the temperature max(floor,
+    temperature * decay^v) in version v.
+    sample_decision: True adds noise to the policy's logits when layers are chosen.
     """
 
     name = "partialfed"
@@ -371,8 +363,6 @@ def _mix(
     entries: the tensors of the result, with their positions in `received` and `previous`.
     layers: the paths of the model's L layers.
     mask: bool [L], True for layers that get the received values.
-    received: flat, the values of the model that the server sent.
-    previous: flat, the values of the model that the client trained last.
     """
     loads_other_networks = torch.ones(1, dtype=torch.bool)
     loads_index = torch.cat([mask.cpu(), loads_other_networks])
@@ -410,17 +400,13 @@ def _relax(job: LocalJob, layers: Sequence[str], shares: Tensor) -> dict[str, Te
 def _fold_statistics(
     path: str, module: nn.modules.batchnorm._BatchNorm, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return tensors of a BatchNorm that let gradients flow to its running statistics.
+    """Return tensors of a BatchNorm that let gradients reach its running statistics.
 
-    torch computes no gradients for the running mean and the running variance of a BatchNorm.
-    Therefore the function computes a new weight and a new bias from these statistics. Gradients
-    reach the statistics through the new weight and the new bias. The new running mean is 0, and the
-    new running variance is 1 - eps. In eval mode, the BatchNorm has the same outputs with the new
-    tensors as with the old ones. If a BatchNorm has no weight and bias, its statistics are returned
-    unchanged and get no gradients.
+    torch computes no such gradients. In eval mode, the result gives the same outputs: its weight
+    and bias contain the statistics, whose own values become 0 and 1 - eps. Statistics of a
+    BatchNorm without weight and bias are returned unchanged, without gradients.
     path: the path of the BatchNorm in the model.
-    module: the BatchNorm.
-    tensors: the model's tensors by path, with the values to use.
+    tensors: the model's tensors by path.
     """
     mean, var = tensors[f"{path}.running_mean"], tensors[f"{path}.running_var"]
     if not module.affine:

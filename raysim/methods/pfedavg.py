@@ -1,7 +1,5 @@
 """pFedAvg: train FedAvg, and score each client with a model that is adapted to its own data.
 
-Training itself is FedAvg's.
-
 Source: a baseline of the FRAug paper (Chen et al., ICCV 2023, Table 2), which gives no equation. It
 is not Per-FedAvg, the meta-learning method. With w the shared model, client k's own model v_k is
 
@@ -10,14 +8,13 @@ is not Per-FedAvg, the meta-learning method. With w the shared model, client k's
     finetune_last    like finetune, but clients are fine-tuned only after the last round
 
 Departures from the paper
-- The paper does not say which of these models it means, so a reported result must name its mode.
-- The accuracy of v_k is the column `accuracy` with mode=after_local, and the column
-  `accuracy_finetuned` with all other modes.
+- The paper does not name its mode, so a reported result must.
+- The accuracy of v_k is the column `accuracy` with mode=after_local, otherwise
+  `accuracy_finetuned`.
 - Fine-tuning has a new optimizer with the run's settings, the current learning rate and the run's
   batch size. The loss is the task loss alone. BatchNorm is in train mode.
 - With head_only=True, only the head is fine-tuned, and the extractor is in eval mode.
-- With mode=after_local, a client that never trained is scored with the shared model. If few clients
-  take part, choose mode=finetune.
+- With mode=after_local, a client that never trained is scored with the shared model.
 """
 
 from __future__ import annotations

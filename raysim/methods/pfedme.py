@@ -1,26 +1,23 @@
 """pFedMe: train on each client a personal model that is pulled to the shared model.
 
-In a job, a copy w of the shared model x moves towards the personal model theta. The server moves x
-towards the mean of the clients' w.
-
 Source: Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes" (NeurIPS
-2020), Algorithm 1. A job starts with w = x. On each batch, with f the loss of the batch:
+2020), Algorithm 1. A job starts with w = x, the shared model. On each batch, with f the loss of the
+batch and theta the personal model:
 
     theta = w, then K times   theta <- theta - eta_p (grad f(theta) + lam (theta - w))
     w <- w - eta lam (w - theta)
     x <- (1 - beta) x + beta mean(w)            on the server, over the participants
 
-A client is scored with the theta of its last batch.
+A client is scored with the theta of its last batch; without one, with the shared model.
 
 Departures from the paper
-- lam (w - theta) is used as the gradient of w. The rate eta is local.lr. Weight decay, momentum,
-  clipping and corrections of other methods also apply.
-- f includes the terms that other methods add to the loss.
+- lam (w - theta) is used as the gradient of w. eta is local.lr. Weight decay, momentum, clipping
+  and corrections of other methods also apply.
+- f includes the loss terms of other methods.
 - If local.lr * lam is above 1, w overshoots theta.
-- On each batch, only the first forward pass, where theta = w, updates BatchNorm's running
-  statistics. theta is scored with the running statistics that the client had after its last job.
+- Only the first forward pass on a batch updates BatchNorm's running statistics. theta is scored
+  with those after the client's last job.
 - beta applies to parameters only; buffers are averaged.
-- A client that never trained is scored with the shared model.
 """
 
 from __future__ import annotations
@@ -46,14 +43,12 @@ def envelope_shift(
 ) -> Tensor:
     """Train the personal parameters theta on a batch; return the shift theta - w, [n].
 
-    theta starts at the shared parameters w. Each step descends on the loss plus lam / 2 times the
-    squared norm of the shift.
+    theta starts at the shared parameters w. The loss gets the term lam / 2 |theta - w|^2.
 
     grad: [n], the gradient of the loss at w.
-    gradient_at: function that returns the gradient of the loss at w + shift for a shift [n].
-    steps: the number of steps, at least 1.
-    rate: the learning rate of the steps.
-    lam: the weight of the pull to the shared parameters.
+    gradient_at: returns the gradient of the loss at w + shift for a shift [n].
+    steps: at least 1.
+    rate: the learning rate of theta.
     """
     shift = -rate * grad
     for _ in range(steps - 1):
@@ -64,10 +59,8 @@ def envelope_shift(
 class PFedMe(Method):
     """A method in which each client trains a personal model that is pulled to the shared model.
 
-    The personal model minimises the client's loss plus lam / 2 times the squared distance to the
-    shared model.
     steps: the number of steps of the personal model on each batch.
-    lam: the weight of the pull to the shared model.
+    lam: the loss gets lam / 2 times the squared distance to the shared model.
     personal_lr: the learning rate of the personal model.
     beta: the server's learning rate.
     """
@@ -113,11 +106,9 @@ class PFedMe(Method):
         grad: Tensor,
         gradient_at: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Train the personal model on the batch; return the gradient of the shared model, [n].
+        """Train the personal model theta on the batch; return the gradient of w, lam (w - theta).
 
-        The gradient is lam (w - theta). w are the parameters of the shared model, theta those of
-        the personal model, and lam is the weight of the pull.
-        params, grad: [n], the parameters w that the step trains, and the gradient of the loss at w.
+        params, grad: [n], the shared model's parameters w, and the gradient of the loss at w.
         gradient_at(shift): the gradient of the loss at w + shift, on the same batch.
         """
         shift = envelope_shift(grad, gradient_at, self.steps, self.personal_lr, self.lam)
