@@ -54,10 +54,8 @@ def make_initial(
     """Return the initial parameters of a Flower app.
 
     They come from `function` if it is set, or else from `server_app` if it is set. Otherwise they
-    come from client 0 of the ClientApp. The global random generators are seeded from the runner's
-    seed.
-    runner: the ClientApp, with a seed and the number of clients.
-    function: "module:function" that returns the parameters, or "".
+    come from client 0 of the ClientApp. The runner's seed seeds the global random generators.
+    function: "module:function", or "".
     server_app: "module:object" of a ServerApp, or "".
     client_app: "module:object" of the ClientApp, named in errors.
     Raises `RefusedError` if nothing provides the parameters, or if they cannot be read.

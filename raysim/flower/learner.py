@@ -1,16 +1,14 @@
 """Use a Flower ClientApp as a learner: the app trains and evaluates in place of raysim.
 
-Source: Flower (Beutel et al., "Flower: A Friendly Federated Learning Research Framework",
-arXiv:2007.14390), version 1.42. raysim uses only Flower's public names.
+Source: Flower (Beutel et al., arXiv:2007.14390), version 1.42.
 
 Choices
-- raysim aggregates the updates, with the run's methods. If the Flower project also has a ServerApp,
-  raysim takes from it only the initial parameters and the config of its first message for training.
-  To run a ServerApp, use `raysim flower run`.
-- The app loads its own data. The run's options `data` and `partition` decide only two things: the
-  number of clients and each client's number of samples. Virtual time and the weights of updates
-  follow from these numbers.
-- The state in an app's Context is the client's state: it changes only if the job is aggregated.
+- raysim aggregates the updates, with the run's methods. A project's ServerApp provides only the
+  initial parameters and the config of its first message for training. `raysim flower run` runs the
+  whole ServerApp.
+- The app loads its own data. `data` and `partition` set only the number of clients and each
+  client's number of samples. Virtual time and the weights of updates follow from these numbers.
+- The state in an app's Context is the client's state.
 """
 
 from __future__ import annotations
@@ -40,14 +38,13 @@ KEY = "learner.app"
 class FlowerLearner(Learner):
     """A learner that lets a Flower ClientApp train, by sending it messages.
 
-    app: "module:object" of a ClientApp, of a function client_fn, or of a class of clients. "" uses
-    the ClientApp in the project's pyproject.toml.
+    app: "module:object" of a ClientApp, a client_fn or a class of clients. "" uses the ClientApp in
+    the project's pyproject.toml.
     folder: the project's folder; None is the current folder.
     run_config: values that replace those in the project's run config, by name.
-    train_config: the values in the config of each training message, by name.
-    evaluate_config: the values in the config of each evaluation message, by name.
+    train_config, evaluate_config: the config of each message for this purpose.
     parameters: "module:function" that returns the initial parameters. "" gets them from the
-    project's ServerApp. If there is no ServerApp, they come from `get_parameters` of client 0.
+    project's ServerApp or, without one, from `get_parameters` of client 0.
 
     Raises `RefusedError` for an app that cannot be used.
     """

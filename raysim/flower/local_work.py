@@ -48,16 +48,13 @@ def train(
     version: int,
     state: bytes,
 ) -> Trained:
-    """Send a client a message for training; return what its reply contains.
+    """Send a client parameters for training; return what its reply contains.
 
-    arrays: the received parameters, by name.
-    config: the values in the message's config.
     number: how many messages for training the client has received before.
     version: how many aggregations were made before.
-    state: the packed records that the client has kept so far; b"" for none.
-    runner: the ClientApp.
-    Raises AppError if the app fails, if it trained on no samples, or if its reply has not exactly
-    one ArrayRecord.
+    state: the packed records that the client keeps; b"" for none.
+    Raises AppError if the app fails or trains on no samples. Also raises it if the reply has not
+    exactly one ArrayRecord.
     """
     content = model_records(
         arrays, _with_round(config, version), "train", runner.app.uses_client_fn
@@ -90,15 +87,11 @@ def evaluate(
     client: int,
     state: bytes,
 ) -> dict[str, float]:
-    """Send a client a message for evaluation; return the numbers in its reply, by name.
+    """Send a client parameters for evaluation; return the numbers in its reply, by name.
 
     The number of examples is left out. An accuracy or a loss with another name, such as "eval_acc",
-    is also returned as "accuracy" or "loss". The client's state does not change.
-    runner: the ClientApp.
-    arrays: the parameters to evaluate, by name.
-    config: the values in the message's config.
-    client: the number of the client.
-    state: the packed records that the client keeps; b"" for none.
+    is also returned as "accuracy" or "loss".
+    state: the packed records that the client keeps, which do not change; b"" for none.
     Raises AppError if the app fails.
     """
     content = model_records(arrays, config, "evaluate", runner.app.uses_client_fn)

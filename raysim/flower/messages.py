@@ -108,13 +108,10 @@ def instruction(
 ) -> GridMessage:
     """Return a message from the server to a client.
 
-    client: the number of the client.
-    content: the records of the message.
     message_type: Flower's type, such as "train" or "evaluate".
-    message_id: the id of the message.
-    group_id: the app's name for a group of messages, such as the number of the round; "" for none.
-    created_at: the virtual time at which the message is sent, in seconds.
-    ttl: the virtual seconds after which it expires.
+    group_id: the app's name for a group of messages, such as the number of the round.
+    created_at: the virtual time of sending, in seconds.
+    ttl: the virtual seconds after which the message expires.
     """
     metadata = Metadata(
         run_id=RUN_ID,

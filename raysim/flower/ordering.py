@@ -22,9 +22,8 @@ from raysim.flower.grid import VirtualGrid
 def order_app(app: ServerApp, grid: VirtualGrid) -> Iterator[ServerApp]:
     """Yield a copy of a ServerApp whose strategy aggregates results in the order of virtual time.
 
-    Flower's older API gives a ServerApp a strategy. If the app has none, the copy behaves like the
-    app. If the app has a `Server`, the strategy of this server is replaced, too. At the end of the
-    `with` block, the server gets its original strategy back.
+    A copy of an app without a strategy behaves like the app. If the app has a `Server`, this server
+    has another strategy until the `with` block ends.
     grid: the Grid, which has the virtual time of each reply.
     """
     kind: Any = type(app)
@@ -94,10 +93,8 @@ def _in_order(
 ) -> tuple[list[Any], list[Any]]:
     """Sort results and failures, so that their order does not depend on threads; return both.
 
-    results: pairs of a client and its result, which are sorted by the virtual time of the reply.
-    failures: errors, and pairs of a client and its result. The errors come first, sorted by their
-    texts. The pairs are sorted by the virtual time of the reply.
-    grid: the Grid, which has the virtual time of each reply.
+    Pairs of a client and its result are sorted by the virtual time of the reply. In the failures,
+    errors come before pairs, sorted by their texts.
     """
     times = grid.end_batch()
 

@@ -244,11 +244,8 @@ def with_one_argument(client_fn: Callable[..., Any], setting: str) -> Callable[[
     """Return a function of one argument that makes a client by calling `client_fn`.
 
     Flower refuses a client_fn with several arguments, even if only the first one is required.
-
-    client_fn: the user's function, which makes a client from one or more arguments.
-    setting: the text with which error messages begin: "key=value", or the name of the argument that
-    contains `client_fn`.
-    Raises `RefusedError` if an argument of `client_fn` after the first one has no default.
+    setting: the text with which error messages begin: "key=value", or an argument's name.
+    Raises `RefusedError` if `client_fn` requires more than one argument.
     """
     parameters = list(inspect.signature(client_fn).parameters.values())
     if len(parameters) < 2:

@@ -54,14 +54,10 @@ class AppRun:
     """The settings of a run of a Flower app.
 
     client_app: "module:object" of a ClientApp, or a loaded one.
-    server_app: the loaded ServerApp.
     folder: the project's folder.
-    clients: the number of simulated clients.
     run_config: Flower's run config, which the app reads from its context.
     seed: the seed of all random draws, of the app and of the fleet.
-    samples: the number of samples that a client is assumed to train on for each training message.
-    It decides how long the training takes on the virtual clock.
-    fleet: the devices of the clients.
+    samples: the assumed number of samples that a training message takes; the virtual clock uses it.
     runtime: where the workers run, and their resources.
     device: the device of each worker, such as "cpu".
     out: the run's folder; None stores nothing.
@@ -120,10 +116,10 @@ class AppResult:
     """The result of a run of a Flower app.
 
     messages: a row for each message that was answered, lost or failed.
-    rounds: a row for each group of messages of one type that were sent at the same virtual time. A
-    row has the weighted means of the numbers in the replies to these messages.
-    summary: the results of the whole run, by name. Metrics of the last round have the prefixes
-    "train." and "evaluate." if clients computed them, and "server." if the ServerApp did.
+    rounds: a row for all messages of one type that were sent at the same virtual time. It has the
+    weighted means of the numbers in the replies.
+    summary: results of the run, by name. Metrics of the last round have the prefix "train." or
+    "evaluate."; the ServerApp's scores have "server.".
     out: the run's folder; None if nothing is stored.
     """
 
@@ -136,14 +132,11 @@ class AppResult:
 def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
     """Run a Flower app until its ServerApp returns; return the tables and scores of the run.
 
-    run: the settings of the run.
     say: function that shows a text to the user.
-    Raises `RefusedError` if `run.out` contains another run, or if it is not empty and `run.resumes`
-    is False. Also raises it if the app cannot be imported.
-    Raises ReplayError if the run continues the stored run in `run.out`, but its ServerApp does not
-    send the same messages again.
-    Raises RunStoppedError if the ServerApp fails, or if several workers die, one after another,
-    while they process the same messages.
+    Raises `RefusedError` if the app cannot be imported or `run.out` contains another run. Also
+    raises it if `run.out` is not empty and `run.resumes` is False.
+    Raises ReplayError if the ServerApp of a continued run does not send the same messages again.
+    Raises RunStoppedError if the ServerApp fails, or if several workers die on the same messages.
     """
     records: list[MessageRecord] = []
     with contextlib.ExitStack() as stack:
@@ -161,13 +154,10 @@ def run_app(run: AppRun, say: Callable[[str], None] = print) -> AppResult:
 
 
 def _call_server_app(run: AppRun, grid: VirtualGrid) -> dict[str, float]:
-    """Seed the random generators, and call the ServerApp; return its scores, by name.
+    """Call the ServerApp with seeded generators; return the scores that Flower's server logs.
 
-    The scores are the numbers that Flower's server logs while the ServerApp runs, such as the loss
-    of a central evaluation.
-    grid: the Grid through which the ServerApp sends messages.
-    Raises RunStoppedError if the ServerApp fails, or if several workers die. If a line of the app
-    failed, the error names it.
+    Raises RunStoppedError if the ServerApp fails, or if several workers die; the error names a
+    failed line of the app.
     Raises ReplayError if a continued run does not send the same messages again.
     """
     context = Context(

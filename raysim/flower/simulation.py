@@ -55,29 +55,25 @@ def start_simulation(
     The arguments up to `actor_scheduling` are those of `flwr.simulation.start_simulation`. Clients
     have the cids "0" to "N-1", as in Flower before version 1.9.
     client_fn: function that makes a client.
-    num_clients: the number N of clients.
-    clients_ids: must be None, because Flower no longer supports ids of the user's choice.
+    num_clients: the number N.
+    clients_ids: must be None, because Flower no longer supports it.
     client_resources: {"num_cpus": C, "num_gpus": G} for each worker.
-    server: the server that runs the rounds; None makes one from `strategy` and `client_manager`.
-    config: the number of rounds, and the time that a round waits for replies, in virtual seconds.
-    strategy: the server's strategy; None is Flower's FedAvg. It has no effect with a `server`.
-    client_manager: the object that chooses the clients of a round; None is Flower's
-    SimpleClientManager. It has no effect with a `server`.
-    ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used,
-    because raysim starts its own workers.
+    server: None makes a server from `strategy` and `client_manager`, which are not used otherwise.
+    config: the number of rounds, and the virtual seconds for which a round waits for replies.
+    strategy: None is Flower's FedAvg.
+    client_manager: the object that chooses the clients of a round; None is SimpleClientManager.
+    ray_init_args, keep_initialised, actor_type, actor_kwargs, actor_scheduling: are not used.
 
-    seed: the seed of all draws of `random`, NumPy and torch, and of the fleet.
-    samples: the number of samples that a client is assumed to train on for each training message.
-    It decides how long the training takes on the virtual clock.
-    fleet: the devices of the clients; None is `Ideal()`.
+    seed: the seed of `random`, NumPy, torch and the fleet.
+    samples: the assumed number of samples that a training message takes; the virtual clock uses it.
+    fleet: None is `Ideal()`.
     runtime: "local" for workers on Ray, or "inprocess" for one worker in this process.
-    workers: the number of workers; None starts as many as fit.
+    workers: None starts as many as fit.
     out: the run's folder; None stores nothing.
     resume: True continues the run in `out`.
 
-    Raises ValueError (or `RefusedError`, which is a ValueError) for wrong arguments.
-    Raises RunStoppedError if the strategy fails or several workers die, and ReplayError if a
-    continued run does not send the same messages again.
+    Raises ValueError for wrong arguments. Raises RunStoppedError if the strategy fails or several
+    workers die. Raises ReplayError if a continued run does not send the same messages again.
     """
     if clients_ids is not None:
         raise RefusedError("clients_ids: Flower no longer supports it. Set num_clients instead.")

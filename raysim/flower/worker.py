@@ -52,15 +52,13 @@ class AppSpec:
 class Request:
     """A message for a client to answer.
 
-    client: the number of the client.
     number: how many messages the client has received before.
     message_type: Flower's type, such as "train" or "evaluate".
-    message_id: the message's id, which no other message of the run has.
-    content: the records of the message.
-    state: the packed records that the client has kept so far; b"" for none.
-    group_id: the app's name for a group of messages, such as the number of the round; "" for none.
-    created_at: the virtual time at which the message was sent, in seconds.
-    ttl: the virtual seconds after which it expires.
+    message_id: unique in the run.
+    state: the packed records that the client keeps; b"" for none.
+    group_id: the app's name for a group of messages, such as the number of the round.
+    created_at: the virtual time of sending, in seconds.
+    ttl: the virtual seconds after which the message expires.
     """
 
     client: int

@@ -1,18 +1,14 @@
 """Local training by the `Trainer` of Hugging Face's transformers.
 
-The option `model` sets the model, which need not be one of transformers. Each job trains this model
-with a `Trainer`, so that the Trainer's optimizers, schedules, gradient accumulation and callbacks
-can be used.
+Each job trains the run's model, which need not be one of transformers, with a new `Trainer`.
 
-Source: Wolf et al., "Transformers: State-of-the-art natural language processing" (EMNLP 2020), for
-the Trainer. The updates are aggregated as in any run.
+Source: Wolf et al., "Transformers: State-of-the-art natural language processing" (EMNLP 2020).
 
 Choices
-- The loss is the run's (`loss`). Learning rate, batch size, epochs or steps, and weight decay come
-  from `local.*`. `options` sets other arguments of `TrainingArguments`, and can override the values
-  of `local.*`.
-- The optimizer is the Trainer's: AdamW, unless `options.optim` sets another one. Each job has a new
-  optimizer. Its weight decay leaves out biases and normalization layers.
+- The loss is the run's. Learning rate, batch size, epochs or steps, weight decay and clipping come
+  from `local.*`. `options` sets any argument of `TrainingArguments`, also those from `local.*`.
+- The optimizer is AdamW, unless `options.optim` sets another one. It starts again in each job. Its
+  weight decay leaves out biases and normalization layers.
 - The Trainer writes no files and reports nowhere.
 """
 

@@ -1,16 +1,14 @@
 """Local training by the `Trainer` of Lightning.
 
-Each job creates a `LightningModule` that contains the run's model, and trains it with a new
-`lightning.Trainer`. To train with your own module, derive a class from `LightningTrainer` and
-override its function `module`.
+Each job trains a `LightningModule` that contains the run's model. To use your own module, derive a
+class from `LightningTrainer` and override its function `module`.
 
-Source: Falcon et al., "PyTorch Lightning" (2019), for the Trainer. The updates are aggregated as in
-any run.
+Source: Falcon et al., "PyTorch Lightning" (2019).
 
 Choices
-- The default module has the run's loss and the optimizer of torch that `local.optimizer` names,
-  with `local.lr`, `momentum` and `weight_decay`. Epochs or steps come from `local.*`. `options`
-  sets other arguments of `lightning.Trainer`, and can override the number of epochs or steps.
+- The default module has the run's loss and optimizer (`local.optimizer`, `lr`, `momentum`,
+  `weight_decay`). Epochs or steps and clipping come from `local.*`. `options` sets any argument of
+  `lightning.Trainer`, also these.
 - The Trainer writes no files, shows nothing and uses one device.
 """
 

@@ -1,24 +1,20 @@
 """k-means over clients: each client moves the centers, the server averages the centers.
 
-A client starts scikit-learn's `MiniBatchKMeans` from the received centers and sends its centers
-with the number of its samples in each cluster. The server takes the mean of the clients' centers,
-weighted by these counts. With `epochs=0` a client sends the means of its samples in each received
-cluster. With weighting=samples, a round is then exactly one step of Lloyd's algorithm on the
-samples of the round's clients.
+A client trains scikit-learn's `MiniBatchKMeans` from the received centers. The server weights each
+center by the client's number of samples in the cluster. With `epochs=0` a client sends the means of
+its samples in each received cluster. With weighting=samples, a round is then one step of Lloyd's
+algorithm on the samples of the round's clients.
 
-Source: Sculley, "Web-scale k-means clustering" (WWW 2010), for the local training; Lloyd, "Least
-squares quantization in PCM" (IEEE Trans. Inf. Theory 1982).
+Source: Sculley, "Web-scale k-means clustering" (WWW 2010), and Lloyd, "Least squares quantization
+in PCM" (IEEE Trans. Inf. Theory 1982).
 
 Choices
 - If a method changes the weight of an update, the counts of its client change by the same factor.
 - A cluster without samples keeps its center.
-- scikit-learn needs at least as many samples in a batch as there are clusters. Smaller batches are
-  enlarged to that size. A client with fewer samples than clusters makes a step of Lloyd's
-  algorithm.
-- The initial centers are drawn from a normal distribution with the standard deviation `spread`.
-- Labels are used only for the score `purity`. This is the share of scored samples whose label is
-  the most frequent label of their cluster. The score `inertia_error` is the mean squared distance
-  of a scored sample to its nearest center.
+- A batch has at least as many samples as there are clusters. A client with fewer samples makes a
+  step of Lloyd's algorithm.
+- The initial centers are drawn from a normal distribution.
+- Labels are used only for the score `purity`.
 """
 
 from __future__ import annotations
@@ -71,15 +67,11 @@ class SklearnKMeans(Learner):
     def fit(
         self, parameters: bytes, inputs: np.ndarray, labels: np.ndarray, job: LocalJob
     ) -> tuple[bytes, LocalResult]:
-        """Train the cluster centers on a client's samples.
+        """Return a client's new centers and counts, and the number of processed samples.
 
-        The first result has the new centers and the counts, as bytes. A count is the number of the
-        client's samples in a cluster. The second result has the number of processed samples.
-
-        parameters: the received centers and counts, as bytes. The counts are not used.
-        inputs: the client's samples, [n, ...].
-        labels: the client's labels, which are not used.
-        job: the client's job, with its random streams.
+        A count is the number of the client's samples in a cluster.
+        parameters: the received centers and counts. The counts are not used.
+        labels: are not used.
         """
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
         received, _ = self.centers(parameters)
@@ -100,8 +92,6 @@ class SklearnKMeans(Learner):
         The mean center of cluster k is sum_i w_i n_ik c_ik / sum_i w_i n_ik. Client i has the
         center c_ik and n_ik samples in the cluster. w_i is the weight of the client's update,
         divided by the client's number of samples. A cluster without samples keeps its center.
-        parameters: the current centers and counts, as bytes.
-        updates: the clients' updates, each with the client's centers and counts and a weight.
         """
         received, _ = self.centers(parameters)
         sums, totals = np.zeros_like(received), np.zeros(self.clusters)

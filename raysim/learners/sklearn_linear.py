@@ -1,26 +1,23 @@
 """Federated averaging of scikit-learn's linear models.
 
-Each client continues the training of an estimator from the received coefficients; the server
-averages `coef_` and `intercept_` as it averages the weights of a network.
+Each client trains an estimator from the received coefficients; the server averages `coef_` and
+`intercept_`.
 
-Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011), for the
-estimators; FedAvg (McMahan et al., AISTATS 2017) for the aggregation.
+Source: Pedregosa et al., "Scikit-learn: Machine Learning in Python" (JMLR 2011), and FedAvg
+(McMahan et al., AISTATS 2017).
 
 Choices
-- Some estimators have the function `partial_fit`. A job calls it once for each epoch
-  (`local.epochs`), or once with `local.steps`, with all samples of the client.
-- All other estimators are trained by one call of `fit` for each job. If the estimator's class has
-  the argument `warm_start` (LogisticRegression), raysim sets it. `fit` then starts from the
-  received coefficients, and `options.max_iter` is the length of local training. If the class does
-  not have this argument (Ridge, LinearSVC), `fit` ignores the received coefficients, so that the
-  server averages independent models.
-- `local.lr`, `local.batch` and the optimizer are not used. The estimator has its own settings, and
-  its learning-rate schedule starts again in each job.
-- For two classes, scikit-learn computes one value s for a sample. The logits are then (0, s).
-- For more classes, `coef_` has a row for each class. If a client has samples of only two classes,
-  `fit` trains the difference d of the rows of these classes. The mean m of the two rows does not
-  change: the trained rows are m - d/2 and m + d/2.
-- `fit` cannot train on samples of a single class. Such a client returns the received coefficients.
+- A job calls `partial_fit` with all samples once for each epoch (`local.epochs`), or once with
+  `local.steps`.
+- An estimator without `partial_fit` is trained by one call of `fit`. If its class has the argument
+  `warm_start` (LogisticRegression), `fit` starts from the received coefficients. `options.max_iter`
+  is then the length of local training. Otherwise (Ridge, LinearSVC) `fit` ignores the received
+  coefficients, so the server averages independent models.
+- `local.lr`, `local.batch` and the optimizer are not used. The estimator's learning-rate schedule
+  starts again in each job.
+- If a client has samples of two of several classes, `fit` trains the difference d of two rows of
+  `coef_`. The mean m of these rows does not change: the trained rows are m - d/2 and m + d/2.
+- `fit` cannot train on a single class. A client with one class returns the received coefficients.
 """
 
 from __future__ import annotations
@@ -126,14 +123,10 @@ class SklearnLinear(Learner):
     ) -> tuple[Parameters, LocalResult]:
         """Train a client's coefficients; return them and the number of processed samples.
 
-        The number is in a `LocalResult`. If the estimator has `partial_fit`, it is called once for
-        each epoch. Otherwise `fit` is called once; it is not called if a classifier has samples of
-        only one class.
-        parameters: the received "coef" [R, features] and "intercept" [R]. R is the number of
-        classes; for two classes, or a regression, R is 1.
+        parameters: "coef" [R, features] and "intercept" [R]. R is the number of classes; for two
+        classes, or a regression, R is 1.
         inputs: the client's n samples, [n, ...].
         labels: the class of each sample, or its value for a regression, [n].
-        job: the client's job, with the number of epochs and the random streams.
         """
         model = self._make(int(job.stream("estimator").integers(2**31 - 1)))
         rows = inputs.reshape(len(inputs), -1).astype(np.float64)
@@ -202,15 +195,11 @@ def _fit_present(
 ) -> int:
     """Train an estimator by one call of `fit`; write the result into `coef` and `intercept`.
 
-    Return the number of passes over the samples. It is 0 if a classifier has samples of only one
-    class, on which `fit` cannot train.
-    model: the estimator of scikit-learn.
-    rows: the client's n samples, [n, features].
-    targets: the class of each sample, or its value for a regression, [n].
-    present: the classes that occur in `targets`, ascending. The coefficients of all other classes
-    do not change. For a regression, `present` has the single entry 0.
+    Return the number of passes over the samples. It is 0 for a classifier with samples of one
+    class.
+    present: the classes in `targets`, ascending; [0] for a regression. Coefficients of other
+    classes do not change.
     coef: the received coefficients, [C, features] for C > 2 classes, otherwise [1, features].
-    intercept: the received intercepts, [C] or [1].
     """
     is_regression = len(present) == 1 and not hasattr(model, "decision_function")
     if len(present) == 1 and not is_regression:

@@ -1,24 +1,22 @@
 """Gradient boosting over clients: each client adds trees, the server joins all trees.
 
-A client receives the ensemble of trees, continues boosting on its samples and returns the new
-trees. The server appends the trees of all clients. It multiplies the leaves of each client's trees
-by the client's weight. Therefore a round adds the mean of the clients' predictions.
+A client continues boosting the received ensemble and returns only its new trees. The server appends
+all new trees and multiplies their leaves by the weight of the client's update. So a round adds the
+mean of the clients' predictions.
 
-Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016), for the training.
-The examples of Flower and NVFlare for XGBoost also append the trees of all clients ("bagging").
+Source: Chen and Guestrin, "XGBoost: A scalable tree boosting system" (KDD 2016). The examples of
+Flower and NVFlare for XGBoost also append the trees of all clients ("bagging").
 
 Departures from these examples
-- Leaves are multiplied by the weights of the updates. By default, a weight is the client's share of
-  the samples. Flower appends the trees unchanged, and therefore adds the sum of the clients'
-  predictions. NVFlare divides the learning rate by the number of clients.
+- Flower appends the trees unchanged, which adds the sum of the clients' predictions. NVFlare
+  divides the learning rate by the number of clients. Here a client's weight is its share of the
+  samples by default.
 
 Choices
 - `local.lr`, `local.batch`, `local.epochs` and the optimizer are not used.
-- A job adds `trees` trees; with more than two classes, it adds `trees` trees for each class.
 - The initial prediction is `base_score`: 0.5, unless `options` sets it. It is not estimated from
   samples, because it would then differ from client to client.
-- XGBoost runs with one thread and with a seed for each job, so that a run is bit-identical on every
-  machine.
+- XGBoost runs with one thread and a seed for each job, so that a run is bit-identical.
 """
 
 from __future__ import annotations
@@ -85,10 +83,8 @@ class XGBoostBagging(Learner):
     def upload_bytes(self, task: Task, received: int) -> int:
         """Return an upper bound for the size of the trees that a job adds, in bytes.
 
-        The bound is reached if every tree has all nodes down to the depth `depth`. The plan of the
-        run uses it before any tree exists.
-        task: the learning task; with more than two classes, a job adds trees for each class.
-        received: the size of the received trees in bytes, which has no effect.
+        The bound is reached if every tree has all nodes down to `depth`.
+        received: has no effect.
         """
         classes = task.num_classes if task.num_classes > 2 else 1
         nodes: int = 2 ** (self.depth + 1)
@@ -186,12 +182,8 @@ def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _scale_leaves(tree: dict[str, Any], factor: float) -> None:
     """Multiply the predictions of a tree by a factor, in place.
 
-    XGBoost stores the predictions in two lists. The list "base_weights" has a prediction for each
-    node, and all its entries are multiplied. The list "split_conditions" has the prediction of each
-    leaf, which is multiplied. For all other nodes, this list has the threshold of the split, which
-    does not change.
-    tree: the tree in XGBoost's JSON, parsed.
-    factor: the factor.
+    In XGBoost's JSON, "base_weights" has a prediction for each node. "split_conditions" has the
+    prediction of each leaf, but the threshold of each split.
     """
     for node, child in enumerate(tree["left_children"]):
         if child == -1:

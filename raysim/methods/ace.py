@@ -1,32 +1,27 @@
 """ACE and ACED: step along the mean of all clients' latest updates after each arrival.
 
-The server stores the last update of every client. Therefore fast clients, which send more updates,
-do not have more influence than slow ones.
+Fast clients do not have more influence than slow ones.
 
-Source: Chang, Yao, Krishnamurthy, Shelton, Chakraborty, Swami, Oymak and Roy-Chowdhury, "Mitigating
-Participation Imbalance Bias in Asynchronous Federated Learning" (arXiv 2511.19066). x is the model
-and eta the server's learning rate. The server stores for client i its last update u_i and the base
-version tau_i of u_i. When the server has version t, client j returns Delta, which was trained from
-version tau:
+Source: Chang et al., "Mitigating Participation Imbalance Bias in Asynchronous Federated Learning"
+(arXiv 2511.19066). x is the model, eta the server's learning rate, u_i the last update of client i,
+and tau_i the base version of u_i. At version t, client j returns Delta, trained from version tau:
 
     u_j <- Delta      tau_j <- tau      x <- x + eta / |A| sum_{i in A} u_i      t <- t + 1
 
 A is the set of clients whose update the server has (ACE), or whose update is at most max_staleness
 versions old (ACED).
 
-The method is meant for `schedule=immediate` and tens to hundreds of clients: the server keeps one
-update per client, by default on disk. If a schedule aggregates several updates at once, the server
-stores all of them and then makes one step. For such schedules, CA2FL is a similar method.
+The method is meant for `schedule=immediate` and tens to hundreds of clients. If a schedule
+aggregates several updates at once, the server makes one step for all of them; CA2FL is meant for
+this.
 
 Departures from the paper
 - The age of an update is the number of aggregations since its base version.
-- The mean is over A, not over all N clients, and all clients have the same weight. With ACED, A is
-  empty if even the arriving update is too old. Then the model does not change, and t grows by 1.
-- In the paper, the server has an update of every client before its first step. Here the server
-  waits for these updates only with initialise=true.
-- BatchNorm's statistics are averaged over the clients whose updates arrive, as in FedAvg. They do
-  not change in an aggregation in which the model does not change.
-- The paper makes one local step. Here a job may have several.
+- The mean is over A, not over all clients. If A is empty (ACED), the model does not change.
+- In the paper, the server first waits for an update of every client. Here it waits only with
+  initialise=true.
+- BatchNorm's statistics are averaged over the arriving updates, if the model changes.
+- A job may have several local steps; the paper makes one.
 """
 
 from __future__ import annotations
@@ -84,16 +79,15 @@ def all_client_step(
 ) -> dict[str, Tensor]:
     """Return the new "params", "cache" and "dispatch_versions" after one update has arrived.
 
-    params: [D], the parameters of the current version.
+    params: [D].
     cache: [N, D], the last update of each client.
-    dispatch_versions: int64 [N], the version from which each cached update started; -1 for none.
-    client: the number of the client whose update arrives.
+    dispatch_versions: int64 [N], the base version of each cached update; -1 for none.
+    client: the client whose update arrives.
     delta: [D], this update.
-    dispatch_version: the version from which this update was trained.
+    dispatch_version: the base version of this update.
     version: the current version.
     server_lr: the factor eta on the mean of the updates.
-    max_staleness: the largest age of an update, in versions. The mean leaves out older updates.
-    None for no limit.
+    max_staleness: the mean leaves out updates that are older, in versions. None for no limit.
     """
     cache, versions = cache.clone(), dispatch_versions.clone()
     versions[client] = dispatch_version
@@ -119,12 +113,10 @@ def _refresh(
     """Store new updates in the cache, and correct the sum of the active rows, in place.
 
     A row is active if its update counts in the server's step.
-    new_updates: the new updates, each [D], by the row of the cache that each one replaces.
-    cache: the last update of each of R clients, [R, D].
-    total: float64 [D]. It is the sum of the rows in `was_active` before the call, and of those in
-    `is_active` afterwards.
-    was_active: bool [R], the rows that were active.
-    is_active: bool [R], the rows that are active now.
+    new_updates: the new updates, each [D], by their row of the cache.
+    total: float64 [D], the sum of the active rows.
+    was_active, is_active: bool [R], the active ones of the cache's R rows before and after the
+    call.
     """
     changes = torch.zeros_like(is_active)
     changes[list(new_updates)] = True

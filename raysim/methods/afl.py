@@ -1,25 +1,20 @@
 """AFL, agnostic federated learning: minimise the loss of the worst mixture of the clients.
 
-The server learns an aggregation weight for each client. Clients with a high loss get larger
-weights.
-
-Source: Mohri, Sivek and Suresh, "Agnostic Federated Learning" (ICML 2019), with local steps as in
-the comparison of Deng, Kamani and Mahdavi, "Distributionally Robust Federated Averaging" (NeurIPS
-2020). The weights lambda of all N clients are at least 0 and sum to one; at first they are equal.
-x is the shared model and gamma a step size. A round has the participants S. D_i is the update of
-client i, and F_i the loss of the received model on all training samples of client i:
+Source: Mohri et al., "Agnostic Federated Learning" (ICML 2019), with local steps as in Deng et al.
+(NeurIPS 2020). The server learns the weights lambda of all N clients, which sum to one and are
+equal at first. x is the model and gamma a step size. S are the participants of a round. D_i is the
+update of client i, and F_i the loss of the received model on the client's training samples:
 
     x <- x + sum_{i in S} lambda_i D_i / sum_{i in S} lambda_i
     lambda_i <- lambda_i + gamma (N / |S|) F_i         for the participants
     lambda <- Euclidean projection of lambda onto the simplex (Duchi et al., ICML 2008)
 
 Departures from the paper
-- N counts the clients with training samples. All other clients have lambda_i = 0.
-- F_i is the task loss alone, measured in eval mode and without augmentation.
-- The model's buffers (BatchNorm's statistics) are averaged with the weights of the updates.
-- If lambda_i = 0 for all participants, their updates keep the weights of the run, which by default
-  are equal.
-- The projection costs O(N log N) in each round, so N is limited to 100,000.
+- N counts the clients with training samples, and is at most 100,000. All other clients have
+  lambda_i = 0.
+- F_i is the task loss alone, in eval mode and without augmentation.
+- BatchNorm's statistics are averaged with the weights of the updates.
+- If lambda_i = 0 for all participants, the run's weights are used.
 """
 
 from __future__ import annotations

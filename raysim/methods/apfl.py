@@ -1,30 +1,23 @@
 """APFL: score each client with a mixture of the shared model and a model of its own.
 
-Each client can also learn the weight of its own model in the mixture.
-
-Source: Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning" (arXiv 2003.13461,
-2020), Algorithm 1. w is the shared model in training, v_i the client's own model, and alpha_i the
-client's mixing weight. Each step computes both gradients on the same batch, before it changes w and
-v_i. m is the mixture, eta the learning rate, f the loss on the batch:
+Source: Deng et al., "Adaptive Personalized Federated Learning" (arXiv 2003.13461, 2020), Algorithm
+1. w is the shared model in training, v_i the client's own model, m the mixture, and alpha_i the
+mixing weight. eta is the learning rate, and f the loss on the batch:
 
     m = alpha_i v_i + (1 - alpha_i) w
     v_i <- v_i - eta alpha_i grad f(m)
     w <- w - eta grad f(w)                          averaged as in FedAvg
 
-If `adaptive` is set, alpha_i changes once in each job, on the first batch and before the first
-step:
+If `adaptive` is set, alpha_i changes before a job's first step, on its first batch:
 
     alpha_i <- clip(alpha_i - eta <v_i - w, grad f(m)>, 0, 1)
 
-The client is scored with m.
-
 Departures from the paper
-- v_i starts as the initial model, also for a client that is scored before its first job.
-- f(m) is the task's loss without the terms that other methods add. The optimizer of v_i has the
-  run's settings (momentum, weight decay, clipping) and starts again in each job.
-- m has the BatchNorm statistics of v_i.
+- v_i starts as the initial model. m has the BatchNorm statistics of v_i.
+- f(m) is the task's loss alone. The optimizer of v_i has the run's settings and starts again in
+  each job.
 - The gradient for alpha is computed in train mode and without augmentation. Virtual time does not
-  count this computation.
+  count it.
 """
 
 from __future__ import annotations

@@ -1,29 +1,23 @@
 """CA2FL: correct the mean update of a buffer with the last updates of all clients.
 
-A buffer has updates of only some clients. For all other clients, the server's step uses their last
-updates, which the server stores.
-
-Source: Wang, Cao, Wu, Chen and Chen, "Tackling the Data Heterogeneity in Asynchronous Federated
-Learning with Cached Update Calibration" (ICLR 2024), Algorithm 2. h_i is the last update of client
-i (0 at first), and h the mean of h_i over all N clients. The buffer has K updates Delta_i. x is the
-model, eta the server's learning rate:
+Source: Wang et al., "Tackling the Data Heterogeneity in Asynchronous Federated Learning with Cached
+Update Calibration" (ICLR 2024), Algorithm 2. h_i is the last update of client i (0 at first), and h
+the mean of h_i over all clients. The buffer has K updates Delta_i. x is the model, eta the server's
+learning rate:
 
     v = h + sum_i (Delta_i - h_i) / K
     x <- x + eta v
     h_i <- Delta_i                         for the clients in the buffer
 
 Departures from the paper
-- A client may have two updates in a buffer. Both differences Delta_i - h_i then use the h_i
-  from before this aggregation. Afterwards h_i is the later update.
-- h is the mean over all N clients with samples (average="all"), as in the paper. A client without
-  an update so far counts as 0, which makes early steps short. With average="seen", h is the mean
-  over the clients that have sent an update.
+- If a client has two updates in a buffer, both use the h_i from before this aggregation. Afterwards
+  h_i is the later update.
+- h is the mean over the clients with samples. Clients without an update count as 0, which makes
+  early steps short, unless average="seen" leaves them out.
 - Updates have no staleness weights.
-- The model's floating-point buffers (BatchNorm's statistics) become the mean over the updates in
-  the buffer.
-- The paper's MF-CA2FL, which saves memory, is not implemented. The server keeps one update per
-  client, by default on disk.
-- SCAFFOLD corrects the same bias, so the two methods should not be combined.
+- BatchNorm's statistics become the mean over the updates in the buffer.
+- The paper's MF-CA2FL, which saves memory, is not implemented.
+- SCAFFOLD corrects the same bias, so do not combine the two methods.
 """
 
 from __future__ import annotations
@@ -78,14 +72,11 @@ def _calibrate(
 ) -> Tensor:
     """Return the server's step, `scale` times v [D]; update the cache and its sum in place.
 
-    v = h + (1 / K) sum_i (Delta_i - h_i), for the K updates Delta_i in the buffer. h_i is the last
-    update of client i before this aggregation, and h the mean of h_i over all clients.
-    deltas: the updates Delta_i, each [D]; the result has their dtype.
+    v = h + (1 / K) sum_i (Delta_i - h_i), where h is total / averaged_clients.
+    deltas: the K updates Delta_i, each [D].
     rows: for each update, the row of the cache that has h_i.
     cache: the last updates of R clients, [R, D].
     total: float64 [D], the sum of the cache's rows.
-    averaged_clients: the number of clients over which h is the mean: h = total / averaged_clients.
-    scale: the factor on v.
     """
     into = torch.empty_like(deltas[0])
 
@@ -106,8 +97,8 @@ class CA2FL(Method):
     """A server rule that corrects the mean of arriving updates with all clients' last updates.
 
     server_lr: the server's learning rate eta.
-    average: the clients over which the mean of last updates is taken. "all" means all clients, of
-    which those without an update count as 0. "seen" means the clients that have sent an update.
+    average: the clients in the mean of last updates. "all" counts clients without an update as 0;
+    "seen" leaves them out.
     cache: where updates are stored, "disk" or "memory".
     budget: the largest size of the cache, in GiB.
     """

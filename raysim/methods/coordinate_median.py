@@ -1,16 +1,14 @@
 """Coordinate-wise median: move each parameter by the median of the clients' updates.
 
-Some updates may be arbitrary, such as those of attackers. If fewer than half of the updates are
-arbitrary, the median of each parameter lies between the smallest and the largest value of the
-honest updates.
+If fewer than half of the updates are attacks, each median lies in the range of the honest updates.
 
-Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
-Statistical Rates" (ICML 2018), Definition 1 and Algorithm 1, option I.
+Source: Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates" (ICML
+2018), Definition 1 and Algorithm 1, option I.
 
 Departures from the paper
-- The median of an even number of values is the mean of the two values in the middle.
-- The median ignores weights, except that updates of weight 0 are left out. BatchNorm's statistics
-  are averaged with the weights, as in FedAvg, and are not protected.
+- The median of an even number of values is the mean of the two middle values.
+- Weights have no effect, but updates of weight 0 are left out. BatchNorm's statistics are averaged
+  with the weights, without protection.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
 """DANN: learn features that do not show which client a sample comes from.
 
-A second classifier, the discriminator, predicts the client from the features. The feature extractor
-is trained so that the discriminator fails.
+The features are trained so that a discriminator cannot predict the client from them.
 
-Source: Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand and Lempitsky,
-"Domain-Adversarial Training of Neural Networks" (JMLR 2016). The two steps alternate as in
-DomainBed and in FedBR's Appendix A, with the client i as domain. z are the features of a sample
-with the label y, omega is the classifier, and delta the discriminator. CE is the cross-entropy, and
+Source: Ganin et al., "Domain-Adversarial Training of Neural Networks" (JMLR 2016), with alternating
+steps as in DomainBed and in FedBR's Appendix A. The client i is the domain. z are the features of a
+sample with the label y, omega is the classifier, delta the discriminator, CE the cross-entropy, and
 lam a setting:
 
     discriminator step:  CE(delta(z), i), z constant
     generator step:      CE(omega(z), y) - lam CE(delta(z), i), delta constant
 
 Departures from the paper
-- The domain of a sample is the number of its client, as in FedBR's text.
-- r is the setting `discriminator_steps`. Step k = 1, 2, ... of a job trains the discriminator if
-  k mod (1 + r) < r. So with r = 1, only half of the local steps train the classifier. FedBR's code
-  does the same.
+- With r = `discriminator_steps`, step k = 1, 2, ... of a job trains the discriminator if k mod (1 +
+  r) < r. So r = 1 leaves the classifier half of the local steps, as in FedBR's code.
 - mode="grl" is the original form: a single step with a gradient-reversal layer.
 - There is no gradient penalty, because its weight is 0 in FedBR's code.
 """
@@ -118,8 +114,7 @@ class Dann(Method):
     width: the width of the discriminator's two hidden layers.
     discriminator_steps: the number of discriminator steps for each step of the classifier.
     rate: factor on local.lr for the discriminator.
-    mode: "alternate" trains either the model or the discriminator in a step. "grl" trains both
-    networks in each step, with gradient reversal.
+    mode: "alternate" trains one network in a step; "grl" trains both, with gradient reversal.
     """
 
     name = "dann"

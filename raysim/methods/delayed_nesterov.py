@@ -1,27 +1,23 @@
 """Delayed Nesterov: server momentum for updates that arrive one by one.
 
-Source: Liu, Chhaparia, Douillard, Kale, Rusu, Shen, Szlam and Ranzato, "Asynchronous Local-SGD
-Training for Language Modeling" (2024), the algorithm of the delayed Nesterov update. This algorithm
-makes DiLoCo (Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server)
-asynchronous. D_t is the update t = 1, 2, ..., which points towards improvement. x are the
-parameters, m is the momentum, and b is a sum of updates. eta is the learning rate and beta the
-factor of the old momentum. The momentum changes with every N-th update. Each of the N - 1 steps
-between two changes also moves x by eta c beta m, where c is the setting `activation`:
+Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling" (2024). It makes DiLoCo
+(Douillard et al. 2023: AdamW on the clients, Nesterov's momentum on the server) asynchronous. D_t
+is the update t = 1, 2, ... to the parameters x. m is the momentum, b a sum of updates, eta the
+learning rate, beta the factor of the old momentum, and c the setting `activation`:
 
     b <- b + D_t
     every N-th t    m <- beta m + b / N    b <- 0
                     x <- x + eta ((1 - c N + c) beta m + D_t / N)
     other t         x <- x + eta (c beta m + D_t / N)
 
-An update moves the model at once. The momentum changes only with the mean of N updates, because
-single updates may be stale. With c = 0 the sum of N steps is one step of Nesterov's momentum with
-this mean.
+The momentum changes only with the mean of N updates, because single updates may be stale. With c =
+0 the sum of N steps is one step of Nesterov's momentum with this mean.
 
 Departures from the paper
 - Steps are added, because D_t is an update; the paper subtracts gradients.
 - If a schedule aggregates several updates at once, D_t is their mean. The method is meant for
   `schedule=immediate`, with weights that do not depend on samples.
-- In the paper, slow clients make fewer local steps. Here all clients have the same settings.
+- All clients have the same settings. In the paper, slow clients make fewer local steps.
 """
 
 from __future__ import annotations
@@ -55,18 +51,16 @@ def delayed_nesterov_step(
 ) -> dict[str, Tensor]:
     """Return "params", "momentum_buffer" and "sum_of_updates" after a step; all are [D].
 
+    The letters are those of the formulas in the module's docstring.
     params: the parameters x of the current version.
     delta: the update D_t, which points towards improvement.
     momentum_buffer: the momentum m.
-    sum_of_updates: the sum b of the updates since the last change of the momentum.
-    step: the number t of the update, from 1. Each update makes one step of the server.
+    sum_of_updates: the sum b of the updates since m last changed.
+    step: the number t of the update, from 1.
     server_lr: the server's learning rate eta.
     momentum: the factor beta of the old momentum.
-    every: the number N. First, D_t is added to b. If t is a multiple of N, m then becomes beta m +
-    b / N, and b becomes 0. With this new m, the server adds eta ((1 - c N + c) beta m + D_t / N) to
-    x.
-    activation: the number c. If t is not a multiple of N, the server adds eta (c beta m + D_t / N)
-    to x.
+    every: the number N.
+    activation: the number c.
     """
     into, buffer, total = torch.empty_like(params), momentum_buffer.clone(), sum_of_updates.clone()
     _step([into, delta, buffer, total], step, server_lr, momentum, every, activation)
@@ -83,17 +77,9 @@ def _step(
 ) -> None:
     """Compute the server's step for an update; change the momentum and the sum of updates.
 
-    arrays: four tensors [d]. The first tensor is filled with the change of the parameters. The
-    second tensor is the update D_t. The third tensor is the momentum m, and the fourth is the sum b
-    of the updates since m last changed. m and b are changed in place.
-    step: the number t of the update, from 1.
-    server_lr: the server's learning rate eta.
-    momentum: the factor beta of the old momentum.
-    every: the number N. First, D_t is added to b. If t is a multiple of N, m then becomes beta m +
-    b / N, and b becomes 0. With this new m, the change of the parameters is eta ((1 - c N + c) beta
-    m + D_t / N).
-    activation: the number c. If t is not a multiple of N, the change of the parameters is eta (c
-    beta m + D_t / N).
+    arrays: four tensors [d]: the change of the parameters, which is filled, the update, the
+    momentum and the sum of updates.
+    step, server_lr, momentum, every, activation: see `delayed_nesterov_step`.
     """
     is_due = step % every == 0
     share = activation
@@ -116,15 +102,9 @@ def _delayed_nesterov(
 ) -> None:
     """Write the server's step into `into`; change `buffer` and `total` in place.
 
-    All arrays are [d]. First, `delta` is added to `total`. If `is_due`, `buffer` then becomes
-    momentum * buffer + update_share * total, and `total` becomes 0. The step is
-    rate * (momentum_share * buffer + update_share * delta).
-    into: the array to fill with the step.
-    delta: the update.
-    buffer: the momentum vector.
+    All arrays are [d].
+    buffer: the momentum.
     total: the sum of the updates since `buffer` last changed.
-    rate: the server's learning rate.
-    momentum, momentum_share, update_share: the numbers in these formulas.
     is_due: True if `buffer` changes in this step.
     """
     # The loop is compiled.
@@ -139,12 +119,11 @@ def _delayed_nesterov(
 class DelayedNesterov(Method):
     """A server rule whose Nesterov momentum changes only once in N updates.
 
-    Every update D makes one step of the server. m is the momentum.
     server_lr: the server's learning rate eta.
-    momentum: the factor beta of the momentum.
-    every: the number N. The momentum m changes in every N-th step.
-    activation: the number c, from 0 to 1 / N. In all steps between two changes of m, the server
-    adds eta (c beta m + D / N) to the model. With c = 0, these steps do not use m.
+    momentum: the factor beta of the old momentum.
+    every: the number N.
+    activation: the number c, from 0 to 1 / N. Between two changes of the momentum m, an update D
+    moves the model by eta (c beta m + D / N).
     """
 
     name = "delayed_nesterov"

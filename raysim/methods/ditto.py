@@ -1,28 +1,21 @@
 """Ditto: each client also trains a personal model, which is pulled to the received model.
 
-The shared model is trained by FedAvg, or by other methods that the run combines with Ditto.
-
-Source: Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through
-Personalization" (ICML 2021), Algorithm 1. Client k's personal model v_k starts from the initial
-model x^0. x^t is the received model, F_k the client's loss, lr_v the learning rate of v_k, and lam
-the strength of the pull. Each job trains v_k for S steps:
+Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization" (ICML 2021),
+Algorithm 1. Client k's personal model v_k starts from the initial model. x^t is the received model,
+F_k the client's loss, lr_v the learning rate of v_k, and lam the strength of the pull. Each step is
 
     v_k <- v_k - lr_v (grad F_k(v_k) + lam (v_k - x^t))
 
-The client is scored with v_k, and the shared model's score is `accuracy_shared`.
+The client is scored with v_k. The shared model's score is `accuracy_shared`.
 
 Departures from the paper
-- In a job, v_k is trained after the shared model, on other batches.
-- F_k is the task loss alone, without the terms of other methods. The optimizer has the run's
-  settings (momentum, weight decay, clipping) and starts again in each job. The pull is added before
-  weight decay and momentum.
-- S is the number of steps that the shared model makes. The batches are shuffled passes over the
-  client's samples. A last batch of one sample is left out, because BatchNorm cannot normalise it.
-  It is used if local.batch is 1 or the client has only one sample.
-- The pull covers the parameters that travel. BatchNorm's running statistics belong to v_k, and the
-  parameters that another method keeps on the client (FedBN) are not pulled.
-- A client that never trained is scored with v_k = x^0.
-- If v_k diverges, the job fails, as with any update that is not finite.
+- In a job, v_k is trained after the shared model, for as many steps, on other batches.
+- F_k is the task loss alone. The optimizer has the run's settings and starts again in each job. The
+  pull is added before weight decay and momentum.
+- A last batch of one sample is left out, unless local.batch is 1 or the client has only one sample.
+- BatchNorm's running statistics and parameters that another method keeps on the client (FedBN) are
+  not pulled.
+- If v_k diverges, the job fails.
 """
 
 from __future__ import annotations
