@@ -139,11 +139,10 @@ def imports_ray(text: str) -> bool:
 
 
 class Scopes:
-    """The variables of a source file that refer to objects of another package.
+    """The variables of a source file that refer to modules, classes or functions of other packages.
 
-    Such an object is a module, a class or a function. A variable refers to the object after an
-    import or an assignment, or in a `for` loop. A function's parameter refers to the object if a
-    call in the same file passes the object.
+    A variable refers to an object after an import, an assignment, a `for` loop, or a call in the
+    same file that passes the object.
 
     tree: the syntax tree of the file.
     names: maps each imported name to its dotted path, such as "numpy.linalg".

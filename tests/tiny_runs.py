@@ -228,9 +228,8 @@ def participation_facts(
     spec: the run; None takes the default run of this module.
     samples: the number of the client's training samples.
     trained: the number of samples that the job trains on, over all epochs.
-    earlier: how many jobs of the client were dispatched before.
+    earlier, accepted: how many jobs of the client were dispatched and aggregated before.
     version: the model version that the job received.
-    accepted: how many jobs of the client were aggregated before.
     """
     spec = spec or run_spec()
     declarations = declare_run(spec)

@@ -30,14 +30,11 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, base_digest: str) -> None:
     """Write folders of finished runs without training, and replace the function `study.measured`.
 
-    Some folders are for runs of DiLoCo with different learning rates. For each seed there is also
-    a folder of the method `study.UNCHANGED`, whose steps are too small to change a weight.
-    In place of `study.measured`, the study calls a function of this test. This function returns the
-    name, the perplexity and the model_sha256 of a run. The perplexity depends only on the learning
-    rate.
+    The runs are DiLoCo at several learning rates, and `study.UNCHANGED`, whose steps are too small
+    to change a weight. In the replaced results, the perplexity depends only on the learning rate.
 
     folder: the folder of the study.
-    base_digest: the model_sha256 that the test's function returns for all runs.
+    base_digest: the model_sha256 of all runs.
     """
 
     def measured(out: Path) -> dict[str, Any]:

@@ -67,11 +67,9 @@ def arrive(
 ) -> None:
     """Let the server aggregate the given updates in one aggregation.
 
-    arrivals: for each update, its client and its values [WIDTH]. A number means an update with this
-    number in all entries.
-    bases: a dictionary from versions to their vectors, to which this function adds the current
-    version. None means an empty dictionary.
-    version: the version from which all clients started; -1 means the current version. An earlier
+    arrivals: for each update, its client and its values [WIDTH]; a number fills all entries.
+    bases: the vectors of versions, to which this function adds the current one.
+    version: the version from which all clients started; -1 means the current one. An earlier
     version must be in `bases`.
     """
     base = at.version if version < 0 else version
@@ -393,12 +391,9 @@ class OneByOne:
 def distance(rule: Rule, arrivals: int = 1000) -> float:
     """Return the distance between a server's x and the optimum of a quadratic problem.
 
-    There are 10 clients. Client i has the loss |x - a_i|^2 / 2, so the optimum is the mean of all
-    a_i.
-    Clients 0 to 4 are eight times as fast as clients 5 to 9. The entries of a_i are drawn from N(2,
-    3^2) for clients 0 to 4, and from N(0, 3^2) for clients 5 to 9.
+    Client i of 10 has the loss |x - a_i|^2 / 2, so the optimum is the mean of all a_i. Clients 0 to
+    4 are eight times as fast as clients 5 to 9. Their a_i have the mean 2 instead of 0.
     The result is the mean Euclidean distance during the last fifth of the arrivals.
-    rule: the server.
     arrivals: the number of updates that arrive.
     """
     draw = np.random.default_rng(0)

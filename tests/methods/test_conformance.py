@@ -150,13 +150,11 @@ class Plain:
 class Row:
     """A method with small settings, and what the tests expect of it.
 
-    make: function that returns the method.
-    plain: settings with which the method equals FedAvg. A key is the description of the settings.
-    uploads: the names of the tensors that the method uploads in addition to the update.
+    plain: settings with which the method equals FedAvg, by a description of the settings.
+    uploads: the tensors that the method uploads in addition to the update.
     personal: True if parameters stay on the clients.
     private: True if the method has a client state, which must not be in any message.
     contributes: True if clients send tensors before round 0.
-    model: the model on which the method is tested.
     as_fedavg: True if the shared model always equals that of FedAvg.
     """
 

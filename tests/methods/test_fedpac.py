@@ -99,11 +99,10 @@ def test_fedpac_variance_is_never_negative(
 def quadratic(variances: Tensor, weighted: Tensor, client: int) -> Tensor:
     """Return the matrix P of FedPAC's quadratic program for client i, by its definition.
 
-    P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k. Row c of h_j is client j's mean feature vector
-    of class c, times the fraction of its samples in class c. V_j is the sum of the variances of
-    h_j's entries.
-    variances: V of all m clients, [m].
-    weighted: h of all clients, [m, C, D] for C classes and D features.
+    P_jk = <h_i - h_j, h_i - h_k>, plus V_j if j = k.
+    variances: [m], V of all m clients.
+    weighted: [m, C, D], h of all clients: the mean feature vector of each class, times the fraction
+    of the client's samples in this class.
     client: i.
     """
     difference = (weighted[client] - weighted).flatten(1)

@@ -1,12 +1,9 @@
 """Test recorded steps with every method.
 
-A recorded step reads the values of a client only from tensors with fixed addresses. raysim copies
-the current values into these tensors before each replay.
-
-The tests find methods that read a Python number in place of such a tensor. A CPU has no CUDA
-graphs. Therefore a replay on a CPU runs the Python code of the step again. This code gets tensors
-with current values, but Python numbers from the time of the recording. If a method uses such a
-number, the replay has a wrong result, and a test fails.
+The tests find methods that read a Python number of a client in place of a tensor. A CPU has no CUDA
+graphs, so a replay runs the step's Python code again. It has tensors with current values, but
+Python numbers from the time of the recording. A method that reads such a number gets a wrong
+result.
 """
 
 from __future__ import annotations
@@ -108,12 +105,11 @@ def assert_near(ended: FinishedRun, expected: FinishedRun, near: float = NEAR) -
 def assert_as_in_loop(spec: RunSpec, **settings: Any) -> FinishedRun:
     """Assert that a run with recorded steps has the results of a run without recorded steps.
 
-    The run without recorded steps trains one client after another. The final model and the client
-    states must be equal up to rounding. The rows of both histories must have the same columns; the
-    values in them are not compared. Return the run with recorded steps.
+    The run without recorded steps has one lane. Final models and client states must be equal up to
+    rounding, and histories must have the same columns. Return the run with recorded steps.
 
     spec: the run, with recorded steps. Its dtype is replaced by float64.
-    settings: further arguments of the function `run`, for both runs.
+    settings: arguments of the function `run`.
     """
     spec = replace(spec, dtype=float64)
     ended, expected = run(spec, **settings), run(replace(spec, lanes=1, graph=False), **settings)

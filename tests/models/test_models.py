@@ -44,14 +44,10 @@ CONF = Path(__file__).parents[2] / "conf"
 class Row:
     """The expected numbers of one network.
 
-    recipe: the recipe of the network.
     shape: the shape of an input: channels, height and width.
-    classes: the number of classes.
     feature_dim: the length of a sample's feature vector.
-    features: the number of parameters of the extractor.
-    head: the number of parameters of the head.
-    norms: four facts about the normalisation layers: the number of layers, the types of layers, the
-    number of parameters, and the number of entries in buffers.
+    features, head: the numbers of parameters of the extractor and of the head.
+    norms: the number, types, parameters and buffer entries of the normalisation layers.
     mac: millions of multiply-adds for one sample.
     positive: True if no feature is negative.
     light: a smaller input shape for tests that compute outputs; None uses `shape`.

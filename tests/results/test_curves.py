@@ -125,9 +125,8 @@ def limits(
 ) -> list[float]:
     """Draw a mean curve in a panel; return the limits of its band and of the vertical axis.
 
-    The result has four numbers: the lowest and the highest value of the band, then the lower and
-    the upper end of the axis. With fewer than three seeds there is no band, and the result has only
-    the ends of the axis.
+    The result is [lowest and highest value of the band, lower and upper end of the axis]. With
+    fewer than three seeds there is no band.
     name: the label of the vertical axis.
     scores: the scores of each seed.
     """

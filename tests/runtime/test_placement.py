@@ -758,14 +758,11 @@ def _huge_job(_: Any) -> MemoryNeed:
 def _fits(
     options: RayOptions, job: Any, most: int, device: str = "cuda", remotely: bool = False
 ) -> tuple[Size | str, list[str]]:
-    """Plan the workers of a run. Return the plan or the error, and the messages for the user.
-
-    The first item is the `Size` that raysim plans, or the text of the error that it raises.
+    """Plan the workers of a run; return the plan or the error's text, and the user's messages.
 
     job: a function that returns the memory of a job.
     most: the number of clients in flight.
-    remotely: True: call `job` in a new process on the cluster, as a run does; False: in this
-    process.
+    remotely: True calls `job` in a new process on the cluster, as a run does.
     """
     from raysim.runtime import ray as on_ray
     from raysim.runtime.ray import driver
@@ -838,12 +835,11 @@ WHOLE = Mlp((20,))
 def _four_runs() -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
     """Make four runs that may reuse actors, and return their sha256 pairs and the living actors.
 
-    The first two runs have two workers, and the last two have one worker. The last run fails.
+    The first two runs have two workers, and the last two have one worker. The last run fails, so
+    there are three pairs (model, state).
 
-    Return two lists. The first has the sha256 pairs (model, state) of the first three runs. The
-    second has five dictionaries. Dictionaries 1 to 4 belong to the four runs. Each maps the names
-    of the actors that live after the run to the ids of the actors. Dictionary 5 belongs to the time
-    after `keep_processes` has ended. It is empty if no actor and no placement group remains.
+    The second list has for each run a dictionary from living actors' names to their ids. A fifth
+    dictionary is empty if nothing is left after `keep_processes`.
     """
     from raysim.runtime import ray as on_ray
 

@@ -509,10 +509,8 @@ def test_trace_starts_again_if_a_run_is_longer_than_the_trace() -> None:
 def test_all_changes_are_reported_if_the_availability_of_a_client_changes_often() -> None:
     """Every change of seconds 1 to 250 is reported if client 0 comes or leaves in each second.
 
-    raysim sorts at most 32 changes of a client at once, so it must sort the changes of client 0
-    several times. There are also 1500 clients that are available for a long time. From second 150
-    on, one of these clients leaves in each second, and does not come back. This change must be
-    reported together with the change of client 0 in the same second.
+    raysim sorts at most 32 changes of a client at once, so it must sort those of client 0 several
+    times. From second 150 on, one of 1500 other clients also leaves in each second.
     """
     others = 1500
     bounds = np.array(

@@ -190,12 +190,11 @@ class Mortal:
 class Vanishing(Mortal):
     """Stand-ins for workers, of which one loses its node and comes back two aggregations later.
 
-    When this worker comes back, an additional worker joins the run.
+    An additional worker joins when it comes back.
 
-    number: the number of a call. The worker that receives this call loses its node. All calls are
-    numbered from 1 in the order in which the workers receive them.
-    is_reachable: True: the node will leave, and the coordinator can still read the worker's values.
-    False: the node is gone, and the unread values of the worker are lost.
+    number: the worker that receives this call loses its node. All calls are numbered from 1 in the
+    order in which workers receive them.
+    is_reachable: True: values on the lost node can still be read. False: unread values are lost.
     """
 
     def __init__(self, study: RunSpec, workers: int, number: int, is_reachable: bool):

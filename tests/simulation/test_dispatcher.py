@@ -22,14 +22,12 @@ CLIENTS, SAMPLES = 12, 12
 class Slow:
     """Workers that report a fixed training time.
 
-    A call counts as unanswered until the coordinator reads its result.
+    A call is unanswered until the coordinator reads its result.
 
-    spec: the run.
     seconds: the reported training time per sample, in seconds.
     workers: the number of workers.
-    calls: for each call to train, the pair of the worker and the number of jobs in the call.
-    most: the largest number of unanswered calls that one worker had.
-    is_in_process, combine_from: attributes that raysim reads from each runtime.
+    calls: the worker and the number of jobs of each call to train.
+    most: the largest number of unanswered calls of one worker.
     """
 
     spec: RunSpec

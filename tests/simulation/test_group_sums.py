@@ -60,15 +60,13 @@ def study(*methods: Method) -> RunSpec:
 class Nodes(InProcess):
     """A runtime in one process whose workers act as if they were on several nodes.
 
-    The runtime records what it trains, adds up and sends to the coordinator.
-
     nodes: the node of each worker.
     least: nodes add up updates only if the model has at least this number of parameters.
 
     trained: the name and the node of each training call.
     added: for each call of `add_up`, the node and the number of sums.
-    vectors: for each object that the coordinator fetched, the number of vectors in it. A training
-    result has a vector for each of its sums. An array counts as one vector.
+    vectors: the number of vectors in each training result (its sums) or array that the coordinator
+    fetched.
     """
 
     def __init__(self, spec: RunSpec, nodes: Sequence[int], least: float = 0.0):

@@ -458,10 +458,9 @@ def tiers(slow: float, fast: float, schedule: Schedule | None = None) -> Planner
     """Return a planner for four clients that become available at different times.
 
     Jobs of clients 0 and 1 take 4 s, and those of clients 2 and 3 take 1 s.
-    slow: the virtual time in seconds at which clients 0 and 1 become available.
-    fast: the virtual time in seconds at which clients 2 and 3 become available.
-    schedule: the planner's schedule. None means `Tiered(2, 2)`, which makes one tier of clients 0
-    and 1, and one tier of clients 2 and 3.
+    slow, fast: the virtual times in seconds at which clients 0 and 1, and clients 2 and 3, become
+    available.
+    schedule: None means `Tiered(2, 2)`, with one tier for each of these pairs.
     """
 
     @dataclass(frozen=True)

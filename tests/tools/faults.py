@@ -6,12 +6,11 @@
                                                 on Ray: driver, coordinator, workers, raylet and GCS
     uv run python tests/tools/faults.py --cost 5      # cost of a killed worker, 5 pairs of runs
 
-Each case starts a run and disturbs it at a random moment. It sends a signal to a process of the
-run, limits the size of the run's files, or locks, deletes or overwrites MLflow's database. Then the
-case continues the run with resume=latest until it is finished.
-The run must have the model_sha256, the state_sha256 and the history of the undisturbed run. No
-unfinished file may be in the folder, no process may be left, and no traceback may have been shown.
-Moments are counted in the CPU time of the run, so that they are the same on a busy machine.
+Each case disturbs a run at a random moment: by a signal, by a limit on file sizes, or by damage to
+MLflow's database. It continues the run with resume=latest until it is finished.
+The sha256 values and the history must be those of the undisturbed run. No unfinished file, process
+or traceback may be left. Moments are counted in the CPU time of the run, so that they are the same
+on a busy machine.
 """
 
 from __future__ import annotations
@@ -437,9 +436,8 @@ def carry_out(case: Case, seed: int) -> str:
 def wrong(case: Case, folder: Path, statuses: list[int], mark: str, expected: Undisturbed) -> str:
     """Return a text about the first error that a case shows; "" if the case has no error.
 
-    An error is, for example, a result that differs from the result of the undisturbed run.
     folder: the folder of the case.
-    statuses: the exit statuses of the disturbed run and of each continuation of it, in order.
+    statuses: the exit statuses of the disturbed run and of its continuations, in order.
     mark: the value of the environment variable `MARK` in all processes of the case.
     expected: the results of the undisturbed run.
     """
@@ -521,11 +519,10 @@ def cost(pairs: int) -> None:
 def main(count: int, seed: int, runtime: str, log: Path, only: str = "") -> int:
     """Disturb runs at random moments, resume them, and check their results.
 
-    Each case disturbs one run. Cases that are already in the log file are not repeated. Print how
-    all cases of the log file ended. Return 0 if all of them had correct results; otherwise 1.
-    count: the number of cases, those in the log file included.
+    Print how all cases of the log file ended. Return 0 if all had correct results; otherwise 1.
+    count: the number of cases. Those in the log file are not repeated.
     seed: the seed of the random cases.
-    runtime: the runtime of the cases, "inprocess" or "local".
+    runtime: "inprocess" or "local".
     log: the file to which each finished case adds one line.
     only: the fault of the cases to run; "": all faults.
     """

@@ -1,17 +1,13 @@
 """Run raysim with random command lines, configurations and damaged files.
 
-Each case must run, or must be refused with one sentence and the exit status 2.
-
     uv run python tests/tools/fuzz.py --cases 5000 --log fuzz.jsonl
 
-This command makes 5000 cases of each type, and counts the broken cases. If it is interrupted, the
-same command continues.
+This command makes 5000 cases of each type. After an interruption, it continues. Each case must run,
+or be refused with one sentence and the exit status 2.
 
 A case is broken if at least one of these statements is true:
-- An exception is not handled.
-- A refusal is not one sentence.
-- The command has used a minute of CPU time and has not ended.
-- The command has waited for a minute without using CPU time.
+- An exception is not handled, or a refusal is not one sentence.
+- The command does not end within a minute of CPU time, or waits for a minute.
 - The case needs over 1 GiB more memory than each earlier case.
 - A refused command leaves a file.
 """
@@ -682,10 +678,8 @@ def fuzz(target: str, cases: int, start: int = 0) -> None:
 def main(cases: int, targets: Sequence[str], log: Path) -> int:
     """Run raysim with random command lines, configurations and damaged files.
 
-    Each such run is a case. Cases that are already in the log file are not repeated. Print how all
-    cases of the log file ended. Return 1 if one of them is broken; otherwise 0. A case is broken
-    if, for example, an exception is not handled.
-    cases: the number of cases of each type.
+    Print how all cases of the log file ended. Return 1 if one of them is broken; otherwise 0.
+    cases: the number of cases of each type. Those in the log file are not repeated.
     targets: the types, keys of `TARGETS`.
     log: the file to which each finished batch of cases adds one line.
     """

@@ -2,16 +2,13 @@
 
     uv run python tests/tools/measure_network.py --turns 3 --out network.json
 
-makes a cluster of three machines with `network_cluster.py`. In each turn it makes a synchronous and
-a buffered run on undisturbed links, and then on slow or lossy links of each kind. The command
-prints a table with these columns:
-- seconds per round
-- the ratio of these seconds to the seconds of the undisturbed run in the same turn
-- megabytes per round that the coordinator's node receives, and those that it sends
+makes a cluster of three machines with `network_cluster.py`. Each turn makes a synchronous and a
+buffered run on undisturbed links, and then on links of each kind. All runs with the same schedule
+must have the same bits. The table has these columns:
+- seconds per round, and their ratio to the undisturbed run in the same turn
+- megabytes per round that the coordinator's node receives, and those that it sends: as counted on
+  the link (in raysim's history)
 - megabytes per round that TCP sent again, for all nodes together
-Megabytes that are received or sent have two numbers. The first one is counted on the link, and the
-second one, in brackets, is from raysim's history.
-All runs with the same schedule must have the same bits.
 
     uv run python tests/tools/measure_network.py --nodes 2 4 8 --cohorts 3 10 100
 
@@ -73,20 +70,15 @@ print("END", result.summary["model_sha256"], flush=True)
 class Measurement:
     """The measured time and traffic of a run.
 
-    The meaning of `schedule` and `kind` depends on the function that made the measurement.
     turn: the index of the repetition, from 0.
-    schedule: from `measure_all`: the run's schedule, a key of `SCHEDULES`. From `measure_sums`: the
-    number of clients in a round, as text.
-    kind: from `measure_all`: the disturbance of the links, a key of `KINDS` or `UNDISTURBED`. From
-    `measure_sums`: the number of nodes, as text.
-    seconds: the median over rounds of the seconds per round.
-    links: for each machine, the mean bytes per round that it received and sent, as its link counted
-    them.
-    columns: for each node of Ray, the mean bytes per round that it received and sent, as raysim
-    counted them in its history. Node 0 is machine 0; another node may have another number than its
-    machine.
+    schedule: a key of `SCHEDULES`. From `measure_sums`: the number of clients in a round, as text.
+    kind: the disturbance of the links, a key of `KINDS` or `UNDISTURBED`. From `measure_sums`: the
+    number of nodes, as text.
+    seconds: the median of the seconds per round.
+    links: for each machine, the mean bytes per round received and sent, counted on its link.
+    columns: the same for each node of Ray, from raysim's history. Only node 0 surely has the number
+    of its machine.
     resent: for each machine, the mean bytes per round that TCP sent again.
-    model_sha256: the hash of the run's final model.
     """
 
     turn: int
@@ -223,10 +215,8 @@ def model_bytes(width: int) -> int:
 def table_of_sums(measurements: Sequence[Measurement], vector_bytes: float) -> str:
     """Return a Markdown table of how many model-sized vectors the coordinator's node receives.
 
-    The numbers are per round. There is a row for each number of clients, and a column for each
-    number of nodes. A cell has two numbers of vectors. The first number is the bytes that the link
-    counted, divided by `vector_bytes`. The second number, in brackets, is the bytes in raysim's
-    history, divided by `vector_bytes`.
+    Rows are numbers of clients, and columns numbers of nodes. A cell has the number per round as
+    counted on the link, and as in raysim's history (in brackets).
     measurements: the measurements that `measure_sums` yields.
     vector_bytes: the bytes of a vector of the model's size.
     """

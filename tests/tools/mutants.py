@@ -5,14 +5,12 @@
     # some of them again, with all tests:
     uv run python tests/tools/mutants.py ... --map mutants.map.json --ids 12,57 --cap 0
 
-A mutant is the source with one change. First every test file runs once under `coverage`, which
-shows the tests that run each line (--map reuses an earlier result). Then each mutant is written
-into a copy of the working tree, and the tests that run its line are started. A few quick tests come
-first, from the files that are closest to the changed file. Others follow for at most --cap
-seconds of CPU time (0: all).
+A mutant is the source with one change. Each runs in a copy of the working tree, with the tests that
+execute its line. `coverage` finds these tests first (--map reuses an earlier result). After a few
+quick tests, others follow for at most --cap seconds of CPU time (0: all).
 
 Ids of mutants stay the same for the same source, --seed, --count and --only. A mutant that no test
-can notice is listed with the reason in equivalent_mutants.toml.
+can notice is in equivalent_mutants.toml, with the reason.
 """
 
 from __future__ import annotations
@@ -258,10 +256,9 @@ class Map:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return all tests that may notice a mutant.
 
-        The list begins with the tests that execute the mutant's line. If no such test is known, it
-        begins with the tests that execute the enclosing function, class or file. For a line that
-        runs at import, no such test is known. The list ends with the tests of test_defaults.py and
-        of the test file that is named after the mutant's file.
+        First are the tests that execute the mutant's line. If none is known, as for lines that run
+        at import, they are those that execute the enclosing function, class or file. Last are
+        test_defaults.py and the test file named after the mutant's file.
         """
         by, tests = self.lines.get(mutant.file, {}), list[str]()
         for first, last in (mutant.lines, *mutant.scopes, (1, 1 << 30)):
@@ -458,14 +455,14 @@ def cpu_seconds(pid: int) -> float:
 def drive(trials: Sequence[Trial], copies: Sequence[Path], done: Callable[[Any], None]) -> None:
     """Run trials in parallel, at most one at a time in each copy of the working tree.
 
-    trials: functions. A trial gets the folder of a copy, and returns a generator. The generator
-    yields a request to run tests (`Asked`). It then receives a dictionary with these keys:
-    - "verdict": "passed", "killed" (a test failed or the process crashed) or "timeout" (the tests
-      needed too much time or memory).
-    - "first": the first test that failed, or another reason for the verdict.
+    trials: functions that get a copy's folder and return a generator. It yields requests to run
+    tests (`Asked`), and receives a dictionary for each:
+    - "verdict": "passed", "killed" (a test failed or the process crashed) or "timeout" (too much
+      time or memory).
+    - "first": the first test that failed, or another reason.
     - "cpu": the CPU seconds of the tests.
-    copies: the folders with copies of the working tree.
-    done: a function that is called with the return value of each generator.
+    copies: the folders of the copies.
+    done: is called with the return value of each generator.
     """
     waiting, free = collections.deque(trials), list(copies)
     running: dict[int, tuple[Path, Generator[Asked, Outcome, Any], float, float]] = {}
@@ -589,13 +586,11 @@ def run_mutant(
 ) -> Generator[Asked, Outcome, Any]:
     """Write a mutant into a copy of the working tree, run tests, and restore the file.
 
-    This function is a generator, which `drive` advances. The generator yields lists of tests, and
-    `drive` runs them. At its end, the generator returns the result, such as whether a test noticed
-    the mutant.
+    This generator yields lists of tests, which `drive` runs. It returns the result, such as whether
+    a test noticed the mutant.
     number: the id of the mutant.
     known: the record of which tests execute which lines.
-    cap: `Map.portions` divides the tests into quick tests and others. The others take at most `cap`
-    CPU seconds; 0 means no limit.
+    cap: the largest CPU seconds of the tests after the quick ones; 0 means no limit.
     copy: the folder with the copy.
     """
     path, started = copy / mutant.file, time.monotonic()

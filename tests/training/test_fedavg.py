@@ -46,9 +46,8 @@ def plain_fedavg(
 ) -> dict[str, Tensor]:
     """Return the model after FedAvg: x <- x + sum_i w_i (y_i - x) / sum_i w_i in each round.
 
-    y_i: the model that client i has trained from x; w_i: its weight. The sum is computed in
-    raysim's order: neighbours are added in pairs, then these sums in pairs, and so on. The clients
-    are in the order in which they finish.
+    y_i is the model that client i has trained from x, and w_i its weight. As in raysim, clients are
+    added in pairs in the order in which they finish, then these sums in pairs, and so on.
     weighting: "samples" or "uniform".
     optimizer: settings of torch's SGD.
     """
